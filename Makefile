@@ -1,0 +1,49 @@
+# Two commands do everything: `make demo` trains, `make test` tests. Both set up `.venv` first when it is missing.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# Extra words for pip, e.g. PIP_ARGS="--index-url URL-OF-A-CUDA-BUILD" (see README, "Set-up").
+PIP_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format contract bench-harness clean
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Pentatron needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the pinned versions of requirements.lock (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+setup: $(READY) ## create .venv with the pinned versions
+
+demo: $(READY) ## train a small model on this machine in a few minutes
+	@$(BIN)/pentatron train $(ARGS)
+
+test: $(READY) ## run the test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## format, lint and type check, changing nothing
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(READY) ## format the code and mend what the linter can
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+contract: $(READY) ## run what shows each contract item, print the count, write docs/contract.md
+	@$(BIN)/python scripts/contract.py
+
+bench-harness: $(READY) ## cost of an empty distributed test against fresh processes
+	@$(BIN)/python bench/harness.py
+
+clean: ## remove .venv and caches (runs/ is kept)
+	rm -rf $(VENV) .ruff_cache .mypy_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
