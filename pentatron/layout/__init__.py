@@ -1,0 +1,1 @@
+"""Torch-free arithmetic: ranks and axes, batch sizes, divisors."""

@@ -1,0 +1,19 @@
+"""Errors meant for the user."""
+
+from collections.abc import Sequence
+
+
+class UserError(ValueError):
+    """Something the user can mend. Its text is the whole message: one sentence with the fix, no traceback."""
+
+
+class ConfigError(UserError):
+    """All problems of a configuration at once."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+        else:
+            lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
+            super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")

@@ -1,0 +1,121 @@
+"""The architecture: what the model is, whatever it runs on. Field names are Megatron's."""
+
+from dataclasses import dataclass
+
+from pentatron.config.setting import setting
+
+_MOE = "mixture of experts"
+_DROPOUT = "dropout that does not depend on the layout"
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Model architecture"""
+
+    num_layers: int = setting(4, "transformer layers")
+    hidden_size: int = setting(256, "width of the residual stream")
+    ffn_hidden_size: int | None = setting(None, "width inside the MLP (4 × hidden; with SwiGLU 8/3 × hidden)")
+    num_attention_heads: int | None = setting(
+        None, "attention heads (derived from the hidden size if not given)"
+    )
+    kv_channels: int | None = setting(
+        None, "width of one head (hidden / heads); heads × width may differ from hidden"
+    )
+    group_query_attention: bool = setting(False, "share keys and values between groups of heads")
+    num_query_groups: int | None = setting(None, "key/value heads with --group-query-attention")
+    seq_length: int = setting(256, "tokens in one sample", also="--max_seq_len")
+    max_position_embeddings: int | None = setting(None, "longest sequence the model is made for (seq-length)")
+    vocab_size: int | None = setting(None, "vocabulary size (from the tokenizer if not given)")
+    make_vocab_size_divisible_by: int = setting(
+        128, "pad the vocabulary to a multiple of this × tensor parallel size"
+    )
+    padded_vocab_size: int | None = setting(None, "rows of the embedding, padding included (derived)")
+
+    normalization: str = setting("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    layernorm_epsilon: float = setting(1e-5, "epsilon of the norms", also="--norm-epsilon")
+    qk_layernorm: bool = setting(False, "norm on queries and keys (Qwen3)")
+    qk_l2_norm: bool = setting(
+        False, "L2 norm on queries and keys", not_yet="the L2 norm of queries and keys"
+    )
+    gated_linear_unit: bool = setting(False, "gated SiLU MLP", also="--swiglu")
+    add_bias_linear: bool = setting(
+        True,
+        "bias in the linear layers",
+        sets={"--disable-bias-linear": False, "--disable_bias_linear": False},
+    )
+    add_qkv_bias: bool = setting(False, "bias in the QKV projection only (Qwen2.5)")
+    position_embedding_type: str = setting(
+        "learned_absolute",
+        "how positions are encoded",
+        choices=("learned_absolute", "rope", "none"),
+        sets={"--use-rotary-position-embeddings": "rope"},
+    )
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies")
+    rotary_percent: float = setting(1.0, "share of a head that is rotated")
+    rotary_interleaved: bool = setting(False, "rotate neighbouring pairs instead of halves")
+    untie_embeddings_and_output_weights: bool = setting(False, "give the output layer a matrix of its own")
+    hidden_dropout: float = setting(0.0, "dropout on the residual stream", not_yet=_DROPOUT)
+    attention_dropout: float = setting(0.0, "dropout on attention weights", not_yet=_DROPOUT)
+    init_method_std: float = setting(0.02, "standard deviation of the initial weights")
+    multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts"""
+
+    num_experts: int | None = setting(None, "number of experts", not_yet=_MOE)
+    moe_router_topk: int = setting(2, "experts per token", not_yet=_MOE)
+    moe_grouped_gemm: bool = setting(False, "run the experts as one grouped matmul", not_yet=_MOE)
+    moe_use_legacy_grouped_gemm: bool = setting(
+        False, "an older grouped matmul", notice="there is one grouped matmul here, so this changes nothing"
+    )
+    moe_token_dispatcher_type: str = setting(
+        "alltoall", "how tokens travel to experts", choices=("alltoall", "allgather"), not_yet=_MOE
+    )
+    moe_router_load_balancing_type: str = setting(
+        "aux_loss",
+        "how experts are kept equally busy",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        not_yet=_MOE,
+    )
+    moe_aux_loss_coeff: float = setting(0.0, "weight of the balancing loss", not_yet=_MOE)
+    moe_ffn_hidden_size: int | None = setting(None, "width inside one expert (ffn-hidden-size)", not_yet=_MOE)
+    moe_shared_expert_intermediate_size: int | None = setting(
+        None, "width of the shared expert", not_yet=_MOE
+    )
+    moe_shared_expert_gate: bool = setting(False, "gate of the shared expert", not_yet=_MOE)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Kernels"""
+
+    transformer_impl: str = setting(
+        "local",
+        "implementation of the layers",
+        choices=("local", "transformer_engine"),
+        notice="there is one implementation here, in PyTorch, so this changes nothing",
+    )
+    use_mcore_models: bool = setting(
+        False, "Megatron's newer models", notice="there is one family of models here, so this changes nothing"
+    )
+    attention_backend: str = setting(
+        "auto",
+        "attention kernel",
+        choices=("auto", "flash", "cudnn", "efficient", "math", "fused", "unfused", "local"),
+    )
+    attention_softmax_in_fp32: bool = setting(
+        False,
+        "softmax of attention in fp32",
+        notice="the attention kernels here always take the softmax in fp32",
+    )
+    rope_fusion: bool = setting(
+        True, "fused rotary kernel", notice="there is no separate fused rotary kernel here"
+    )
+    masked_softmax_fusion: bool = setting(
+        True, "fused masked softmax", notice="attention here never builds a masked softmax of its own"
+    )
+    bias_swiglu_fusion: bool = setting(
+        True, "fused SwiGLU", notice="there is no separate fused SwiGLU kernel here"
+    )

@@ -1,0 +1,70 @@
+"""What a run leaves behind: its folder, checkpoints, logs and generated text."""
+
+from dataclasses import dataclass
+
+from pentatron.config.setting import setting
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Run"""
+
+    preset: str | None = setting(None, "named settings to start from (`pentatron presets` lists them)")
+    config: str | None = setting(None, "YAML, TOML or JSON file with settings", also="--yaml-cfg")
+    run_dir: str | None = setting(None, "folder of the run (runs/NAME)")
+    fresh: bool = setting(False, "start anew; an earlier run in the folder is moved aside")
+    seed: int = setting(1234, "seed of initial weights and sample order")
+    sample_prompt: str | None = setting(None, "text continued at the end of the run")
+    sample_tokens: int = setting(120, "length of that continuation")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints"""
+
+    save: str | None = setting(None, "folder for checkpoints (RUN_DIR/checkpoints)")
+    load: str | None = setting(None, "folder to resume from (the run's own checkpoints)")
+    save_interval: int | None = setting(
+        None, "steps between checkpoints (at the end only)", also="--save_steps"
+    )
+    keep_checkpoints: int | None = setting(3, "how many of the newest to keep (none: all)")
+    verify_checkpoint: bool = setting(True, "check the checksums before resuming")
+    finetune: bool = setting(
+        False, "load weights only and start at step 0", not_yet="fine-tuning from weights only"
+    )
+    no_load_optim: bool = setting(False, "do not load the optimizer", not_yet="loading without the optimizer")
+    no_load_rng: bool = setting(False, "do not load random states", not_yet="loading without random states")
+    use_checkpoint_args: bool = setting(
+        False, "take the architecture from the checkpoint", not_yet="architecture from a checkpoint"
+    )
+    ckpt_format: str | None = setting(
+        None, "format of the files", choices=("torch_dist", "torch"), not_yet="Megatron's checkpoint formats"
+    )
+    non_persistent_ckpt_type: str | None = setting(
+        None, "local checkpoints", choices=("global", "local"), not_yet="non-persistent checkpoints"
+    )
+    non_persistent_local_ckpt_dir: str | None = setting(
+        None, "folder of local checkpoints", not_yet="non-persistent checkpoints"
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Logging and monitoring"""
+
+    log_interval: int = setting(10, "steps between lines of train.log")
+    log_throughput: bool = setting(False, "add TFLOP/s per GPU to the log line")
+    log_progress: bool = setting(False, "write progress.txt", not_yet="progress.txt")
+    tensorboard_dir: str | None = setting(None, "folder for TensorBoard", not_yet="TensorBoard output")
+    wandb_project: str | None = setting(None, "Weights & Biases project", not_yet="Weights & Biases output")
+    monitor_memory_continuously: bool = setting(
+        False, "sample memory in the background", not_yet="continuous memory monitoring"
+    )
+    memory_monitor_interval: float = setting(
+        1.0, "seconds between memory samples", not_yet="continuous memory monitoring"
+    )
+    save_performance_summary: bool = setting(
+        False, "write a performance summary at the end", not_yet="the performance summary"
+    )
+    profile: bool = setting(False, "write a profiler trace", not_yet="profiler traces")
+    progress_bar: str = setting("auto", "live progress bar", choices=("auto", "on", "off"))

@@ -1,0 +1,105 @@
+"""How the run is spread over processes, what it keeps in memory and in which precision it computes."""
+
+from dataclasses import dataclass
+
+from pentatron.config.setting import setting
+
+_TP = "tensor parallelism"
+_PP = "pipeline parallelism"
+_ZERO = "sharded optimizer state (ZeRO)"
+_RECOMPUTE = "activation recompute"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallelism"""
+
+    tensor_model_parallel_size: int = setting(1, "ranks that share one layer", also="--tp_size", not_yet=_TP)
+    pipeline_model_parallel_size: int = setting(
+        1, "stages the layers are cut into", also="--pp_size", not_yet=_PP
+    )
+    context_parallel_size: int = setting(1, "ranks that share one sequence", not_yet="context parallelism")
+    expert_model_parallel_size: int = setting(1, "ranks that share the experts", not_yet="expert parallelism")
+    data_parallel_size: int | None = setting(
+        None, "copies of the model (world / (tp × pp × cp), checked if given)"
+    )
+    sequence_parallel: bool = setting(False, "split norms and residuals over the tensor axis as well")
+    pipeline_schedule: str = setting("1f1b", "order of work in the pipeline", choices=("1f1b", "gpipe"))
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per stage", not_yet=_PP)
+    cp_comm_type: str = setting(
+        "p2p", "how context ranks exchange keys", choices=("p2p", "all_gather", "allgather", "a2a")
+    )
+    zero_stage: int = setting(
+        0,
+        "what data-parallel ranks share: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters",
+        sets={"--use-distributed-optimizer": 1},
+        choices=(0, 1, 2, 3),
+        not_yet=_ZERO,
+    )
+    overlap_grad_reduce: bool = setting(
+        False, "reduce gradients while backward runs", not_yet="overlapped reduction"
+    )
+    overlap_param_gather: bool = setting(
+        False, "gather parameters while forward runs", not_yet="overlapped gathering"
+    )
+    ddp_bucket_size: int = setting(40_000_000, "gradients reduced in one collective, in elements")
+    deepspeed: bool = setting(False, "DeepSpeed's launch line", not_yet="DeepSpeed's launch line")
+    deepspeed_config: str | None = setting(
+        None, "a ds_config.json", not_yet="reading a DeepSpeed configuration"
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Memory"""
+
+    recompute_granularity: str | None = setting(
+        None, "recompute activations in backward", choices=("selective", "full"), not_yet=_RECOMPUTE
+    )
+    recompute_modules: tuple[str, ...] = setting(
+        (),
+        "what selective recompute covers",
+        choices=("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"),
+        not_yet=_RECOMPUTE,
+    )
+    record_memory_history: bool = setting(
+        False, "record CUDA allocations", not_yet="recording of CUDA allocations"
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Precision"""
+
+    bf16: bool = setting(False, "bf16 weights and activations, fp32 master weights and gradients")
+    fp16: bool = setting(False, "fp16 with loss scaling", not_yet="fp16 with loss scaling")
+    fp8_format: str | None = setting(
+        None, "fp8 matmuls", also="--fp8", choices=("e4m3", "hybrid"), not_yet="fp8 training"
+    )
+    fp8_recipe: str = setting(
+        "tensorwise", "scaling of fp8", choices=("tensorwise", "delayed", "blockwise"), not_yet="fp8 training"
+    )
+    deterministic_mode: bool = setting(False, "refuse kernels whose result is not repeatable")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Processes"""
+
+    nproc_per_node: int | None = setting(
+        None, "worker processes to start (one per GPU; 1 without GPU)", also="--num-processes"
+    )
+    device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    threads_per_process: int | None = setting(None, "CPU threads of one worker (cores / processes)")
+    master_port: int | None = setting(None, "port of the meeting point (a free one)")
+    world_size: int | None = setting(
+        None, "number of processes you expect; a different real number is refused"
+    )
+    init_method: str | None = setting(None, "meeting point as tcp://HOST:PORT, when no launcher gives one")
+    distributed_timeout_minutes: float = setting(10.0, "how long a collective may wait for the slowest rank")
+    local_rank: int | None = setting(None, "given by older launchers; the environment's value wins")
+    enable_ft_package: bool = setting(
+        False,
+        "NVIDIA's fault-tolerance client",
+        notice="no rank-monitor client is present, so this changes nothing",
+    )

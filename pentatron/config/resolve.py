@@ -1,0 +1,68 @@
+"""From preset, file and flags to one frozen configuration that knows where every value came from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pentatron.config.derive import derive
+from pentatron.config.draft import Draft, Facts
+from pentatron.config.entry import EntryPoint
+from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.files import read_file
+from pentatron.config.flags import Assigned, did_you_mean, parse_flags
+from pentatron.config.notices import notices_for
+from pentatron.config.presets import presets
+from pentatron.config.rules import problems_of
+from pentatron.config.run import RunConfig, build, table
+
+# Who names data or a starting point does not want the demo underneath.
+_REPLACES_DEMO = ("preset", "config", "data_path", "mock_data", "dataset_size", "load", "corpus")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, the origin of each value, and what the user should be told."""
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    notices: Sequence[str]
+
+
+def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
+    """Collects the written values; later sources win: entry point, preset, file, flags."""
+    flags = parse_flags(words, entry)
+    layers: list[dict[str, Assigned]] = []
+    if "config" in flags.values:
+        layers.append(read_file(flags.values["config"].value, entry))
+    layers.append(flags.values)
+    written = {name: value for layer in layers for name, value in layer.items()}
+    preset = written["preset"].value if "preset" in written else None
+    if preset is None and entry.default_preset and not any(name in written for name in _REPLACES_DEMO):
+        preset = entry.default_preset
+    values = {name: Assigned(item.default, "default") for name, item in table().items()}
+    values |= {name: Assigned(value, f"default of {entry.name}") for name, value in entry.defaults.items()}
+    if preset is not None:
+        values |= _preset(preset)
+    return Draft({**values, **written}, list(flags.notices))
+
+
+def _preset(name: str) -> dict[str, Assigned]:
+    known = presets()
+    if name not in known:
+        guess = did_you_mean(name, known)
+        raise UserError(f"unknown preset '{name}'{guess}; there are: {', '.join(known)}")
+    chosen = known[name]
+    values = {key: Assigned(value, f"preset {name}") for key, value in chosen.items()}
+    return {**values, "preset": Assigned(name, f"preset {name}")}
+
+
+def resolve(draft: Draft, facts: Facts) -> Resolved:
+    """Fills in what follows from the rest, then checks everything and reports every problem at once."""
+    problems = derive(draft, facts)
+    values: dict[str, Any] = {name: assigned.value for name, assigned in draft.values.items()}
+    problems += problems_of(values, facts)
+    if problems:
+        raise ConfigError(problems)
+    config = build(values)
+    sources = {name: assigned.source for name, assigned in draft.values.items()}
+    return Resolved(config, sources, [*draft.notices, *notices_for(draft)])

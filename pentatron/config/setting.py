@@ -1,0 +1,193 @@
+"""A setting is a dataclass field that also knows its help, its spellings and whether its feature is here yet.
+
+Every setting is declared once, as a field made by `setting(...)`; flags, files, presets, help, checks and the
+saved configuration all read that one declaration.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pentatron.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to write a flag. With `sets`, the flag takes no argument and stands for that value."""
+
+    flag: str
+    takes_value: bool = True
+    sets: Any = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    section: str
+    annotation: Any
+    default: Any
+    help: str
+    spellings: tuple[Spelling, ...]
+    choices: tuple[Any, ...] = ()
+    not_yet: str = ""
+    available: tuple[Any, ...] = ()
+    notice: str = ""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.spellings[0].flag}"
+
+    @property
+    def base_type(self) -> type:
+        """`int | None` → int, `tuple[str, ...]` → str: what one written value is converted to."""
+        options = [t for t in _members(self.annotation) if t is not type(None)]
+        first = options[0]
+        if typing.get_origin(first) is tuple:
+            first = typing.get_args(first)[0]
+        return typing.cast(type, first)
+
+    @property
+    def is_list(self) -> bool:
+        return any(typing.get_origin(t) is tuple for t in _members(self.annotation))
+
+    @property
+    def optional(self) -> bool:
+        return type(None) in _members(self.annotation)
+
+    def refuses(self, value: Any) -> bool:
+        """Whether `value` asks for a feature that has not been built."""
+        return bool(self.not_yet) and value != self.default and value not in self.available
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    also: str = "",
+    sets: Mapping[str, Any] | None = None,
+    choices: Sequence[Any] = (),
+    not_yet: str = "",
+    available: Sequence[Any] = (),
+    notice: str = "",
+) -> Any:
+    """A dataclass field with what the command line, the files and the checks need to know about it.
+
+    `also` lists further spellings, `sets` spellings without an argument and the value each stands for.
+    `not_yet` names the missing feature: every value but the default and `available` is refused.
+    `notice` is the one line printed when the setting is given but cannot change anything.
+    """
+    extra = {
+        "help": help,
+        "also": tuple(_bare(flag) for flag in also.split()),
+        "sets": {_bare(flag): value for flag, value in (sets or {}).items()},
+        "choices": tuple(choices),
+        "not_yet": not_yet,
+        "available": tuple(available),
+        "notice": notice,
+    }
+    return field(default=default, metadata=extra)
+
+
+def _bare(flag: str) -> str:
+    """`--batch_size` → `batch-size`: dashes and underscores are the same."""
+    return flag.lstrip("-").replace("_", "-")
+
+
+def settings_of(section: str, cls: type) -> list[Setting]:
+    """The settings declared by one section's dataclass."""
+    hints = typing.get_type_hints(cls)
+    return [_setting(section, f, hints[f.name]) for f in dataclasses.fields(cls)]
+
+
+def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any) -> Setting:
+    is_switch = annotation is bool
+    own = _bare(f.name)
+    spellings = [Spelling(own, takes_value=not is_switch, sets=True)]
+    if is_switch and not own.startswith("no-"):
+        spellings.append(Spelling(f"no-{own}", takes_value=False, sets=False))
+    for flag in f.metadata["also"]:
+        spellings.append(Spelling(flag, takes_value=not is_switch, sets=True))
+    for flag, value in f.metadata["sets"].items():
+        spellings = [s for s in spellings if s.flag != flag]
+        spellings.append(Spelling(flag, takes_value=False, sets=value))
+    return Setting(
+        name=f.name,
+        section=section,
+        annotation=annotation,
+        default=f.default,
+        help=f.metadata["help"],
+        spellings=tuple(spellings),
+        choices=f.metadata["choices"],
+        not_yet=f.metadata["not_yet"],
+        available=f.metadata["available"],
+        notice=f.metadata["notice"],
+    )
+
+
+def coerce(setting: Setting, value: Any, origin: str) -> Any:
+    """Turns a written value (text of a flag, scalar of a file) into the setting's type, or says what is wrong."""
+    if setting.is_list:
+        items = value if isinstance(value, list | tuple) else str(value).split()
+        return tuple(_coerce_one(setting, item, origin) for item in items)
+    if value is None or (setting.optional and isinstance(value, str) and value.lower() in ("none", "null")):
+        if setting.optional:
+            return None
+        raise UserError(f"{origin}: {setting.flag} needs a value")
+    return _coerce_one(setting, value, origin)
+
+
+def _coerce_one(setting: Setting, value: Any, origin: str) -> Any:
+    kind = setting.base_type
+    try:
+        converted = _CONVERTERS[kind](value)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise UserError(f"{origin}: {setting.flag} wants {_WANTED[kind]}, not '{value}'") from None
+    if setting.choices and converted not in setting.choices:
+        options = ", ".join(str(c) for c in setting.choices)
+        raise UserError(f"{origin}: {setting.flag} {value} is not one of {options}")
+    return converted
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, int):
+        return value
+    number = float(str(value).replace("_", ""))
+    if number != int(number):
+        raise ValueError
+    return int(str(value)) if str(value).lstrip("+-").isdigit() else int(number)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {
+        "true": True,
+        "1": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "0": False,
+        "no": False,
+        "off": False,
+    }[str(value).lower()]
+
+
+_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: str}
+_WANTED: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

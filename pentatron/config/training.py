@@ -1,0 +1,85 @@
+"""Data, batches, the optimizer and its schedule."""
+
+from dataclasses import dataclass
+
+from pentatron.config.setting import setting
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data and tokenizer"""
+
+    corpus: str | None = setting(
+        None,
+        "a corpus made on this machine: the source text of Python's standard library",
+        choices=("python",),
+    )
+    corpus_bytes: int = setting(8_000_000, "how much of the corpus to take")
+    data_path: tuple[str, ...] = setting((), "prefix of a .bin/.idx pair, or weight prefix weight prefix ...")
+    data_path_config: str | None = setting(
+        None, "blend described in a YAML file", not_yet="blends from a file"
+    )
+    split: str = setting("969,30,1", "shares of training, validation and test documents")
+    mock_data: bool = setting(False, "counting tokens instead of a corpus, for tests of speed")
+    dataset_size: int | None = setting(None, "number of synthetic samples, when no data is given")
+    tokenizer_type: str | None = setting(
+        None,
+        "kind of tokenizer",
+        choices=("HuggingFaceTokenizer", "HFTokenizer", "ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer"),
+    )
+    tokenizer_model: str | None = setting(None, "folder with a tokenizer.json, or the file")
+    vocab_file: str | None = setting(None, "GPT-2 vocabulary", not_yet="the GPT-2 vocabulary files")
+    merge_file: str | None = setting(None, "GPT-2 merges", not_yet="the GPT-2 vocabulary files")
+    num_workers: int = setting(0, "processes that read data for one rank")
+    prefetch_factor: int = setting(2, "batches each of them reads ahead")
+    dataloader_type: str = setting(
+        "single", "order of samples", choices=("single", "cyclic"), not_yet="cyclic order"
+    )
+    sft: bool = setting(False, "supervised fine-tuning on conversations", not_yet="supervised fine-tuning")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batches, length and evaluation"""
+
+    micro_batch_size: int | None = setting(None, "samples one rank computes at once (1)")
+    global_batch_size: int | None = setting(
+        None, "samples per optimizer step (micro-batch × data-parallel size)"
+    )
+    gradient_accumulation_steps: int | None = setting(
+        None, "micro-batches per step, instead of the global batch"
+    )
+    num_microbatches: int | None = setting(None, "micro-batches a rank's batch is cut into")
+    rank_batch_size: int | None = setting(None, "samples of one data-parallel rank, before it is cut up")
+    rampup_batch_size: tuple[int, ...] = setting((), "START INCREMENT SAMPLES", not_yet="batch-size ramp-up")
+    train_iters: int | None = setting(None, "optimizer steps", also="--train-steps --max_steps")
+    epochs: int | None = setting(None, "passes over the data; training ends at the first limit reached")
+    eval_interval: int = setting(1000, "steps between validations (0: never)")
+    eval_iters: int = setting(10, "validation steps each time")
+    skip_train: bool = setting(False, "evaluate only", not_yet="evaluation without training")
+    calculate_per_token_loss: bool = setting(
+        True,
+        "weigh every token of a step equally",
+        notice="every token of a step always weighs the same here",
+    )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer"""
+
+    lr: float = setting(3e-4, "learning rate", also="--learning_rate")
+    min_lr: float = setting(0.0, "learning rate at the end of the decay")
+    lr_decay_style: str = setting(
+        "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root")
+    )
+    lr_decay_iters: int | None = setting(None, "steps until the decay ends (train-iters)")
+    lr_warmup_iters: int = setting(0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps")
+    lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay")
+    weight_decay: float = setting(0.01, "decoupled weight decay; norms and biases have none")
+    clip_grad: float = setting(
+        1.0, "largest gradient norm (0: never clip)", also="--gradient-clip-val --max_grad_norm"
+    )
+    adam_beta1: float = setting(0.9, "decay of Adam's first moment")
+    adam_beta2: float = setting(0.999, "decay of Adam's second moment")
+    adam_eps: float = setting(1e-8, "Adam's epsilon")
