@@ -1,0 +1,1 @@
+"""Layers. Shapes: B batch, S sequence, D hidden, N heads, K key/value heads, H head width, F MLP width, V vocabulary."""

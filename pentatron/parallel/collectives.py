@@ -1,0 +1,85 @@
+"""Every collective the package uses, in one place.
+
+A group of one returns at once, so that the callers have one code path. Names of the tensor collectives differ
+between torch 2.11 and 2.13; that is settled here and nowhere else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentatron.config.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks that talk to each other, and this rank's place among them."""
+
+    rank: int
+    size: int
+    process_group: Any = None
+
+
+def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
+    """Sums in place over the group."""
+    if group.size > 1:
+        dist.all_reduce(tensor, group=group.process_group)
+    return tensor
+
+
+def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
+    """Takes the maximum in place over the group."""
+    if group.size > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group.process_group)
+    return tensor
+
+
+def any_rank(flag: bool, group: Group, device: torch.device) -> bool:
+    """Whether at least one rank says yes. Every rank must ask."""
+    if group.size == 1:
+        return flag
+    return bool(all_reduce_max_(torch.tensor(int(flag), device=device), group).item())
+
+
+def broadcast_object(value: Any, group: Group) -> Any:
+    """Rank 0's small Python value on every rank."""
+    if group.size == 1:
+        return value
+    box = [value]
+    source = dist.get_global_rank(group.process_group, 0)
+    dist.broadcast_object_list(box, src=source, group=group.process_group)
+    return box[0]
+
+
+def gather_objects(value: Any, group: Group) -> Sequence[Any]:
+    """Every rank's small Python value, in rank order, on every rank."""
+    if group.size == 1:
+        return [value]
+    found: list[Any] = [None] * group.size
+    dist.all_gather_object(found, value, group=group.process_group)
+    return found
+
+
+def barrier(group: Group) -> None:
+    if group.size > 1:
+        dist.barrier(group=group.process_group)
+
+
+def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:
+    """Runs `action` where chosen. An error the user can mend is raised on every rank, so that none is left waiting."""
+    value, problem = None, None
+    if chosen:
+        try:
+            value = action()
+        except UserError as error:
+            problem = str(error)
+    problems = [p for p in gather_objects(problem, group) if p is not None]
+    if problems:
+        raise UserError(problems[0])
+    return value
