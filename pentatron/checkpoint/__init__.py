@@ -1,0 +1,1 @@
+"""Saving, finding, verifying and loading the state of a run."""

@@ -1,0 +1,198 @@
+"""The checkpoints of one run: a folder of steps, each complete or not there at all.
+
+Saving: every rank writes its files into a fresh temporary folder; rank 0 writes the manifest last, renames the
+folder into place and then moves the `latest` pointer. Whatever is killed in between leaves older steps untouched.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pentatron.checkpoint.manifest import (
+    FILE_NAME,
+    DamagedCheckpoint,
+    Manifest,
+    Piece,
+    TensorRecord,
+    read_manifest,
+    verify_files,
+)
+from pentatron.checkpoint.tensor_file import FileRecord, sync_folder, write_tensors
+from pentatron.config.errors import UserError
+from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
+
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that passed its checks."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class CheckpointStore:
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        run_state: Mapping[str, Any],
+        config: Mapping[str, Any],
+        group: Group,
+    ) -> Path:
+        """Saves one step. `tensors` are the same on every rank and shared out; `own` belong to this rank alone."""
+        temporary = self._agree_on_temporary(step, group)
+        mine = {name: t for name, t in tensors.items() if _writers(tensors, group.size)[name] == group.rank}
+        outcome = _write(temporary / f"rank-{group.rank:05d}.safetensors", {**mine, **own})
+        outcomes = gather_objects(outcome, group)
+        failures = [f"rank {rank}: {o}" for rank, o in enumerate(outcomes) if isinstance(o, str)]
+        if not failures and group.rank == 0:
+            manifest = _manifest(step, outcomes, run_state, config)
+            failures = self._commit(temporary, manifest)
+        failures = broadcast_object(failures, group)
+        if failures:
+            if group.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise self._not_saved(step, failures[0])
+        if group.rank == 0:
+            self._remove_old()
+        return self.folder / step_name(step)
+
+    def _agree_on_temporary(self, step: int, group: Group) -> Path:
+        """A fresh folder made by rank 0; if it could not be made, every rank hears why."""
+        made, problem = self.folder / f".{step_name(step)}.{secrets.token_hex(4)}", ""
+        if group.rank == 0:
+            try:
+                made.mkdir(parents=True)
+            except OSError as error:
+                problem = f"rank 0: {error.strerror or error}"
+        made, problem = broadcast_object((made, problem), group)
+        if problem:
+            raise self._not_saved(step, problem)
+        return Path(made)
+
+    def _not_saved(self, step: int, reason: str) -> UserError:
+        existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        free = shutil.disk_usage(existing).free / 2**20
+        return UserError(
+            f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free); "
+            f"earlier checkpoints are intact"
+        )
+
+    def _commit(self, temporary: Path, manifest: Manifest) -> list[str]:
+        final = self.folder / step_name(manifest.step)
+        try:
+            _write_text(temporary / FILE_NAME, manifest.to_json())
+            sync_folder(temporary)
+            if final.exists():
+                # The same step saved again, after a rollback: the old one goes only once it has left its place.
+                aside = self.folder / f".{final.name}.{secrets.token_hex(4)}.replaced"
+                final.rename(aside)
+                temporary.rename(final)
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                temporary.rename(final)
+            sync_folder(self.folder)
+            pointer = self.folder / f".latest.{secrets.token_hex(4)}"
+            _write_text(pointer, final.name + "\n")
+            pointer.replace(self.folder / "latest")
+            sync_folder(self.folder)
+        except OSError as error:
+            return [f"rank 0: {error.strerror or error}"]
+        return []
+
+    def steps(self) -> list[Path]:
+        """Finished steps, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        named = [(m, p) for p in self.folder.iterdir() if (m := _STEP_NAME.fullmatch(p.name)) and p.is_dir()]
+        return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
+
+    def newest_valid(self, verify: bool) -> tuple[Found | None, list[str]]:
+        """The newest step that passes its checks, and a sentence about each one that did not (now set aside)."""
+        complaints: list[str] = []
+        for folder in reversed(self.steps()):
+            try:
+                manifest = read_manifest(folder)
+                if verify:
+                    verify_files(folder, manifest)
+                return Found(folder, manifest), complaints
+            except DamagedCheckpoint as damage:
+                aside = _free_name(folder.with_name(f"{folder.name}.damaged"))
+                folder.rename(aside)
+                complaints.append(f"{damage}; the step is set aside as {aside.name}")
+        return None, complaints
+
+    def _remove_old(self) -> None:
+        """Deletes the oldest steps beyond `keep`, and what interrupted saves left behind."""
+        for leftover in self.folder.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if self.keep is not None:
+            for folder in self.steps()[: -self.keep]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _writers(tensors: Mapping[str, Tensor], size: int) -> dict[str, int]:
+    """Which rank writes which tensor: the largest first, each to the rank with least to write."""
+    load = [0] * size
+    chosen = {}
+    for name in sorted(tensors, key=lambda n: (-tensors[n].nbytes, n)):
+        rank = load.index(min(load))
+        chosen[name] = rank
+        load[rank] += tensors[name].nbytes
+    return chosen
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, dict[str, TensorRecord]] | str:
+    """Writes one rank's file; an error comes back as text, so that the other ranks can hear of it."""
+    try:
+        record = write_tensors(path, tensors)
+    except OSError as error:
+        return error.strerror or str(error)
+    described = {
+        name: TensorRecord(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            pieces=(Piece(path.name, (0,) * tensor.dim(), tuple(tensor.shape)),),
+        )
+        for name, tensor in tensors.items()
+    }
+    return record, described
+
+
+def _manifest(step: int, outcomes: Any, run_state: Mapping[str, Any], config: Mapping[str, Any]) -> Manifest:
+    tensors = {name: record for _, described in outcomes for name, record in described.items()}
+    files = {record.name: record for record, _ in outcomes}
+    return Manifest(step, files, dict(sorted(tensors.items())), dict(run_state), dict(config))
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _free_name(wanted: Path) -> Path:
+    number, candidate = 1, wanted
+    while candidate.exists():
+        number += 1
+        candidate = wanted.with_name(f"{wanted.name}-{number}")
+    return candidate

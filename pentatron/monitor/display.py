@@ -1,0 +1,123 @@
+"""Progress on the terminal: a live bar where there is one, plain lines where there is none."""
+
+import sys
+import time
+from typing import Any, Protocol, TextIO
+
+from pentatron.monitor.report import StepReport, duration, short_line
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Display(Protocol):
+    """Where a run shows what it is doing."""
+
+    def say(self, text: str) -> None: ...
+
+    def work(self, what: str, done: int, total: int) -> None:
+        """Progress of something before or beside the steps."""
+
+    def step(self, report: StepReport, eta_seconds: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """For the ranks that do not speak."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def work(self, what: str, done: int, total: int) -> None:
+        pass
+
+    def step(self, report: StepReport, eta_seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainLines:
+    """One line every few seconds, and for the first and last step."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self._last = 0.0
+        self._working_on = ""
+
+    def say(self, text: str) -> None:
+        self.out.write(f"{text}\n")
+        self.out.flush()
+
+    def work(self, what: str, done: int, total: int) -> None:
+        if what != self._working_on:
+            self._working_on = what
+            self.say(f"{what} ...")
+
+    def step(self, report: StepReport, eta_seconds: float) -> None:
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_LINES or report.step in (1, report.total_steps):
+            self._last = now
+            self.say(short_line(report, eta_seconds))
+
+    def close(self) -> None:
+        self.out.flush()
+
+
+class LiveBar:
+    """A bar with loss, learning rate, speed, memory and the time left."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.console = console
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[facts]}"),
+            console=console,
+        )
+        self._task: Any = None
+        self._title = ""
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    def work(self, what: str, done: int, total: int) -> None:
+        self._show(what, done, total, "")
+
+    def step(self, report: StepReport, eta_seconds: float) -> None:
+        facts = (
+            f"loss [green]{report.loss:.4f}[/]  lr {report.learning_rate:.2e}  "
+            f"{report.tokens_per_second:,.0f} tokens/s  {report.memory_bytes / 2**20:,.0f} MiB  "
+            f"left [cyan]{duration(eta_seconds)}[/]"
+        )
+        self._show("training", report.step, report.total_steps, facts)
+
+    def _show(self, title: str, done: int, total: int, facts: str) -> None:
+        if title != self._title:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(title, total=total, facts=facts)
+            self._title = title
+        self._progress.update(self._task, completed=done, total=total, facts=facts)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def open_display(mode: str, out: TextIO | None = None) -> Display:
+    """The display for rank 0: `auto` draws a bar on a terminal."""
+    stream = out or sys.stdout
+    if mode == "off" or (mode == "auto" and not stream.isatty()):
+        return PlainLines(stream)
+    try:
+        from rich.console import Console
+    except ImportError:
+        plain = PlainLines(stream)
+        plain.say("no progress bar: the rich library is not installed (pip install rich)")
+        return plain
+    return LiveBar(Console(file=stream, force_terminal=True if mode == "on" else None))

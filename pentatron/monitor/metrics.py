@@ -1,0 +1,39 @@
+"""`metrics.jsonl`: one JSON object a step, flushed, so that a reader or a crash never meets half a line."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        """Steps after the resumed one were lost with the interrupted run and are computed again: their lines go."""
+        kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
+        replacement = path.with_name(f".{path.name}.new")
+        replacement.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        replacement.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a metrics file; a line cut short by a crash is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue

@@ -1,0 +1,62 @@
+"""What one step or one validation has to say, and how it reads in the log."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True)
+class StepReport:
+    step: int
+    total_steps: int
+    loss: float
+    learning_rate: float
+    next_learning_rate: float
+    gradient_norm: float
+    tokens: int
+    consumed_samples: int
+    global_batch_size: int
+    seconds: float
+    memory_bytes: int
+    teraflops_per_device: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def log_line(report: StepReport, now: datetime, throughput: bool) -> str:
+    """Megatron's line, with tokens/s and memory added at its end; parsers of the former still work."""
+    fields = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {report.step:8d}/{report.total_steps:8d}",
+        f"consumed samples: {report.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {report.seconds * 1000:.1f}",
+    ]
+    if throughput:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {report.teraflops_per_device:.1f}")
+    fields += [
+        f"learning rate: {report.next_learning_rate:.6E}",
+        f"global batch size: {report.global_batch_size:5d}",
+        f"lm loss: {report.loss:.6E}",
+        "loss scale: 1.0",
+        f"grad norm: {report.gradient_norm:.3f}",
+        f"number of skipped iterations: {0:3d}",
+        f"number of nan iterations: {0:3d}",
+        f"tokens/s: {report.tokens_per_second:.0f}",
+        f"memory (MiB): {report.memory_bytes / 2**20:.0f}",
+    ]
+    return " | ".join(fields) + " |"
+
+
+def short_line(report: StepReport, eta_seconds: float) -> str:
+    """One step for people, where there is no terminal to draw a bar in."""
+    return (
+        f"step {report.step:>5}/{report.total_steps}  loss {report.loss:7.4f}  lr {report.learning_rate:.2e}  "
+        f"{report.tokens_per_second:7.0f} tokens/s  {report.memory_bytes / 2**20:5.0f} MiB  "
+        f"left {duration(eta_seconds)}"
+    )
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
