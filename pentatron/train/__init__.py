@@ -1,0 +1,1 @@
+"""Building a run and going through its steps."""

@@ -1,0 +1,7 @@
+"""`python -m pentatron` is the same as `pentatron`."""
+
+import sys
+
+from pentatron.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,94 @@
+"""`pentatron COMMAND ...`"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from pentatron.cli.terminal import complain, say
+from pentatron.config.entry import TRAIN, EntryPoint
+from pentatron.config.errors import UserError
+
+USAGE = """usage: pentatron COMMAND [...]
+
+Train large language models with five-way parallelism, on a laptop or on a cluster, with the same numbers.
+
+  train      train a model; with no flag at all, a small one on this machine's Python library
+  generate   continue a text with a trained model
+  config     show the settings a training command resolves to, and where each came from
+  presets    list the named models and their shapes
+
+  pentatron train --help      every setting, by group
+  pentatron --version
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if words is None else words)
+    return guarded(lambda: _dispatch(words))
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """Runs a command; what the user can mend becomes one sentence and exit code 2."""
+    try:
+        return action()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        complain("stopped at once; checkpoints that were saved before are intact")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (head, less) has left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run_entry(entry: EntryPoint) -> None:
+    """Body of a guide's script: the same training under that guide's names and defaults."""
+    words = sys.argv[1:]
+    script = sys.argv[0]
+    sys.exit(guarded(lambda: _train(words, entry, [script])))
+
+
+def _train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        from pentatron.cli.help import entry_help
+        from pentatron.config.run import sections
+
+        wanted = [w for w in words if w in sections()]
+        say(entry_help(entry, wanted[0] if wanted else None))
+        return 0
+    from pentatron.cli.train import train
+
+    return train(words, entry, restart)
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help"):
+        say(USAGE)
+        return 0
+    command, rest = words[0], words[1:]
+    if command in ("--version", "-V"):
+        from pentatron import __version__
+
+        say(f"pentatron {__version__}")
+        return 0
+    if command == "train":
+        return _train(rest, TRAIN, ["-m", "pentatron", "train"])
+    if command == "generate":
+        from pentatron.cli.generate import generate_command
+
+        return generate_command(rest)
+    if command == "config":
+        from pentatron.cli.show import config_command
+
+        return config_command(rest)
+    if command == "presets":
+        from pentatron.cli.show import presets_command
+
+        return presets_command(rest)
+    from pentatron.config.flags import did_you_mean
+
+    guess = did_you_mean(command, ["train", "generate", "config", "presets"])
+    raise UserError(f"unknown command '{command}'{guess}; `pentatron --help` lists the commands")

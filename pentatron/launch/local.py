@@ -1,0 +1,71 @@
+"""Workers on this machine, started and watched by torch's elastic agent."""
+
+import dataclasses
+import logging
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pentatron.config.errors import UserError
+
+_GRACE_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the workers ended; `failed_rank` is the one that failed first."""
+
+    exit_code: int
+    failed_rank: int | None = None
+    stopped_by: signal.Signals | None = None
+
+
+def refuse_used_port(port: int) -> None:
+    """Says so at once when the meeting point is taken, instead of waiting for a time-out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} cannot be used as the meeting point ({error.strerror}); choose another with --master-port, "
+                f"or leave it out to take a free one"
+            ) from None
+
+
+def run_workers(python_words: Sequence[str], processes: int, port: int | None) -> Ended:
+    """Runs `python WORDS...` once per process until all end; a failing one takes the others down with it."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if port is not None:
+        refuse_used_port(port)
+    # The agent's own account of a failure repeats what the worker has said.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": processes,
+        "run_id": uuid.uuid4().hex,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": f"localhost:{port or 0}",
+        "max_restarts": 0,
+        # Workers meet on this machine, whatever its name resolves to.
+        "local_addr": "localhost",
+        "shutdown_timeout": _GRACE_SECONDS,
+    }
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
+    try:
+        elastic_launch(config, sys.executable)(*python_words)
+    except SignalException as interrupted:
+        return Ended(128 + interrupted.sigval, stopped_by=interrupted.sigval)
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        return Ended(first.exitcode, failed_rank=rank)
+    return Ended(0)

@@ -1,0 +1,81 @@
+"""The training and validation samples a configuration asks for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentatron.config.run import RunConfig
+from pentatron.config.training import DataConfig
+from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpus
+from pentatron.data.epochs import EpochShuffle
+from pentatron.data.gpt_dataset import GPTDataset, open_splits
+from pentatron.data.loader import SampleSource
+from pentatron.data.synthetic import SyntheticDataset, mock_indexed
+from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from pentatron.monitor.display import Display
+from pentatron.parallel.collectives import on_some_ranks
+from pentatron.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Datasets:
+    train: SampleSource
+    valid: SampleSource | None
+    tokenizer: Tokenizer | None
+
+
+def build_datasets(config: RunConfig, world: World, data_folder: Path, display: Display) -> Datasets:
+    data, vocabulary = config.data, config.model.vocab_size
+    train_samples, valid_samples = wanted_samples(config)
+    length, seed = config.model.seq_length, config.run.seed
+    if data.corpus is not None or data.data_path:
+        tokenizer: Tokenizer | None
+        if data.corpus is not None:
+            prefix, tokenizer = _prepare_corpus(config, world, data_folder, display)
+        else:
+            prefix, tokenizer = Path(data.data_path[0]), configured_tokenizer(data, vocabulary)
+        splits = open_splits(prefix, data.split, (train_samples, valid_samples, 0), length, seed, vocabulary)
+        train, valid = splits[0], splits[1]
+        assert train is not None, "the rules refuse a split without a training share"
+        return Datasets(train, valid, tokenizer)
+    assert vocabulary is not None
+    if data.mock_data:
+        source = mock_indexed(vocabulary)
+        return Datasets(GPTDataset(source, range(len(source)), train_samples, length, seed), None, None)
+    assert data.dataset_size is not None
+    synthetic = SyntheticDataset(data.dataset_size, vocabulary, length, seed)
+    unseen = SyntheticDataset(max(1, valid_samples), vocabulary, length, seed + 1)
+    return Datasets(EpochShuffle(synthetic, seed), unseen if valid_samples else None, None)
+
+
+def wanted_samples(config: RunConfig) -> tuple[int, int]:
+    """How many samples training and one validation need."""
+    train = config.train
+    assert train.train_iters is not None and train.global_batch_size is not None
+    valid = train.eval_iters * train.global_batch_size if train.eval_interval else 0
+    return train.train_iters * train.global_batch_size, valid
+
+
+def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
+    """The tokenizer the user named, if any."""
+    if data.tokenizer_type is None and data.tokenizer_model is None:
+        return None
+    return load_tokenizer(data.tokenizer_type or "HuggingFaceTokenizer", data.tokenizer_model, vocab_size)
+
+
+def _prepare_corpus(
+    config: RunConfig, world: World, folder: Path, display: Display
+) -> tuple[Path, Tokenizer]:
+    """The first rank of every machine prepares; the others wait and then find it ready."""
+    vocabulary = config.model.vocab_size
+    assert vocabulary is not None
+
+    def prepare(progress: Progress | None = None) -> PreparedCorpus:
+        return prepare_python_corpus(folder, vocabulary, config.data.corpus_bytes, progress)
+
+    first_here = world.local_rank == 0
+    prepared = on_some_ranks(first_here, lambda: prepare(display.work), world.everyone) or prepare()
+    display.say(
+        f"corpus: Python's standard library, {prepared.documents} files, {prepared.bytes / 1e6:.1f} MB, "
+        f"{prepared.tokens:,} tokens, vocabulary {vocabulary}"
+    )
+    return prepared.prefix, FileTokenizer(prepared.tokenizer_path)

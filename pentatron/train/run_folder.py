@@ -1,0 +1,84 @@
+"""The folder of a run: what lies where, and what happens to an earlier run in the same place."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentatron.config.errors import UserError
+from pentatron.config.resolve import Resolved
+from pentatron.config.run import table
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "loss.svg"
+
+    @property
+    def sample(self) -> Path:
+        return self.path / "sample.txt"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    def create(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"the run folder {self.path} cannot be written ({error.strerror}); choose another with --run-dir"
+            ) from None
+
+    def move_aside(self) -> Path | None:
+        """Keeps an earlier run under a new name; nothing is ever overwritten."""
+        if all(entry.name == ".lock" for entry in self.path.iterdir()):
+            return None
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        try:
+            self.path.rename(aside)
+        except OSError as error:
+            raise UserError(f"the earlier run {self.path} cannot be moved aside ({error.strerror})") from None
+        return aside
+
+    def write_config(self, resolved: Resolved) -> None:
+        self.config.write_text(config_text(resolved), encoding="utf-8")
+
+
+def config_text(resolved: Resolved) -> str:
+    """The configuration as YAML with the origin of every value; derived values are comments, so that the file can
+    be given to --config on another machine or with other sizes."""
+    lines = ["# Every setting of this run and where it came from. Use it again with: --config THIS_FILE"]
+    section = ""
+    values: Mapping[str, object] = resolved.config.flat()
+    for name, item in table().items():
+        if item.section != section:
+            section = item.section
+            lines.append(f"\n{section}:")
+        source = resolved.sources[name]
+        inherited = source.startswith("derived") or name in ("config", "preset", "fresh", "local_rank")
+        value = values[name]
+        text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+        lines.append(f"  {'# ' if inherited else ''}{name}: {text}  # {source}")
+    return "\n".join(lines) + "\n"

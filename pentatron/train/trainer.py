@@ -1,0 +1,198 @@
+"""The training loop."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TextIO
+
+import torch
+
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import UserError
+from pentatron.config.run import RunConfig
+from pentatron.data.loader import Batch, build_loader
+from pentatron.models.causal_lm import CausalLM
+from pentatron.models.flops import step_flops
+from pentatron.monitor.display import Display
+from pentatron.monitor.memory import memory_bytes
+from pentatron.monitor.metrics import MetricsFile
+from pentatron.monitor.report import StepReport, log_line
+from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.schedule import learning_rate
+from pentatron.parallel.collectives import any_rank
+from pentatron.parallel.world import World
+from pentatron.train.datasets import Datasets
+from pentatron.train.interrupt import StopRequest
+from pentatron.train.resume import random_state_name
+from pentatron.train.state import TrainState
+from pentatron.train.step import StepResult, train_step, validation_loss
+
+_SPEED_WINDOW = 20
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a rank tells what happens; only the first rank has files."""
+
+    display: Display
+    log: TextIO | None
+    metrics: MetricsFile | None
+
+    def say(self, text: str) -> None:
+        self.display.say(text)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        if self.log is not None:
+            self.log.write(f"{text}\n")
+            self.log.flush()
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        model: CausalLM,
+        optimizer: Optimizer,
+        datasets: Datasets,
+        store: CheckpointStore,
+        state: TrainState,
+        output: Output,
+        stop: StopRequest,
+    ) -> None:
+        assert config.train.train_iters and config.train.global_batch_size and config.checkpoint.save_interval
+        self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
+        self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
+        self.total_steps = config.train.train_iters
+        self.batch_size = config.train.global_batch_size
+        self.save_interval = config.checkpoint.save_interval
+        self.rate = learning_rate(config.optim, self.batch_size)
+        self.flops = step_flops(config.model, self.batch_size, config.model.seq_length)
+        self._recent: list[float] = []
+        self._saved_step = state.step
+
+    def run(self) -> bool:
+        """Trains to the end, or to the first request to stop; returns whether the end was reached."""
+        batches = self._micro_batches(self.datasets.train, self.state.consumed_samples)
+        while self.state.step < self.total_steps:
+            if any_rank(self.stop.requested, self.world.everyone, self.world.device):
+                self.save()
+                return False
+            started = time.perf_counter()
+            rate = self.rate(self.state.consumed_samples)
+            micro_batches = list(itertools.islice(batches, self.config.accumulation))
+            result = train_step(self.model, self.optimizer, micro_batches, rate, self.world.data)
+            self._refuse_bad_numbers(result)
+            self.state.step += 1
+            self.state.consumed_samples += self.batch_size
+            self.state.consumed_tokens += result.tokens
+            report = self._report(result, rate, time.perf_counter() - started)
+            validation = self._validate_if_due()
+            self._publish(report, validation)
+            if self.state.step % self.save_interval == 0:
+                self.save()
+        self.save()
+        return True
+
+    def save(self) -> None:
+        """Saves this step, unless it is saved already."""
+        if self._saved_step == self.state.step:
+            return
+        folder = self.store.save(
+            self.state.step,
+            self.optimizer.state(),
+            {random_state_name(self.world.everyone.rank): torch.get_rng_state()},
+            self.state.to_json(),
+            self.config.nested(),
+            self.world.everyone,
+        )
+        self._saved_step = self.state.step
+        self.output.note(f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}")
+
+    def validate(self) -> float | None:
+        """The loss on the validation set, if there is one."""
+        if self.datasets.valid is None:
+            return None
+        count = self.config.train.eval_iters * self.config.accumulation
+        batches = itertools.islice(self._micro_batches(self.datasets.valid, 0), count)
+        return validation_loss(self.model, batches, self.world.data)
+
+    def _micro_batches(self, dataset: Any, consumed_samples: int) -> Iterator[Batch]:
+        assert self.config.train.micro_batch_size
+        on_gpu = self.world.device.type == "cuda"
+        loader = build_loader(
+            dataset,
+            consumed_samples,
+            self.config.train.micro_batch_size,
+            self.world.data.rank,
+            self.world.data.size,
+            num_workers=self.config.data.num_workers,
+            pin_memory=on_gpu,
+            prefetch_factor=self.config.data.prefetch_factor,
+        )
+        return (batch.to(self.world.device, non_blocking=on_gpu) for batch in loader)
+
+    def _refuse_bad_numbers(self, result: StepResult) -> None:
+        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
+            return
+        raise UserError(
+            f"step {self.state.step + 1}: the loss is {result.loss} and the gradient norm {result.gradient_norm}; "
+            f"training stopped before the weights were touched. Lower --lr, raise --lr-warmup-iters, or check the data; "
+            f"the last checkpoint is step {self._saved_step}"
+        )
+
+    def _validate_if_due(self) -> float | None:
+        interval = self.config.train.eval_interval
+        due = interval > 0 and (self.state.step % interval == 0 or self.state.step == self.total_steps)
+        loss = self.validate() if due else None
+        if loss is not None:
+            perplexity = math.exp(min(20.0, loss))
+            self.output.note(
+                f" validation loss at iteration {self.state.step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+            )
+            self.output.display.say(f"step {self.state.step:>5}  validation loss {loss:.4f}")
+        return loss
+
+    def _report(self, result: StepResult, rate: float, seconds: float) -> StepReport:
+        self._recent = [*self._recent[1 - _SPEED_WINDOW :], seconds]
+        return StepReport(
+            step=self.state.step,
+            total_steps=self.total_steps,
+            loss=result.loss,
+            learning_rate=rate,
+            next_learning_rate=self.rate(self.state.consumed_samples),
+            gradient_norm=result.gradient_norm,
+            tokens=result.tokens,
+            consumed_samples=self.state.consumed_samples,
+            global_batch_size=self.batch_size,
+            seconds=seconds,
+            memory_bytes=memory_bytes(self.world.device),
+            teraflops_per_device=self.flops / seconds / self.world.everyone.size / 1e12,
+        )
+
+    def _publish(self, report: StepReport, validation: float | None) -> None:
+        left = (self.total_steps - report.step) * sum(self._recent) / len(self._recent)
+        self.output.display.step(report, left)
+        if report.step % self.config.log.log_interval == 0 or report.step == 1:
+            self.output.note(log_line(report, datetime.now(), self.config.log.log_throughput))
+        if self.output.metrics is not None:
+            row = metrics_row(report)
+            self.output.metrics.write(row if validation is None else {**row, "validation_loss": validation})
+
+
+def metrics_row(report: StepReport) -> dict[str, Any]:
+    return {
+        "step": report.step,
+        "loss": report.loss,
+        "learning_rate": report.learning_rate,
+        "gradient_norm": report.gradient_norm,
+        "tokens": report.tokens,
+        "consumed_samples": report.consumed_samples,
+        "seconds": round(report.seconds, 6),
+        "tokens_per_second": round(report.tokens_per_second, 1),
+        "memory_bytes": report.memory_bytes,
+    }
