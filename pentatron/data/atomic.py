@@ -1,0 +1,37 @@
+"""Files that appear whole or not at all: written under a temporary name, synced to disk, then renamed."""
+
+import os
+from pathlib import Path
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def temporary_path(target: Path) -> Path:
+    """A name beside `target` (a rename must not cross file systems) that no other process of this machine uses."""
+    return target.with_name(f"{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
+def commit(temporary: Path, target: Path) -> None:
+    """Make `temporary` become `target`, surviving a crash of the machine right after the call."""
+    _sync(temporary, os.O_RDWR)
+    temporary.replace(target)
+    # The rename itself lives in the folder, which has to reach the disk as well.
+    _sync(target.parent, os.O_RDONLY)
+
+
+def write_file(target: Path, content: bytes) -> None:
+    """Write `content` to `target`, or leave what was there before."""
+    temporary = temporary_path(target)
+    try:
+        temporary.write_bytes(content)
+        commit(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

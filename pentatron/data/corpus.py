@@ -1,0 +1,225 @@
+"""A real corpus that every machine already has: the source of Python's standard library, tokenised in seconds."""
+
+import fcntl
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentatron.config.errors import UserError
+from pentatron.data.atomic import TEMPORARY_SUFFIX, write_file
+from pentatron.data.indexed import IndexedDatasetWriter, pair_paths, token_dtype
+from pentatron.data.tokenizer import FileTokenizer, train_bpe
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of the stage, the bytes done and the bytes in all."""
+
+EXCLUDED_FOLDERS = {
+    *("test", "tests", "idle_test"),  # they repeat themselves
+    *(
+        "site-packages",
+        "dist-packages",
+        "lib-dynload",
+        "ensurepip",
+        "__pycache__",
+    ),  # not the library's source
+    *("idlelib", "lib2to3"),  # an application, and grammars of old versions
+    *("encodings", "pydoc_data"),  # tables and texts written by programs
+}
+GENERATED_FILES = frozenset(["stringprep.py", "html/entities.py"])
+GENERATED_PREFIXES = ("_sysconfigdata", "config-")
+
+# Raise this when the steps below change, so that corpora prepared before are prepared again.
+RECIPE = 1
+STAGES = ("read", "train tokenizer", "tokenize")
+BATCH_BYTES = 1 << 19
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    prefix: Path
+    tokenizer_path: Path
+    documents: int
+    tokens: int
+    bytes: int
+    # Of the text that went in: two corpora with the same one hold the same documents.
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Sources:
+    texts: list[str]
+    bytes: int
+    fingerprint: str
+
+
+def python_stdlib_files() -> list[Path]:
+    """The `.py` files of the standard library worth learning from, sorted by their path inside it."""
+    root = _stdlib_root()
+    kept: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # In place, so that the walk does not enter site-packages, which is many times larger than the rest.
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
+        inside = Path(folder).relative_to(root)
+        kept += [inside / name for name in names if name.endswith(".py")]
+    return [root / path for path in sorted(kept, key=Path.as_posix) if not _is_generated(path)]
+
+
+def prepare_python_corpus(
+    folder: Path | str,
+    vocab_size: int = 2048,
+    max_bytes: int = 8_000_000,
+    progress: Progress | None = None,
+) -> PreparedCorpus:
+    """Train a vocabulary and tokenise the standard library into `folder`, or reuse what an earlier call left there.
+
+    `corpus.json` is written last and removed first: without it the folder counts as unfinished.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    report = progress or (lambda stage, done, total: None)
+    with _only_one(folder):
+        sources = _read_sources(max_bytes, report)
+        recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
+        identity = {**recipe, "sources_sha256": sources.fingerprint}
+        counts = _finished_counts(folder, identity)
+        if counts is None:
+            counts = _build(folder, vocab_size, sources, identity, report)
+    return PreparedCorpus(
+        prefix=_prefix(folder),
+        tokenizer_path=_tokenizer_path(folder),
+        documents=counts["documents"],
+        tokens=counts["tokens"],
+        bytes=counts["bytes"],
+        fingerprint=sources.fingerprint,
+    )
+
+
+def _build(
+    folder: Path, vocab_size: int, sources: _Sources, identity: dict[str, Any], report: Progress
+) -> dict[str, int]:
+    _manifest_path(folder).unlink(missing_ok=True)
+    for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+        leftover.unlink()
+
+    _, training, tokenizing = STAGES
+    trained = train_bpe(_reported(sources, training, report), vocab_size)
+    write_file(_tokenizer_path(folder), trained.to_str(pretty=True).encode())
+
+    tokenizer = FileTokenizer(_tokenizer_path(folder))
+    tokens = 0
+    with IndexedDatasetWriter(_prefix(folder), token_dtype(tokenizer.vocab_size)) as writer:
+        for batch in _batches(_reported(sources, tokenizing, report)):
+            for ids in tokenizer.encode_batch(batch):
+                writer.add_document([*ids, tokenizer.eod])
+                tokens += len(ids) + 1
+
+    counts = {"documents": len(sources.texts), "tokens": tokens, "bytes": sources.bytes}
+    manifest = {"identity": identity, "counts": counts, "files": _file_hashes(folder)}
+    write_file(_manifest_path(folder), (json.dumps(manifest, indent=2) + "\n").encode())
+    return counts
+
+
+def _finished_counts(folder: Path, identity: dict[str, Any]) -> dict[str, int] | None:
+    """The counts of an earlier preparation if it is whole and of the same text and settings."""
+    try:
+        manifest = json.loads(_manifest_path(folder).read_text(encoding="utf-8"))
+        if manifest["identity"] != identity or manifest["files"] != _file_hashes(folder):
+            return None
+        return {name: int(manifest["counts"][name]) for name in ("documents", "tokens", "bytes")}
+    except (OSError, ValueError, KeyError, TypeError):
+        # Missing or damaged in any way: the remedy is the same, build it again.
+        return None
+
+
+def _read_sources(max_bytes: int, report: Progress) -> _Sources:
+    root = _stdlib_root()
+    names = [path.relative_to(root).as_posix() for path in python_stdlib_files()]
+    # Ordered by hash: related modules are spread out, so that the tail that a split validates on is like the rest.
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    texts: list[str] = []
+    total = 0
+    digest = hashlib.sha256()
+    for name in names:
+        content = (root / name).read_bytes()
+        if total + len(content) > max_bytes:
+            break
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if not text.strip():
+            continue
+        # Lengths in between make the hash of (name, content) pairs unambiguous.
+        digest.update(f"{len(name)} {name} {len(content)} ".encode())
+        digest.update(content)
+        texts.append(text)
+        total += len(content)
+        report(STAGES[0], total, max_bytes)
+    if not texts:
+        raise UserError(
+            f"No file of the Python standard library in {root} fits into {max_bytes} bytes; allow more, or use a "
+            "Python that ships its library as .py files."
+        )
+    return _Sources(texts, total, digest.hexdigest())
+
+
+def _reported(sources: _Sources, stage: str, report: Progress) -> Iterator[str]:
+    done = 0
+    for text in sources.texts:
+        yield text
+        done += len(text.encode())
+        report(stage, done, sources.bytes)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Lists of texts of about BATCH_BYTES: enough for all threads of the tokenizer, little enough for memory."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _is_generated(path: Path) -> bool:
+    return path.as_posix() in GENERATED_FILES or path.parts[0].startswith(GENERATED_PREFIXES)
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """A second preparation of the same folder waits for the first, and then finds its result."""
+    with (folder / ".lock").open("w") as file:
+        # Closing the file gives the lock back, also when the process is killed.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _file_hashes(folder: Path) -> dict[str, str]:
+    paths = [_tokenizer_path(folder), *pair_paths(_prefix(folder))]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _prefix(folder: Path) -> Path:
+    return folder / "python_text_document"
+
+
+def _tokenizer_path(folder: Path) -> Path:
+    return folder / "tokenizer.json"
+
+
+def _manifest_path(folder: Path) -> Path:
+    return folder / "corpus.json"

@@ -1,0 +1,42 @@
+"""Reading a finite dataset for ever, in another order every epoch."""
+
+from typing import Protocol
+
+import numpy as np
+
+from pentatron.config.errors import UserError
+from pentatron.data.gpt_dataset import Sample
+
+
+class FiniteDataset(Protocol):
+    """Samples with a known number of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class EpochShuffle:
+    """Sample i is sample i mod n of epoch i div n, whose order depends on (seed, epoch) only.
+
+    It has no length, which is how a loader knows that it does not end.
+    """
+
+    def __init__(self, dataset: FiniteDataset, seed: int) -> None:
+        if len(dataset) == 0:
+            raise UserError("A dataset without samples cannot be repeated; use more data.")
+        self.dataset = dataset
+        self.seed = seed
+        # Reading goes forward, so the order of one epoch is enough to keep.
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, index: int) -> Sample:
+        if index < 0:
+            raise IndexError(f"sample {index} of an endless dataset")
+        epoch, place = divmod(index, len(self.dataset))
+        if epoch != self._epoch:
+            # RandomState, not Generator: its stream never changes between NumPy versions.
+            random = np.random.RandomState([self.seed, epoch])
+            self._order, self._epoch = random.permutation(len(self.dataset)), epoch
+        return self.dataset[int(self._order[place])]

@@ -1,0 +1,118 @@
+"""Samples for next-token prediction, cut from a corpus of documents laid end to end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pentatron.config.errors import UserError
+from pentatron.data.indexed import IndexedDataset
+from pentatron.data.sampling import SPLIT_NAMES, build_sample_index, parse_split, split_ranges
+
+Sample = dict[str, npt.NDArray[Any]]
+
+
+class TokenSource(Protocol):
+    """Anything that holds token sequences: a prepared corpus on disk, or made-up data."""
+
+    @property
+    def sequence_lengths(self) -> npt.NDArray[np.int32]: ...
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]: ...
+
+
+def next_token_sample(tokens: npt.NDArray[Any]) -> Sample:
+    """L + 1 tokens as inputs and labels of length L; every label counts in the loss."""
+    ids = tokens.astype(np.int64)
+    return {
+        "tokens": ids[:-1],
+        "labels": ids[1:],
+        "loss_mask": np.ones(len(ids) - 1, dtype=np.float32),
+        "position_ids": np.arange(len(ids) - 1, dtype=np.int64),
+    }
+
+
+class GPTDataset:
+    """At least `num_samples` shuffled samples from `documents` (indices of sequences in `source`).
+
+    With a `vocab_size`, a token outside it is refused when first read, with its place, rather than as an
+    illegal memory access in the embedding.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        documents: range,
+        num_samples: int | None,
+        sequence_length: int,
+        seed: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.source = source
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.index = build_sample_index(
+            source.sequence_lengths, documents, num_samples, sequence_length, seed
+        )
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
+        return next_token_sample(self._tokens(int(self.index.shuffle[i])))
+
+    def _tokens(self, k: int) -> npt.NDArray[np.int64]:
+        """The L + 1 tokens of the k-th sample in reading order, crossing documents where needed."""
+        (position, offset), (last_position, last_offset) = self.index.starts[k : k + 2].tolist()
+        tokens = np.empty(self.sequence_length + 1, dtype=np.int64)
+        filled = 0
+        while position <= last_position:
+            document = int(self.index.documents[position])
+            length = last_offset + 1 - offset if position == last_position else None
+            part = self.source.get(document, offset, length)
+            self._check(part, document, offset)
+            tokens[filled : filled + len(part)] = part
+            filled += len(part)
+            position, offset = position + 1, 0
+        assert filled == len(tokens), "the sample index and the source disagree"
+        return tokens
+
+    def _check(self, part: npt.NDArray[Any], document: int, offset: int) -> None:
+        if self.vocab_size is None or not len(part):
+            return
+        if part.min() < 0 or part.max() >= self.vocab_size:
+            at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
+            raise UserError(
+                f"Token {part[at]} at place {offset + at} of sequence {document} is outside the vocabulary of "
+                f"{self.vocab_size}: the data is damaged or was prepared with another tokenizer."
+            )
+
+
+def open_splits(
+    prefix: Path | str,
+    split: str,
+    sizes: Sequence[int | None],
+    sequence_length: int,
+    seed: int,
+    vocab_size: int | None = None,
+) -> tuple[GPTDataset | None, ...]:
+    """Train, valid and test over one corpus; None for a share of zero or a size of zero, one epoch for no size."""
+    source = IndexedDataset(prefix)
+    datasets: list[GPTDataset | None] = []
+    for name, documents, size in zip(
+        SPLIT_NAMES, split_ranges(parse_split(split), len(source)), sizes, strict=True
+    ):
+        if documents is None or size == 0:
+            datasets.append(None)
+            continue
+        if not len(documents):
+            raise UserError(
+                f"--split {split} leaves no document of {source.prefix} ({len(source)} sequences) to the {name} "
+                "set; give it a larger share, or 0 to do without."
+            )
+        datasets.append(GPTDataset(source, documents, size, sequence_length, seed, vocab_size))
+    return tuple(datasets)

@@ -1,0 +1,140 @@
+"""Batches for one data-parallel rank.
+
+The order of samples depends on how many were consumed, never on the number of ranks: with micro-batches of b samples
+on d ranks, b × d consecutive samples make one micro-step, and rank r takes the r-th b of them.
+"""
+
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from pentatron.config.errors import UserError
+from pentatron.data.gpt_dataset import Sample
+
+
+class SampleSource(Protocol):
+    """Samples by number; a source without a length is endless."""
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One micro-batch; every tensor is [micro batch, sequence]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+    @property
+    def valid_tokens(self) -> torch.Tensor:
+        """How many labels count in the loss, as a tensor so that a GPU need not be waited for."""
+        return self.loss_mask.sum()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        return Batch(
+            **{
+                field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+                for field in fields(self)
+            }
+        )
+
+    def pin_memory(self) -> "Batch":
+        """Called by the loader: page-locked memory is what makes a non-blocking copy to the GPU one."""
+        return Batch(**{field.name: getattr(self, field.name).pin_memory() for field in fields(self)})
+
+
+class MicroBatchSampler:
+    """The sample numbers of one rank's micro-batches, after `consumed_samples`; endless without a `total`.
+
+    With a total it ends before the first micro-step that some rank could not fill, so that all ranks end together.
+    """
+
+    def __init__(
+        self,
+        consumed_samples: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        total: int | None = None,
+    ) -> None:
+        if consumed_samples < 0 or micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
+            raise UserError(
+                f"Cannot read micro-batches of {micro_batch_size} samples as data-parallel rank {dp_rank} of {dp_size} "
+                f"after {consumed_samples} samples; sizes must be positive and ranks below their number."
+            )
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.step = micro_batch_size * dp_size
+        self.total = total
+        if total is not None and consumed_samples + self.step > total:
+            raise self.exhausted()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.consumed_samples
+        while self.total is None or start + self.step <= self.total:
+            first = start + self.dp_rank * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+            start += self.step
+
+    def exhausted(self) -> UserError:
+        return UserError(
+            f"The dataset has {self.total} samples, too few for another micro-step of {self.step} (reading began at "
+            f"sample {self.consumed_samples}); ask for fewer steps, build it with more samples, or repeat it with "
+            "EpochShuffle."
+        )
+
+
+class BatchLoader(DataLoader[Batch]):
+    """A DataLoader for which the end of the data is an error: a training loop must never end silently early."""
+
+    batch_sampler: MicroBatchSampler
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        # The iterator is made here rather than in the generator, so that workers start reading at once.
+        return self._until_exhausted(super().__iter__())
+
+    def _until_exhausted(self, batches: Iterator[Any]) -> Iterator[Batch]:
+        yield from batches
+        raise self.batch_sampler.exhausted()
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Stack samples into one batch."""
+    return Batch(
+        **{
+            field.name: torch.from_numpy(np.stack([sample[field.name] for sample in samples]))
+            for field in fields(Batch)
+        }
+    )
+
+
+def build_loader(
+    dataset: SampleSource,
+    consumed_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefetch_factor: int = 2,
+) -> DataLoader[Batch]:
+    """The micro-batches of one rank from `consumed_samples` on, read ahead by `num_workers` processes."""
+    total = len(dataset) if isinstance(dataset, Sized) else None
+    return BatchLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_sampler=MicroBatchSampler(consumed_samples, micro_batch_size, dp_rank, dp_size, total),
+        num_workers=num_workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,
+        # An iterator draws a seed for its workers: from here, not from the generator that dropout uses.
+        generator=torch.Generator(),
+    )

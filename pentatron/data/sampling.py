@@ -1,0 +1,137 @@
+"""Which tokens make sample i: the split of a corpus, its epochs, and the order of documents and samples.
+
+The draws follow the order that Megatron users' data already has, so that a run moved here sees the same samples.
+Everything depends on the lengths, the number of samples asked for, the sample length and the seed, on nothing else.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from pentatron.config.errors import UserError
+
+IntArray = npt.NDArray[np.int64]
+
+SPLIT_NAMES = ("train", "valid", "test")
+# A last epoch that is needed for less than this share is shuffled on its own, so that the documents it repeats
+# do not crowd into the earlier epochs.
+FINAL_EPOCH_SHARE = 0.80
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """The shares of train, valid and test in a text such as "949,50,1"; missing ones are 0, the sum becomes 1."""
+    try:
+        shares = [float(number) for number in re.findall(r"[.0-9]+", text)]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= len(SPLIT_NAMES) or sum(shares) == 0:
+        raise UserError(
+            f"Cannot read the split '{text}'; give up to three numbers, for example --split 949,50,1."
+        )
+    shares += [0.0] * (len(SPLIT_NAMES) - len(shares))
+    total = sum(shares)
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def split_ranges(shares: Sequence[float], sequences: int) -> tuple[range | None, ...]:
+    """The contiguous part of the file that each split reads; None where the share is zero."""
+    bounds = list(accumulate(shares, initial=0.0))
+    # round() goes to the even neighbour at .5: the boundaries of existing corpora depend on it.
+    return tuple(
+        range(round(low * sequences), round(high * sequences)) if high > low else None
+        for low, high in pairwise(bounds)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SampleIndex:
+    """Sample i is sample `shuffle[i]` of the documents read one after the other in the order `documents`.
+
+    Row k of `starts` holds where sample k begins: a position in `documents` and a token offset in that document.
+    Row k + 1 is the last token that sample k needs (its last label), and the first token of sample k + 1.
+    """
+
+    epochs: int
+    separate_final_epoch: bool
+    documents: IntArray
+    starts: IntArray
+    shuffle: IntArray
+
+    def __len__(self) -> int:
+        return len(self.shuffle)
+
+
+def build_sample_index(
+    lengths: npt.NDArray[np.integer],
+    documents: range,
+    num_samples: int | None,
+    sequence_length: int,
+    seed: int,
+) -> SampleIndex:
+    """Cut `documents` (indices into `lengths`) into at least `num_samples` samples, or one epoch without a number."""
+    if sequence_length < 1 or (num_samples is not None and num_samples < 1):
+        raise UserError(
+            f"Samples need a positive length and number, found length {sequence_length}, number {num_samples}."
+        )
+    tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    least = 1 if num_samples is not None else sequence_length + 1
+    if tokens < least:
+        raise UserError(
+            f"Sequences {documents.start} to {documents.stop} hold {tokens} tokens where {least} are needed; "
+            "use more data or another --split."
+        )
+    wanted = 0 if num_samples is None else num_samples * sequence_length + 1
+    epochs = max(1, -(-wanted // tokens))
+    # One token more than the samples: the last label.
+    total = (epochs * tokens - 1) // sequence_length
+    before_final = ((epochs - 1) * tokens - 1) // sequence_length if epochs > 1 else total
+    separate = num_samples is not None and _is_final_epoch_separate(
+        num_samples - before_final, (tokens - 1) // sequence_length, epochs
+    )
+
+    # RandomState, not Generator: its stream is frozen, and one state serves both orders, documents first.
+    random = np.random.RandomState(seed)
+    order = _document_order(documents, epochs, separate, random)
+    return SampleIndex(
+        epochs=epochs,
+        separate_final_epoch=separate,
+        documents=order,
+        starts=_sample_starts(lengths[order], total, sequence_length),
+        shuffle=_sample_order(total, before_final if separate else total, random),
+    )
+
+
+def _is_final_epoch_separate(from_final: int, per_epoch: int, epochs: int) -> bool:
+    if epochs == 1:
+        return False
+    assert 0 <= from_final <= per_epoch + 1, "the last epoch must be needed, and enough"
+    return from_final < int(FINAL_EPOCH_SHARE * per_epoch)
+
+
+def _document_order(documents: range, epochs: int, separate: bool, random: np.random.RandomState) -> IntArray:
+    once = np.arange(documents.start, documents.stop, dtype=np.int64)
+    parts = [np.tile(once, epochs - 1), once] if separate else [np.tile(once, epochs)]
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)
+
+
+def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_length: int) -> IntArray:
+    """Rows (position, offset) of the tokens 0, L, 2L … in documents of these lengths laid end to end."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    tokens = np.arange(samples + 1, dtype=np.int64) * sequence_length
+    # The first end beyond a token belongs to the document that holds it; empty documents are never chosen.
+    positions = np.searchsorted(ends, tokens, side="right")
+    offsets = tokens - (ends[positions] - lengths[positions])
+    return np.stack([positions, offsets], axis=1)
+
+
+def _sample_order(total: int, first_part: int, random: np.random.RandomState) -> IntArray:
+    parts = [np.arange(first_part, dtype=np.int64), np.arange(first_part, total, dtype=np.int64)]
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)
