@@ -1,0 +1,1 @@
+"""Parts of the contract scoreboard (scripts/contract.py): data, evidence, page."""
