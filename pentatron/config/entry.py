@@ -22,7 +22,7 @@ class EntryPoint:
     resumes: bool = True
 
 
-_SMALL_MODEL = {"vocab_size": 32000, "num_layers": 4, "hidden_size": 256, "seq_length": 256}
+_SMALL_MODEL = {"vocab_size": 8192, "num_layers": 4, "hidden_size": 256, "seq_length": 256}
 _RANK_BATCH = {"batch-size": "rank_batch_size"}
 
 TRAIN = EntryPoint(

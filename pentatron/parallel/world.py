@@ -63,7 +63,7 @@ def open_world(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if grid.world_size == 1:
-        yield single_process(device)
+        yield connect(grid, rank, local_rank, device)
         return
     dist.init_process_group(
         _backend(device, local_processes),
@@ -72,12 +72,15 @@ def open_world(
         timeout=datetime.timedelta(minutes=timeout_minutes),
     )
     try:
-        yield _connect(grid, rank, local_rank, device)
+        yield connect(grid, rank, local_rank, device)
     finally:
         dist.destroy_process_group()
 
 
-def _connect(grid: Grid, rank: int, local_rank: int, device: torch.device) -> World:
+def connect(grid: Grid, rank: int, local_rank: int, device: torch.device) -> World:
+    """The world of a process group that exists already."""
+    if grid.world_size == 1:
+        return single_process(device)
     everyone = Group(rank, grid.world_size, dist.group.WORLD)
     at = grid.coordinates(rank)
     if grid.data == grid.world_size:

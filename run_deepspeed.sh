@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Training with sharded state (ZeRO). NUM_GPUS processes (default 4), ZERO_STAGE 1 to 3 (default 2); further words go
+# to train_megatron.py.
+set -euo pipefail
+cd "$(dirname "$0")"
+exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc_per_node="${NUM_GPUS:-4}" train_megatron.py \
+    --zero-stage "${ZERO_STAGE:-2}" "$@"

@@ -1,0 +1,65 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from pentatron.config.errors import UserError
+from pentatron.layout.ranks import Grid
+from pentatron.parallel.collectives import all_reduce_, any_rank, broadcast_object, gather_objects, on_some_ranks
+from pentatron.parallel.world import World, choose_device, connect, single_process
+from tests.harness import distributed
+
+CPU = torch.device("cpu")
+
+
+def here(grid: Grid) -> World:
+    return connect(grid, dist.get_rank(), dist.get_rank(), CPU)
+
+
+@distributed(world=4)
+def test_data_group_sums_over_its_own_ranks_only() -> None:
+    world = here(Grid(tensor=2, data=2))
+    mine = torch.tensor([float(world.everyone.rank)])
+    total = all_reduce_(mine.clone(), world.data)
+    assert total.item() == {0: 0 + 2, 1: 1 + 3, 2: 0 + 2, 3: 1 + 3}[world.everyone.rank]
+    assert (world.data.rank, world.data.size) == (world.everyone.rank // 2, 2)
+
+
+@distributed(world=2)
+def test_any_rank_hears_one_rank() -> None:
+    world = here(Grid(data=2))
+    assert any_rank(world.everyone.rank == 1, world.everyone, CPU)
+    assert not any_rank(False, world.everyone, CPU)
+
+
+@distributed(world=2)
+def test_objects_travel() -> None:
+    world = here(Grid(data=2))
+    rank = world.everyone.rank
+    assert broadcast_object({"from": rank}, world.everyone) == {"from": 0}
+    assert gather_objects(rank * 10, world.everyone) == [0, 10]
+
+
+@distributed(world=2)
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    world = here(Grid(data=2))
+
+    def fails() -> None:
+        raise UserError("no space left")
+
+    with pytest.raises(UserError, match="no space left"):
+        on_some_ranks(world.everyone.rank == 1, fails, world.everyone)
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    world = single_process()
+    assert world.is_first
+    assert any_rank(True, world.everyone, CPU)
+    assert on_some_ranks(True, lambda: 7, world.everyone) == 7
+
+
+def test_cuda_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match="--device cpu"):
+        choose_device("cuda", 0)
+    assert choose_device("auto", 3) == CPU

@@ -1,0 +1,78 @@
+"""A package imports only packages of a strictly lower level."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "pentatron"
+
+LEVELS = {
+    "layout": 0,
+    "config": 1,
+    "parallel": 2,
+    "data": 2,
+    "nn": 3,
+    "optim": 3,
+    "checkpoint": 3,
+    "monitor": 3,
+    "models": 4,
+    "hf": 5,
+    "plan": 5,
+    "train": 6,
+    "megatron": 7,
+    "launch": 7,
+    "simulate": 7,
+    "cli": 8,
+}
+
+
+def imported_packages(source: str) -> set[str]:
+    """The subpackages of pentatron a module's text imports, wherever in it the import stands."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that a reader sees the level"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("pentatron.")}
+
+
+def upward_imports(package: str, source: str) -> set[str]:
+    inside = imported_packages(source) - {package, "__version__"}
+    return {other for other in inside if LEVELS[other] >= LEVELS[package]}
+
+
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_imports_upward(module: Path) -> None:
+    package = module.relative_to(PACKAGE).parts[0]
+    assert upward_imports(package, module.read_text(encoding="utf-8")) == set()
+
+
+def test_every_package_has_a_level() -> None:
+    packages = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert packages <= set(LEVELS)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pentatron.train.step import train_step",
+        "import pentatron.cli.main",
+        "def f():\n    from pentatron import models",
+        "from pentatron.optim.clip import clip_",
+    ],
+)
+def test_an_upward_import_is_seen(source: str) -> None:
+    assert upward_imports("nn", source)
+
+
+def test_config_and_layout_do_not_import_torch() -> None:
+    for package in ("layout", "config"):
+        for module in (PACKAGE / package).rglob("*.py"):
+            text = module.read_text(encoding="utf-8")
+            assert "import torch" not in text and "from torch" not in text, module
