@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import TRAIN, EntryPoint
 from pentatron.config.errors import UserError
+from pentatron.config.flags import did_you_mean
+
+# Commands of the coming versions; naming one gets a sentence instead of "unknown command".
+PLANNED = ("prepare", "data", "import", "export", "verify", "layout", "plan", "bench", "launch", "doctor")
 
 USAGE = """usage: pentatron COMMAND [...]
 
@@ -16,6 +20,9 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   generate   continue a text with a trained model
   config     show the settings a training command resolves to, and where each came from
   presets    list the named models and their shapes
+  monitor    watch a run, or look back at a finished one
+
+Not available yet: {planned}
 
   pentatron train --help      every setting, by group
   pentatron --version
@@ -66,7 +73,7 @@ def _train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> i
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
-        say(USAGE)
+        say(USAGE.format(planned=", ".join(PLANNED)))
         return 0
     command, rest = words[0], words[1:]
     if command in ("--version", "-V"):
@@ -74,21 +81,48 @@ def _dispatch(words: Sequence[str]) -> int:
 
         say(f"pentatron {__version__}")
         return 0
-    if command == "train":
-        return _train(rest, TRAIN, ["-m", "pentatron", "train"])
-    if command == "generate":
-        from pentatron.cli.generate import generate_command
+    if command in PLANNED:
+        raise UserError(
+            f"pentatron {command} is not available yet in this version; `pentatron --help` lists what is"
+        )
+    if command not in COMMANDS:
+        guess = did_you_mean(command, [*COMMANDS, *PLANNED])
+        raise UserError(f"unknown command '{command}'{guess}; `pentatron --help` lists the commands")
+    return COMMANDS[command](rest)
 
-        return generate_command(rest)
-    if command == "config":
-        from pentatron.cli.show import config_command
 
-        return config_command(rest)
-    if command == "presets":
-        from pentatron.cli.show import presets_command
+def _train_command(words: Sequence[str]) -> int:
+    return _train(words, TRAIN, ["-m", "pentatron", "train"])
 
-        return presets_command(rest)
-    from pentatron.config.flags import did_you_mean
 
-    guess = did_you_mean(command, ["train", "generate", "config", "presets"])
-    raise UserError(f"unknown command '{command}'{guess}; `pentatron --help` lists the commands")
+def _generate(words: Sequence[str]) -> int:
+    from pentatron.cli.generate import generate_command
+
+    return generate_command(words)
+
+
+def _config(words: Sequence[str]) -> int:
+    from pentatron.cli.show import config_command
+
+    return config_command(words)
+
+
+def _presets(words: Sequence[str]) -> int:
+    from pentatron.cli.show import presets_command
+
+    return presets_command(words)
+
+
+def _monitor(words: Sequence[str]) -> int:
+    from pentatron.cli.monitor import monitor_command
+
+    return monitor_command(words)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train_command,
+    "generate": _generate,
+    "config": _config,
+    "presets": _presets,
+    "monitor": _monitor,
+}

@@ -71,7 +71,10 @@ def reference_attention(x: Tensor, p: dict[str, Tensor], name: str, config: Tran
         k = qkv[:, start + per_group * width : start + (per_group + 1) * width]
         v = qkv[:, start + (per_group + 1) * width : start + (per_group + 2) * width]
         if config.qk_layernorm:
-            q, k = reference_norm(q, p, f"{name}.q_norm", config), reference_norm(k, p, f"{name}.k_norm", config)
+            q, k = (
+                reference_norm(q, p, f"{name}.q_norm", config),
+                reference_norm(k, p, f"{name}.k_norm", config),
+            )
         if config.position_embedding_type == "rope":
             q = torch.stack([reference_rotate(row, i, config) for i, row in enumerate(q)])
             k = torch.stack([reference_rotate(row, i, config) for i, row in enumerate(k)])
@@ -91,7 +94,9 @@ def reference_mlp(x: Tensor, p: dict[str, Tensor], name: str, config: Transforme
     return inner @ p[f"{name}.linear_fc2.weight"].T + p.get(f"{name}.linear_fc2.bias", 0)
 
 
-def reference_losses(tokens: Tensor, labels: Tensor, p: dict[str, Tensor], config: TransformerConfig) -> Tensor:
+def reference_losses(
+    tokens: Tensor, labels: Tensor, p: dict[str, Tensor], config: TransformerConfig
+) -> Tensor:
     rows = []
     for sequence, wanted in zip(tokens, labels):
         x = p["embedding.word.weight"][sequence]
@@ -101,7 +106,9 @@ def reference_losses(tokens: Tensor, labels: Tensor, p: dict[str, Tensor], confi
             x = x + reference_attention(
                 reference_norm(x, p, f"layers.{i}.input_norm", config), p, f"layers.{i}.attention", config
             )
-            x = x + reference_mlp(reference_norm(x, p, f"layers.{i}.mlp_norm", config), p, f"layers.{i}.mlp", config)
+            x = x + reference_mlp(
+                reference_norm(x, p, f"layers.{i}.mlp_norm", config), p, f"layers.{i}.mlp", config
+            )
         x = reference_norm(x, p, "final_norm", config)
         head = p.get("head.weight", p["embedding.word.weight"])
         logits = (x @ head.T)[:, : config.vocab_size]
@@ -131,7 +138,9 @@ def test_the_comparison_can_fail() -> None:
     tokens, positions, labels = batch()
     twin = {name: p.detach().clone() for name, p in model.named_parameters()}
     twin["layers.1.attention.q_norm.weight"] *= 1.01
-    assert not torch.allclose(model(tokens, positions, labels).double(), reference_losses(tokens, labels, twin, config), atol=2e-5)
+    assert not torch.allclose(
+        model(tokens, positions, labels).double(), reference_losses(tokens, labels, twin, config), atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])
@@ -162,7 +171,9 @@ def test_initial_weights_have_the_asked_spread() -> None:
     model = build_model(config, 3, torch.device("cpu"))
     p = dict(model.named_parameters())
     assert p["layers.0.mlp.linear_fc1.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert p["layers.0.mlp.linear_fc2.weight"].std().item() == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.02)
+    assert p["layers.0.mlp.linear_fc2.weight"].std().item() == pytest.approx(
+        0.02 / math.sqrt(2 * 2), rel=0.02
+    )
     assert p["layers.0.input_norm.weight"].eq(1).all() and p["layers.0.mlp.linear_fc2.bias"].eq(0).all()
 
 
@@ -183,7 +194,9 @@ def test_attention_kernels_agree() -> None:
         model = build_model(config, 1, torch.device("cpu"), backend)
         tokens, positions, _ = batch()
         outputs.append(model(tokens, positions))
-    assert torch.allclose(outputs[0], outputs[1], atol=1e-5) and torch.allclose(outputs[0], outputs[2], atol=1e-5)
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-5) and torch.allclose(
+        outputs[0], outputs[2], atol=1e-5
+    )
 
 
 def test_cross_entropy_is_torchs() -> None:

@@ -4,7 +4,13 @@ import torch.distributed as dist
 
 from pentatron.config.errors import UserError
 from pentatron.layout.ranks import Grid
-from pentatron.parallel.collectives import all_reduce_, any_rank, broadcast_object, gather_objects, on_some_ranks
+from pentatron.parallel.collectives import (
+    all_reduce_,
+    any_rank,
+    broadcast_object,
+    gather_objects,
+    on_some_ranks,
+)
 from pentatron.parallel.world import World, choose_device, connect, single_process
 from tests.harness import distributed
 

@@ -1,0 +1,22 @@
+"""Builders of GPT-like models, for `model_provider`."""
+
+from typing import Any
+
+from pentatron.config.errors import UserError
+from pentatron.config.model import TransformerConfig
+from pentatron.config.run import RunConfig
+from pentatron.models.causal_lm import CausalLM
+
+
+def gpt_builder(
+    args: RunConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    config: TransformerConfig | None = None,
+    pg_collection: Any = None,
+) -> CausalLM:
+    """A model of the given architecture; `args` is a resolved configuration."""
+    if not (pre_process and post_process) or vp_stage is not None:
+        raise UserError("parts of a model need pipeline parallelism, which this version does not have yet")
+    return CausalLM(config or args.model, args.kernels.attention_backend)

@@ -1,0 +1,11 @@
+"""Hugging Face weights to a checkpoint, under the name the guides use."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pentatron.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["import", *sys.argv[1:]]))

@@ -1,0 +1,11 @@
+"""Text to .bin/.idx, under the name the guides use."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pentatron.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["prepare", *sys.argv[1:]]))
