@@ -28,7 +28,7 @@ from pentatron.checkpoint.tensor_file import FileRecord, sync_folder, write_tens
 from pentatron.config.errors import UserError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
 
-_STEP_NAME = re.compile(r"step-(\d{8,})")
+_STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,22 @@ class CheckpointStore:
     ) -> Path:
         """Saves one step. `tensors` are the same on every rank and shared out; `own` belong to this rank alone."""
         temporary = self._agree_on_temporary(step, group)
-        mine = {name: t for name, t in tensors.items() if _writers(tensors, group.size)[name] == group.rank}
+        writers = _writers(tensors, group.size)
+        mine = {name: t for name, t in tensors.items() if writers[name] == group.rank}
         outcome = _write(temporary / f"rank-{group.rank:05d}.safetensors", {**mine, **own})
         outcomes = gather_objects(outcome, group)
         failures = [f"rank {rank}: {o}" for rank, o in enumerate(outcomes) if isinstance(o, str)]
+        final = self._free_step(step)
         if not failures and group.rank == 0:
-            manifest = _manifest(step, outcomes, run_state, config)
-            failures = self._commit(temporary, manifest)
-        failures = broadcast_object(failures, group)
+            failures = self._commit(temporary, final, _manifest(step, outcomes, run_state, config))
+        final, failures = broadcast_object((final, failures), group)
         if failures:
             if group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise self._not_saved(step, failures[0])
         if group.rank == 0:
-            self._remove_old()
-        return self.folder / step_name(step)
+            self._remove_old(step)
+        return Path(final)
 
     def _agree_on_temporary(self, step: int, group: Group) -> Path:
         """A fresh folder made by rank 0; if it could not be made, every rank hears why."""
@@ -96,19 +97,11 @@ class CheckpointStore:
             f"earlier checkpoints are intact"
         )
 
-    def _commit(self, temporary: Path, manifest: Manifest) -> list[str]:
-        final = self.folder / step_name(manifest.step)
+    def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> list[str]:
         try:
             _write_text(temporary / FILE_NAME, manifest.to_json())
             sync_folder(temporary)
-            if final.exists():
-                # The same step saved again, after a rollback: the old one goes only once it has left its place.
-                aside = self.folder / f".{final.name}.{secrets.token_hex(4)}.replaced"
-                final.rename(aside)
-                temporary.rename(final)
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                temporary.rename(final)
+            temporary.rename(final)
             sync_folder(self.folder)
             pointer = self.folder / f".latest.{secrets.token_hex(4)}"
             _write_text(pointer, final.name + "\n")
@@ -118,12 +111,18 @@ class CheckpointStore:
             return [f"rank 0: {error.strerror or error}"]
         return []
 
+    def _free_step(self, step: int) -> Path:
+        """A name newer than any of this step: saved again after a rollback, it stands beside the old one."""
+        taken = [_order(p)[1] for p in self.steps() if _order(p)[0] == step]
+        return self.folder / (f"{step_name(step)}-again{max(taken) + 1}" if taken else step_name(step))
+
     def steps(self) -> list[Path]:
-        """Finished steps, oldest first."""
+        """Finished steps, oldest first; of a step saved again, the last one last."""
         if not self.folder.is_dir():
             return []
-        named = [(m, p) for p in self.folder.iterdir() if (m := _STEP_NAME.fullmatch(p.name)) and p.is_dir()]
-        return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
+        return sorted(
+            (p for p in self.folder.iterdir() if _STEP_NAME.fullmatch(p.name) and p.is_dir()), key=_order
+        )
 
     def newest_valid(self, verify: bool) -> tuple[Found | None, list[str]]:
         """The newest step that passes its checks, and a sentence about each one that did not (now set aside)."""
@@ -140,13 +139,23 @@ class CheckpointStore:
                 complaints.append(f"{damage}; the step is set aside as {aside.name}")
         return None, complaints
 
-    def _remove_old(self) -> None:
-        """Deletes the oldest steps beyond `keep`, and what interrupted saves left behind."""
+    def _remove_old(self, saved: int) -> None:
+        """Deletes what the step just saved replaces, the oldest steps beyond `keep`, and what killed saves left."""
+        steps = self.steps()
+        replaced = [p for p in steps if _order(p)[0] == saved][:-1]
+        outdated = steps[: -self.keep] if self.keep is not None else []
+        for folder in dict.fromkeys((*replaced, *outdated)):
+            # Hidden first: a deletion cut short must not leave half a step under a step's name.
+            folder.rename(self.folder / f".{folder.name}.{secrets.token_hex(4)}")
         for leftover in self.folder.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if self.keep is not None:
-            for folder in self.steps()[: -self.keep]:
-                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    """(step, how often it was saved again) of a step's folder."""
+    match = _STEP_NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
 
 def _writers(tensors: Mapping[str, Tensor], size: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentatron.cli.environment import Worker, announce_worker, prepare_for_workers, timeout_minutes
@@ -11,6 +12,9 @@ from pentatron.config.entry import EntryPoint
 
 if TYPE_CHECKING:
     from pentatron.train.session import Outcome
+
+
+_USER_ERROR = 2
 
 
 def train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
@@ -47,21 +51,21 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
 
 def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
     from pentatron.launch.local import run_workers
+    from pentatron.train.run_folder import RunFolder
 
     config = prepared.resolved.config
-    assert config.launch.threads_per_process is not None
+    assert config.launch.threads_per_process is not None and config.run.run_dir is not None
+    # The workers would find out as well, seconds later and each by itself.
+    RunFolder(Path(config.run.run_dir)).create()
     prepare_for_workers(config.launch.threads_per_process)
     ended = run_workers(python_words, prepared.facts.world_size, config.launch.master_port)
-    if ended.failed_rank is not None and ended.exit_code != USER_ERROR:
+    if ended.failed_rank is not None and ended.exit_code != _USER_ERROR:
         complain(
             f"rank {ended.failed_rank} of {prepared.facts.world_size} {_how(ended.exit_code)}; the others were stopped. "
             f"Its last checkpoint is intact: the same command goes on from there"
         )
         return 1
     return ended.exit_code
-
-
-USER_ERROR = 2
 
 
 def _how(exit_code: int) -> str:

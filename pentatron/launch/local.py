@@ -39,12 +39,12 @@ def refuse_used_port(port: int) -> None:
 
 def run_workers(python_words: Sequence[str], processes: int, port: int | None) -> Ended:
     """Runs `python WORDS...` once per process until all end; a failing one takes the others down with it."""
+    if port is not None:
+        refuse_used_port(port)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if port is not None:
-        refuse_used_port(port)
     # The agent's own account of a failure repeats what the worker has said.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options: dict[str, Any] = {

@@ -145,10 +145,17 @@ def describe(config: RunConfig, world: World, model: CausalLM) -> str:
     size = world.everyone.size
     precision = "bf16" if config.precision.bf16 else "fp32"
     return (
-        f"model: {parameters / 1e6:.1f} M parameters, {config.model.num_layers} layers; "
+        f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
         f"{size} process{'es' if size > 1 else ''} ({world.grid.data} data-parallel) on {device}, {precision}; "
         f"{config.train.global_batch_size} × {config.model.seq_length} tokens a step"
     )
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
 
 
 def _draw_curve(folder: RunFolder, config: RunConfig) -> None:

@@ -1,0 +1,210 @@
+"""The command as a user runs it: real processes, real signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --seq-length 32 --vocab-size 400 "
+    "--corpus-bytes 300000 --micro-batch-size 2 --global-batch-size 4 --train-iters 8 --eval-interval 4 --eval-iters 1 "
+    "--save-interval 3 --sample-tokens 10"
+).split()
+
+
+def environment() -> dict[str, str]:
+    """Without what a launcher or the test harness may have left."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in hidden} | {"PYTHONPATH": str(ROOT)}
+
+
+def start(*words: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=cwd or ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=150)
+    return process.returncode, out, err
+
+
+def train(*words: str) -> tuple[int, str, str]:
+    return finish(start("-m", "pentatron", "train", *words))
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [
+        (r["step"], r["loss"]) for r in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    ]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and len(
+            (folder / "metrics.jsonl").read_text().splitlines()
+        ) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo, smaller: two workers, one corpus, one sample."""
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    code, out, err = train(*TINY, "--run-dir", str(folder))
+    assert code == 0, err
+    (folder / "stdout").write_text(out)
+    return folder
+
+
+def test_the_demo_leaves_what_it_promises(demo: Path) -> None:
+    expected = {"config.yaml", "train.log", "metrics.jsonl", "checkpoints", "loss.svg", "sample.txt", "data"}
+    assert expected <= {p.name for p in demo.iterdir()}
+    shown = (demo / "stdout").read_text()
+    assert "2 processes (2 data-parallel)" in shown
+    assert "finished: loss" in shown and "what to try next" in shown and "pentatron generate" in shown
+    assert {p.suffix for p in (demo / "data").iterdir()} >= {".bin", ".idx", ".json"}
+    assert [step for step, _ in losses(demo)] == list(range(1, 9))
+
+
+def test_generate_continues_a_prompt(demo: Path) -> None:
+    words = ("-m", "pentatron", "generate", str(demo), "import ", "--max-tokens", "5", "--seed", "3")
+    code, out, err = finish(start(*words))
+    assert code == 0, err
+    assert out.startswith("import ") and len(out) > len("import \n")
+    assert finish(start(*words))[1] == out, "one seed, one text"
+
+
+def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_losses(
+    demo: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = ["-m", "pentatron", "train", *TINY, "--run-dir", str(folder)]
+    process = start(*command)
+    wait_for_step(folder, 2)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 130
+    assert "stopped by Ctrl-C; the checkpoint is saved" in out
+    assert "Traceback" not in err and "Error" not in err, err
+    assert len(losses(folder)) < 8, "too fast to interrupt: make the run longer"
+    code, out, err = finish(start(*command))
+    assert code == 0, err
+    assert "resuming at step" in out
+    assert losses(folder) == losses(demo)
+
+
+def test_a_killed_rank_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start("-m", "pentatron", "train", *TINY, "--train-iters", "5000", "--run-dir", str(folder))
+    wait_for_step(folder, 4)
+    workers = children(process.pid)
+    assert len(workers) == 2
+    victim = next(p for p in workers if "RANK=1" in environ_of(p))
+    os.kill(victim, signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert "rank 1 of 2 was killed by SIGKILL" in err
+    assert not any(Path(f"/proc/{p}").exists() for p in workers)
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environ_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+
+
+def test_torchrun_workers_train_one_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = "--vocab_size 100 --hidden_size 32 --num_layers 1 --batch_size 2 --max_seq_len 16 --max_steps 4".split()
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    code, out, err = finish(start(*launcher, "train.py", *words, "--run-dir", str(folder)))
+    assert code == 0, err
+    assert "4 × 16 tokens a step" in out, "--batch_size is per rank here"
+    assert len(losses(folder)) == 4
+
+
+NO_EXTRAS = "import runpy, sys; sys.modules.update(dict.fromkeys({missing})); sys.argv = {argv}; runpy.run_path({argv}[0], run_name='__main__')"
+
+
+def test_the_example_needs_torch_and_numpy_only(tmp_path: Path) -> None:
+    missing = ["rich", "tokenizers", "safetensors", "yaml", "matplotlib", "wandb"]
+    words = "--num-layers=1 --hidden-size=32 --seq-length=16 --vocab-size=50 --batch-size=4 --train-steps=5 --dataset-size=20"
+    argv = [
+        "megatron_core_training_example.py",
+        *words.split(),
+        "--nproc-per-node=1",
+        f"--run-dir={tmp_path / 'run'}",
+    ]
+    code, out, err = finish(start("-c", NO_EXTRAS.format(missing=missing, argv=argv)))
+    assert code == 0, err
+    assert "finished: loss" in out and len(losses(tmp_path / "run")) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--hiden-size", "32"], "unknown flag --hiden-size"),
+        (["--config", "nowhere.yaml"], "configuration file nowhere.yaml does not exist"),
+        (["--data-path", "nowhere/corpus", "--vocab-size", "50", "--train-iters", "2"], "nowhere/corpus"),
+        (["--run-dir", "/proc/run"], "the run folder /proc/run cannot be written"),
+        (["--batch-size", "4"], "--batch-size is ambiguous here"),
+        (["--tensor-model-parallel-size", "4", "--nproc-per-node", "2"], "2 processes are too few"),
+        (["--nproc-per-node", "2", "--world-size", "8"], "--world-size 8 does not match the 2 process(es)"),
+        (["--device", "cuda", "--nproc-per-node", "1"], "torch sees no GPU here"),
+    ],
+    ids=["typo", "config", "data", "folder", "ambiguous", "too-few", "world-size", "device"],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str], sentence: str) -> None:
+    code, out, err = train(*words)
+    assert code == 2, (out, err)
+    assert sentence in err
+    assert "Traceback" not in err
+    if "problems" not in err:
+        assert len(err.strip().splitlines()) == 1, err
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = train("--master-port", str(port), "--run-dir", str(tmp_path / "run"))
+    assert code == 2
+    assert f"port {port} cannot be used as the meeting point" in err and "--master-port" in err
+
+
+def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import os, sys\n"
+        "import pentatron.train.trainer as trainer\n"
+        "def train_step(*args):\n"
+        "    raise RuntimeError('a bug') if os.environ['RANK'] == '1' else SystemExit(0)\n"
+        "trainer.train_step = train_step\n"
+        "from pentatron.cli.main import run_entry\n"
+        "from pentatron.config.entry import STANDARD\n"
+        "run_entry(STANDARD)\n"
+    )
+    words = "--vocab_size 50 --hidden_size 32 --num_layers 1 --max_seq_len 16 --max_steps 2 --nproc-per-node 2".split()
+    code, _, err = finish(start(str(broken), *words, "--run-dir", str(tmp_path / "run")))
+    assert code == 1
+    assert err.count("RuntimeError: a bug") == 1
+    assert "rank 1 of 2 failed with exit code 1 (its error is above)" in err

@@ -1,0 +1,80 @@
+import io
+from datetime import datetime
+
+import pytest
+
+from pentatron.monitor.display import LiveBar, PlainLines, open_display
+from pentatron.monitor.report import StepReport, duration, log_line
+
+REPORT = StepReport(
+    step=7,
+    total_steps=100,
+    loss=6.612992,
+    learning_rate=2e-5,
+    next_learning_rate=1e-5,
+    gradient_norm=111.1734,
+    tokens=4096,
+    consumed_samples=28,
+    global_batch_size=4,
+    seconds=0.5,
+    memory_bytes=3 * 2**20,
+    teraflops_per_device=12.34,
+)
+
+
+def test_the_log_line_is_megatrons_with_ours_at_the_end() -> None:
+    now = datetime(2025, 2, 20, 11, 18, 36, 5)
+    assert log_line(REPORT, now, throughput=True) == (
+        " [2025-02-20 11:18:36.000005] iteration        7/     100 | consumed samples:           28 | "
+        "elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 12.3 | "
+        "learning rate: 1.000000E-05 | global batch size:     4 | lm loss: 6.612992E+00 | loss scale: 1.0 | "
+        "grad norm: 111.173 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+        "tokens/s: 8192 | memory (MiB): 3 |"
+    )
+    assert "throughput" not in log_line(REPORT, now, throughput=False)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (3600 * 2 + 61, "2:01:01")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    display = open_display("auto", out)
+    assert isinstance(display, PlainLines)
+    display.work("reading", 1, 10)
+    display.work("reading", 5, 10)
+    display.step(REPORT, 62)
+    display.step(REPORT, 62)
+    text = out.getvalue()
+    assert text.count("reading ...") == 1, "one line per kind of work"
+    assert text.count("step     7/100  loss  6.6130") == 1, "a second line only after some seconds"
+    assert "8192 tokens/s" in text and "left 1:02" in text
+
+
+def test_a_live_bar_shows_loss_rate_speed_memory_and_time_left() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    display = open_display("on", out)
+    assert isinstance(display, LiveBar)
+    display.work("reading", 3, 10)
+    display.step(REPORT, 62)
+    display.say("a line [with brackets] beside the bar")
+    display.close()
+    text = out.getvalue()
+    for part in (
+        "reading",
+        "training",
+        "7/100",
+        "6.6130",
+        "2.00e-05",
+        "8,192 tokens/s",
+        "3 MiB",
+        "1:02",
+        "[with brackets]",
+    ):
+        assert part in text, part

@@ -1,0 +1,242 @@
+"""A run from beginning to end: folder, resume, interruption, refusals."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+import pentatron.train.trainer as trainer_module
+from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.draft import Facts
+from pentatron.config.entry import PRETRAIN_GPT
+from pentatron.config.errors import UserError
+from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.layout.ranks import Grid
+from pentatron.parallel.world import World, connect, single_process
+from pentatron.train.session import Outcome, run_training
+from pentatron.train.step import StepResult
+from tests.harness import distributed
+from tests.support import LLAMA, resolved
+
+CPU = torch.device("cpu")
+RUN = f"{LLAMA} --train-iters 6 --save-interval 2 --keep-checkpoints 9 --eval-interval 3 --eval-iters 1 --log-interval 2"
+
+
+def settings(folder: Path, words: str = "", world_size: int = 1) -> Resolved:
+    return resolved(f"{RUN} --run-dir {folder} {words}", world_size)
+
+
+def run(folder: Path, words: str = "", resumes: bool = True) -> Outcome:
+    return run_training(settings(folder, words), single_process(), resumes)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def final_state(folder: Path) -> dict[str, str]:
+    """Checksums of everything in the newest checkpoint."""
+    found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True)
+    assert found is not None
+    return {name: record.sha256 for name, record in found.manifest.files.items()}
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch, number: signal.Signals = signal.SIGINT) -> None:
+    original = trainer_module.train_step
+    calls = {"made": 0}
+
+    def interrupted(*args: Any) -> StepResult:
+        calls["made"] += 1
+        if calls["made"] == step:
+            os.kill(os.getpid(), number)
+        return original(*args)
+
+    monkeypatch.setattr(trainer_module, "train_step", interrupted)
+
+
+def test_the_run_folder_holds_everything(tmp_path: Path) -> None:
+    assert run(tmp_path / "a").stopped_by is None
+    names = {p.name for p in (tmp_path / "a").iterdir()} - {".lock"}
+    assert names == {"config.yaml", "train.log", "metrics.jsonl", "checkpoints", "loss.svg"}
+    rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
+    assert rows[0]["tokens"] == 8 * 16 and rows[-1]["consumed_samples"] == 48
+    steps = sorted(p.name for p in (tmp_path / "a" / "checkpoints").iterdir())
+    assert steps == ["latest", "step-00000002", "step-00000004", "step-00000006"]
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert " iteration        6/       6 | consumed samples:           48 |" in log
+    assert " validation loss at iteration 3 | lm loss value: " in log
+
+
+def test_two_runs_with_one_seed_are_equal_to_the_last_digit(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "b")
+    run(tmp_path / "c", "--seed 5")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert final_state(tmp_path / "a") == final_state(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(tmp_path / "c")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    run(tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        interrupt_at(3, patched, number)
+        assert run(tmp_path / "cut").stopped_by == number
+    assert [step for step, _ in losses(tmp_path / "cut")] == [1, 2, 3], (
+        "the step under way is finished and kept"
+    )
+    assert run(tmp_path / "cut").stopped_by is None
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert final_state(tmp_path / "cut") == final_state(tmp_path / "whole")
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any) -> StepResult:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        original = trainer_module.train_step
+        made = iter(range(100))
+        patched.setattr(trainer_module, "train_step", lambda *a: original(*a) if next(made) < 3 else die())
+        with pytest.raises(Killed):
+            run(tmp_path / "cut")
+    assert len(losses(tmp_path / "cut")) == 3
+    run(tmp_path / "cut")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole"), (
+        "step 3 was computed again, not listed twice"
+    )
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "whole")
+    run(tmp_path / "hurt", "--train-iters 4")
+    shard = tmp_path / "hurt" / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 4
+    shard.write_bytes(content)
+    capsys.readouterr()
+    run(tmp_path / "hurt", "--lr-decay-iters 6")
+    shown = capsys.readouterr().out
+    assert "step-00000004/rank-00000.safetensors: sha256 is" in shown and "resuming at step 2 of 6" in shown
+
+
+def test_a_finished_run_says_so_and_trains_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "a")
+    before = final_state(tmp_path / "a")
+    capsys.readouterr()
+    run(tmp_path / "a")
+    assert "finished" in capsys.readouterr().out
+    assert len(losses(tmp_path / "a")) == 6 and final_state(tmp_path / "a") == before
+
+
+def test_fresh_moves_the_earlier_run_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "a", "--fresh --train-iters 2")
+    assert len(losses(tmp_path / "a")) == 2 and len(losses(tmp_path / "a.1")) == 6
+    run(tmp_path / "a", "--train-iters 2", resumes=False)
+    assert (tmp_path / "a.2").is_dir() and f"moved to {tmp_path / 'a.2'}" in capsys.readouterr().out
+
+
+def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    with pytest.raises(UserError, match=r"num_layers was 2, is 3.*--fresh"):
+        run(tmp_path / "a", "--num-layers 3")
+
+
+def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    run(tmp_path / "a", "--lr 0.5")
+    assert "resuming with optim.lr = 0.5 (the checkpoint was made with 0.01)" in capsys.readouterr().out
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    with folder_lock(folder), pytest.raises(UserError, match="another job is using"):
+        run(folder)
+
+
+def test_an_unwritable_folder_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written.*--run-dir"):
+        run(tmp_path / "file" / "run")
+
+
+def test_bad_numbers_stop_the_run_before_the_update(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"step 2: the loss is .*the last checkpoint is step 0"):
+        run(tmp_path / "a", "--lr 1e30 --clip-grad 0 --save-interval 5")
+
+
+def test_the_saved_configuration_can_be_used_again(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    saved = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    assert saved["model"]["num_layers"] == 2 and "data_parallel_size" not in saved["parallel"]
+    draft = gather(["--config", str(tmp_path / "a" / "config.yaml")], PRETRAIN_GPT)
+    again = resolve(draft, Facts(2, 2, 1)).config
+    assert again.parallel.data_parallel_size == 2 and again.train.train_iters == 2
+
+
+def world_here() -> World:
+    rank = dist.get_rank()
+    return connect(Grid(data=dist.get_world_size()), rank, rank, CPU)
+
+
+@distributed(world=2)
+def test_two_ranks_write_one_folder_and_resume(tmp_path: Path) -> None:
+    words = "--micro-batch-size 2"
+    run_training(settings(tmp_path / "whole", words, 2), world_here(), True)
+    run_training(
+        settings(tmp_path / "cut", f"{words} --train-iters 3 --lr-decay-iters 6", 2), world_here(), True
+    )
+    run_training(settings(tmp_path / "cut", f"{words} --lr-decay-iters 6", 2), world_here(), True)
+    dist.barrier()
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert final_state(tmp_path / "whole") == final_state(tmp_path / "cut")
+    assert len(final_state(tmp_path / "whole")) == 2
+
+
+@distributed(world=2)
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            interrupt_at(2, patched)
+        run_training(settings(tmp_path / "a", "--micro-batch-size 4", 2), world_here(), True)
+    found, _ = CheckpointStore(tmp_path / "a" / "checkpoints", keep=None).newest_valid(verify=True)
+    assert found is not None and found.manifest.step == 2
+
+
+@distributed(world=2)
+def test_more_ranks_continue_what_one_began(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        run_training(settings(tmp_path / "one"), single_process(), True)
+        run_training(
+            settings(tmp_path / "grown", "--train-iters 3 --lr-decay-iters 6"), single_process(), True
+        )
+    dist.barrier()
+    run_training(settings(tmp_path / "grown", "--lr-decay-iters 6", 2), world_here(), True)
+    dist.barrier()
+    expected, found = losses(tmp_path / "one"), losses(tmp_path / "grown")
+    assert found == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
