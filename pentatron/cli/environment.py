@@ -1,10 +1,12 @@
 """What the environment says: is this a worker of some launcher, and which one?"""
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pentatron.config.address import meeting_point as parsed_meeting_point
 from pentatron.config.errors import UserError
 
 
@@ -22,30 +24,61 @@ class Worker:
 def find_worker(environment: Mapping[str, str]) -> Worker | None:
     """The place given by torchrun or Slurm, or None when nobody launched this process as one of several."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-        local = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
-        local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
-        return Worker(rank, world, local, local_size, "torchrun")
-    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        tasks_here = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_NTASKS", "1"))
-        return Worker(
-            rank=_number(environment, "SLURM_PROCID"),
-            world_size=_number(environment, "SLURM_NTASKS"),
-            local_rank=_number(environment, "SLURM_LOCALID"),
-            # "4(x2)" means four tasks on each of two nodes.
-            local_size=int(tasks_here.split("(")[0].split(",")[0]),
-            launcher="Slurm",
-        )
+        return _sound(_torchrun(environment))
+    if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
+        return _sound(_slurm(environment))
     return None
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _torchrun(environment: Mapping[str, str]) -> Worker:
+    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    local_rank = _number(environment, "LOCAL_RANK", rank)
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", world)
+    return Worker(rank, world, local_rank, local_size, "torchrun")
+
+
+def _slurm(environment: Mapping[str, str]) -> Worker:
+    world = _number(environment, "SLURM_NTASKS")
+    per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)))
+    node = _number(environment, "SLURM_NODEID", 0)
+    return Worker(
+        rank=_number(environment, "SLURM_PROCID"),
+        world_size=world,
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        local_size=per_node[node] if node < len(per_node) else per_node[0],
+        launcher="Slurm",
+    )
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """`4(x2),3` → [4, 4, 3]: four tasks on each of two nodes, three on the last."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE is '{text}', which is not a list like 4(x2),3")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _sound(worker: Worker) -> Worker:
+    if 0 <= worker.rank < worker.world_size and 0 <= worker.local_rank < worker.local_size:
+        return worker
+    raise UserError(
+        f"{worker.launcher} says that this process is rank {worker.rank} of {worker.world_size}, "
+        f"{worker.local_rank} of {worker.local_size} on this machine; ranks go from 0 to one less than their number"
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name not in environment and default is not None:
+        return default
     try:
         return int(environment[name])
     except (KeyError, ValueError):
-        found = environment.get(name, "missing")
+        found = f"it is '{environment[name]}'" if name in environment else "it is missing"
         raise UserError(
-            f"the environment variable {name} must be a number, it is '{found}'; check the launcher"
+            f"the environment variable {name} must be a number, {found}; check the launcher"
         ) from None
 
 
@@ -67,12 +100,12 @@ def announce_worker(worker: Worker, meeting_point: str | None) -> None:
 
 def split_meeting_point(url: str) -> tuple[str, str]:
     """`tcp://host:1234` → (host, 1234)."""
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    if not url.startswith("tcp://") or not host or not port.isdigit():
+    found = parsed_meeting_point(url)
+    if found is None:
         raise UserError(
             f"--init-method {url} must look like tcp://HOST:PORT, for example tcp://localhost:12345"
         )
-    return host, port
+    return found[0], str(found[1])
 
 
 def prepare_for_workers(threads: int) -> None:
@@ -83,7 +116,19 @@ def prepare_for_workers(threads: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def require_repeatable_kernels() -> None:
+    """cuBLAS repeats its results only with a workspace of a fixed size, which it reads from here."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def timeout_minutes(configured: float) -> float:
     """NCCL_TIMEOUT (seconds) is what guides tell people to set; torch itself does not read it."""
-    seconds = os.environ.get("NCCL_TIMEOUT", "")
-    return float(seconds) / 60 if seconds.replace(".", "", 1).isdigit() else configured
+    seconds = timeout_seconds(os.environ)
+    return configured if seconds is None else seconds / 60
+
+
+def timeout_seconds(environment: Mapping[str, str]) -> float | None:
+    """NCCL_TIMEOUT, if it is set to a number that can be waited for."""
+    text = environment.get("NCCL_TIMEOUT", "")
+    number = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else 0.0
+    return number or None

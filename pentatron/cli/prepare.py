@@ -1,14 +1,17 @@
 """From the words of a command line to a checked configuration, before anything starts."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pentatron.cli.environment import Worker, find_worker
+from pentatron.cli.environment import Worker, find_worker, timeout_seconds
 from pentatron.config.derive import derive_vocabulary
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
+from pentatron.config.errors import UserError
+from pentatron.config.flags import Assigned
 from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.run import table
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ def prepare(words: Sequence[str], entry: EntryPoint) -> Prepared:
     worker = find_worker(os.environ)
     draft = gather(words, entry)
     _learn_vocabulary(draft)
+    _learn_timeout(draft, os.environ)
     facts = _facts(draft, worker)
     return Prepared(resolve(draft, facts), facts, worker)
 
@@ -30,9 +34,13 @@ def prepare(words: Sequence[str], entry: EntryPoint) -> Prepared:
 def _facts(draft: Draft, worker: Worker | None) -> Facts:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if worker is not None:
-        return Facts(worker.world_size, worker.local_size, cores)
-    processes = draft["nproc_per_node"] or _processes_by_device(draft["device"])
-    return Facts(processes, processes, cores)
+        met = "MASTER_ADDR" in os.environ
+        return Facts(worker.world_size, worker.local_size, cores, worker.launcher, met)
+    processes = draft["nproc_per_node"]
+    if processes is None:
+        processes = _processes_by_device(draft["device"])
+    # A number below 1 is refused later, together with all other problems.
+    return Facts(max(1, processes), max(1, processes), cores)
 
 
 def _processes_by_device(device: str) -> int:
@@ -47,13 +55,30 @@ def _learn_vocabulary(draft: Draft) -> None:
     """A named tokenizer knows its vocabulary; nobody should have to type it."""
     if draft["vocab_size"] is not None or draft["padded_vocab_size"] is not None:
         return
-    if draft["tokenizer_type"] is None and draft["tokenizer_model"] is None:
+    kind, model = draft["tokenizer_type"], draft["tokenizer_model"]
+    if (kind is None and model is None) or table()["tokenizer_type"].refuses(kind):
         return
     from pentatron.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(
-        draft["tokenizer_type"] or "HuggingFaceTokenizer", draft["tokenizer_model"], None
-    )
-    derive_vocabulary(
-        draft, tokenizer.vocab_size, f"tokenizer {draft['tokenizer_model'] or draft['tokenizer_type']}"
-    )
+    try:
+        tokenizer = load_tokenizer(kind or "HuggingFaceTokenizer", model, None)
+    except UserError as error:
+        draft.wrong["vocab_size"] = str(error)
+        return
+    derive_vocabulary(draft, tokenizer.vocab_size, f"tokenizer {model or kind}")
+
+
+def _learn_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
+    """NCCL_TIMEOUT takes precedence over the setting, as the guides that name it expect."""
+    name = "distributed_timeout_minutes"
+    if "NCCL_TIMEOUT" not in environment:
+        return
+    seconds = timeout_seconds(environment)
+    written = f"NCCL_TIMEOUT={environment['NCCL_TIMEOUT']}"
+    if seconds is None:
+        draft.notices.append(f"{written} has no effect: it must be a number of seconds above 0")
+        return
+    if draft.given(name):
+        flag = table()[name].written(draft[name], draft.source(name))
+        draft.notices.append(f"{flag} has no effect: the environment says {written} (seconds)")
+    draft.values[name] = Assigned(seconds / 60, f"environment {written}")

@@ -2,23 +2,77 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from pentatron.cli.prepare import prepare
+from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import say
-from pentatron.config.entry import TRAIN
+from pentatron.config.entry import ENTRY_POINTS, TRAIN, EntryPoint
 from pentatron.config.errors import UserError
+from pentatron.config.flags import did_you_mean
 from pentatron.config.presets import presets
 from pentatron.config.run import sections, table
 
+CONFIG_USAGE = f"""usage: pentatron config [--all] [--json] [--as SCRIPT] [--setting value ...]
+
+Shows what `pentatron train` with the same words would use, and where each value came from. Nothing is started.
+
+  --all         also the settings left at their default
+  --json        everything, for machines
+  --as SCRIPT   with the names and defaults of one of {", ".join(n for n in ENTRY_POINTS if n.endswith(".py"))}
+
+`pentatron train --help` lists the settings.
+"""
+
+_PRESET_COLUMNS = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "ffn_hidden_size": "ffn",
+    "num_attention_heads": "heads",
+    "num_query_groups": "groups",
+    "vocab_size": "vocab",
+}
+PRESETS_USAGE = """usage: pentatron presets
+
+Lists the named starting points; use one with: pentatron train --preset NAME
+"""
+
 
 def config_command(words: Sequence[str]) -> int:
-    """Prints what `pentatron train` with the same words would use."""
-    as_json, everything = "--json" in words, "--all" in words
-    prepared = prepare([w for w in words if w not in ("--json", "--all")], TRAIN)
-    values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
-    if as_json:
-        say(json.dumps({name: {"value": values[name], "source": sources[name]} for name in values}, indent=1))
+    """Prints what a training command with the same words would use."""
+    if "--help" in words or "-h" in words:
+        say(CONFIG_USAGE)
         return 0
+    as_json, everything = "--json" in words, "--all" in words
+    entry, settings = _entry([w for w in words if w not in ("--json", "--all")])
+    prepared = prepare(settings, entry)
+    if as_json:
+        _print_json(prepared)
+    else:
+        _print_text(prepared, everything)
+    return 0
+
+
+def _entry(words: Sequence[str]) -> tuple[EntryPoint, list[str]]:
+    """The entry point named by `--as SCRIPT`, and the other words."""
+    rest = list(words)
+    place = next((i for i, w in enumerate(rest) if w == "--as" or w.startswith("--as=")), None)
+    if place is None:
+        return TRAIN, rest
+    word = rest.pop(place)
+    name = word.partition("=")[2] if "=" in word else rest.pop(place) if place < len(rest) else ""
+    if name not in ENTRY_POINTS:
+        guess = did_you_mean(name, ENTRY_POINTS)
+        raise UserError(f"--as wants one of {', '.join(ENTRY_POINTS)}, not '{name}'{guess}")
+    return ENTRY_POINTS[name], rest
+
+
+def _print_json(prepared: Prepared) -> None:
+    values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
+    say(json.dumps({name: {"value": values[name], "source": sources[name]} for name in values}, indent=1))
+
+
+def _print_text(prepared: Prepared, everything: bool) -> None:
+    values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
     for section, cls in sections().items():
         shown = [
             n for n, s in table().items() if s.section == section and (everything or sources[n] != "default")
@@ -26,29 +80,39 @@ def config_command(words: Sequence[str]) -> int:
         if shown:
             say(f"{cls.__doc__}")
             for name in shown:
-                value = " ".join(map(str, values[name])) if isinstance(values[name], tuple) else values[name]
-                say(f"  {name:<38} {value!s:<28} {sources[name]}")
+                say(f"  {name:<38} {_text(values[name]):<28} {sources[name]}")
             say("")
     for notice in prepared.resolved.notices:
         say(f"note: {notice}")
     if not everything:
         say("settings left at their default are not shown; add --all to see them, --json for machines")
-    return 0
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def presets_command(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        say(PRESETS_USAGE)
+        return 0
     if words:
         raise UserError("pentatron presets takes no words; use one with: pentatron train --preset NAME")
-    columns = (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "vocab_size",
-    )
-    say(f"{'preset':<18}" + "".join(f"{c.removeprefix('num_').replace('_', ' '):>18}" for c in columns))
+    say(f"{'preset':<20}" + "".join(f"{title:>9}" for title in _PRESET_COLUMNS.values()))
     for name, values in presets().items():
-        say(f"{name:<18}" + "".join(f"{values.get(c, '-')!s:>18}" for c in columns))
+        numbers = "".join(f"{values.get(column, '-')!s:>9}" for column in _PRESET_COLUMNS)
+        say(f"{name:<20}{numbers}{_remark(values)}")
     say("\nuse one with: pentatron train --preset NAME --data-path PREFIX --train-iters N")
     return 0
+
+
+def _remark(values: dict[str, Any]) -> str:
+    """What a preset needs that is not there yet, or the flags that do without it."""
+    needed = [table()[n] for n, v in values.items() if table()[n].refuses(v)]
+    if not needed:
+        return ""
+    if any(s.default is None for s in needed):
+        return f"  not available yet: {needed[0].not_yet}"
+    return f"  for now with {' '.join(f'{s.flag} {s.default}' for s in needed)}"

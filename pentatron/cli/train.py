@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentatron.cli.environment import Worker, announce_worker, prepare_for_workers, timeout_minutes
+from pentatron.cli.environment import (
+    Worker,
+    announce_worker,
+    prepare_for_workers,
+    require_repeatable_kernels,
+    timeout_minutes,
+)
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import EntryPoint
@@ -36,7 +42,9 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
     config = prepared.resolved.config
     assert config.launch.threads_per_process is not None
     torch.set_num_threads(config.launch.threads_per_process)
-    torch.use_deterministic_algorithms(config.precision.deterministic_mode)
+    if config.precision.deterministic_mode:
+        require_repeatable_kernels()
+        torch.use_deterministic_algorithms(True)
     if worker.world_size > 1:
         announce_worker(worker, config.launch.init_method)
     device = choose_device(config.launch.device, worker.local_rank)

@@ -1,0 +1,1 @@
+"""Settings: one table, and the way from presets, files and flags to a checked configuration."""

@@ -3,6 +3,7 @@
 import math
 
 from pentatron.config.draft import Draft, Facts
+from pentatron.layout.divisors import divisors, either
 
 _HEAD_WIDTHS = (64, 32, 16, 8)
 
@@ -13,7 +14,7 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     _attention(draft)
     _widths(draft)
     problems = _batches(draft)
-    _length(draft)
+    problems += _length(draft)
     _folders(draft)
     return problems
 
@@ -35,8 +36,9 @@ def _processes(draft: Draft, facts: Facts) -> None:
             max(1, facts.world_size // model),
             f"{facts.world_size} processes / (tp × pp × cp = {model})",
         )
-    if draft["nproc_per_node"] is None:
-        draft.derive("nproc_per_node", facts.local_processes, "processes on this machine")
+    if draft["nproc_per_node"] != facts.local_processes and not draft.given("nproc_per_node"):
+        reason = f"started by {facts.launcher}" if facts.launcher else "processes on this machine"
+        draft.derive("nproc_per_node", facts.local_processes, reason)
     if draft["threads_per_process"] is None:
         threads = max(1, facts.cores // max(1, facts.local_processes))
         draft.derive(
@@ -45,18 +47,46 @@ def _processes(draft: Draft, facts: Facts) -> None:
 
 
 def _attention(draft: Draft) -> None:
-    hidden, tp = draft["hidden_size"], draft["tensor_model_parallel_size"]
+    hidden = draft["hidden_size"]
     if draft["num_attention_heads"] is None:
-        fitting = [w for w in _HEAD_WIDTHS if hidden % w == 0 and (hidden // w) % tp == 0]
-        width = fitting[0] if fitting else hidden
-        draft.derive("num_attention_heads", max(1, hidden // width), f"{hidden} hidden / {width} per head")
+        _heads(draft, "")
+    elif _preset_heads_do_not_fit(draft):
+        _heads(draft, f"; {draft.source('num_attention_heads')} has {draft['num_attention_heads']}")
     heads = draft["num_attention_heads"]
     if draft["kv_channels"] is None:
-        draft.derive("kv_channels", hidden // heads, f"{hidden} hidden / {heads} heads")
-    if draft["num_query_groups"] is None:
+        draft.derive("kv_channels", max(1, hidden // heads), f"{hidden} hidden / {heads} heads")
+    _groups(draft)
+
+
+def _preset_heads_do_not_fit(draft: Draft) -> bool:
+    """Whoever changes the width of a preset should not have to work out its heads."""
+    typed = draft.given("hidden_size") and not draft.given("num_attention_heads")
+    return typed and draft["kv_channels"] is None and draft["hidden_size"] % draft["num_attention_heads"] != 0
+
+
+def _heads(draft: Draft, remark: str) -> None:
+    hidden, tp = draft["hidden_size"], draft["tensor_model_parallel_size"]
+    fitting = [w for w in _HEAD_WIDTHS if hidden % w == 0 and (hidden // w) % tp == 0]
+    width = fitting[0] if fitting else hidden
+    draft.derive(
+        "num_attention_heads", max(1, hidden // width), f"{hidden} hidden / {width} per head{remark}"
+    )
+
+
+def _groups(draft: Draft) -> None:
+    heads, groups = draft["num_attention_heads"], draft["num_query_groups"]
+    if not draft["group_query_attention"] and groups is not None:
+        if not draft.given("num_query_groups"):
+            draft.derive("num_query_groups", heads, "as many as heads")
+        elif not draft.given("group_query_attention"):
+            draft.derive("group_query_attention", True, "--num-query-groups is given")
+    elif groups is None and draft["group_query_attention"]:
+        draft.derive("num_query_groups", 1, "--group-query-attention alone means one, as in Megatron")
+    elif groups is None:
         draft.derive("num_query_groups", heads, "as many as heads")
-    elif draft.given("num_query_groups") and not draft["group_query_attention"]:
-        draft.derive("group_query_attention", True, "--num-query-groups is given")
+    elif heads % groups and not draft.given("num_query_groups"):
+        fewer = max(d for d in divisors(heads) if d <= groups)
+        draft.derive("num_query_groups", fewer, f"a divisor of {heads} heads; the preset has {groups}")
 
 
 def _widths(draft: Draft) -> None:
@@ -88,33 +118,45 @@ def _batches(draft: Draft) -> list[str]:
             ]
         if not explicit:
             return _batches_of_a_rank(draft)
-    dp = draft["data_parallel_size"]
-    steps = draft["gradient_accumulation_steps"] or draft["num_microbatches"]
-    micro, total = draft["micro_batch_size"], draft["global_batch_size"]
+    accumulated, cuts = draft["gradient_accumulation_steps"], draft["num_microbatches"]
+    if accumulated is not None and cuts not in (None, accumulated):
+        return [
+            f"--gradient-accumulation-steps {accumulated} and --num-microbatches {cuts} both say how many "
+            f"micro-batches a step has; give one of them"
+        ]
+    return _micro_and_global(draft, accumulated or cuts)
+
+
+def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
+    dp, micro, total = draft["data_parallel_size"], draft["micro_batch_size"], draft["global_batch_size"]
     if micro is None and total is None:
         micro = 1
         draft.derive("micro_batch_size", micro, "one sample at a time")
     if total is None:
-        draft.derive(
-            "global_batch_size",
-            micro * dp * (steps or 1),
-            f"{micro} × {dp} ranks × {steps or 1} micro-batches",
-        )
-    elif micro is None:
-        per_rank = total / dp / (steps or 1)
-        if per_rank != int(per_rank):
-            return [
-                f"--global-batch-size {total} cannot be divided by {dp} data-parallel ranks × {steps or 1} micro-batches; "
-                f"use a multiple of {dp * (steps or 1)}"
-            ]
-        draft.derive(
-            "micro_batch_size", int(per_rank), f"{total} / ({dp} ranks × {steps or 1} micro-batches)"
-        )
-    elif steps is not None and micro * dp * steps != total:
+        reason = f"{micro} × {dp} ranks × {steps or 1} micro-batches"
+        draft.derive("global_batch_size", micro * dp * (steps or 1), reason)
+        return []
+    if micro is None:
+        return _micro_from_global(draft, total, dp, steps or 1)
+    if steps is not None and micro * dp * steps != total:
         return [
             f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
             f"{micro * dp * steps}; leave one of them out"
         ]
+    if total % (micro * dp) and total % dp == 0 and not draft.given("micro_batch_size"):
+        fewer = max(d for d in divisors(total // dp) if d <= micro)
+        draft.derive("micro_batch_size", fewer, f"a divisor of {total} / {dp} ranks; the preset has {micro}")
+    return []
+
+
+def _micro_from_global(draft: Draft, total: int, dp: int, steps: int) -> list[str]:
+    micro, rest = divmod(total, dp * steps)
+    if rest:
+        return [
+            f"--global-batch-size {total} cannot be divided by {dp} data-parallel ranks × {steps} micro-batches; "
+            f"use a multiple of {dp * steps}"
+        ]
+    draft.derive("micro_batch_size", micro, f"{total} / ({dp} ranks × {steps} micro-batches)")
     return []
 
 
@@ -122,7 +164,10 @@ def _batches_of_a_rank(draft: Draft) -> list[str]:
     batch, dp = draft["rank_batch_size"], draft["data_parallel_size"]
     cuts, accumulation = draft["num_microbatches"] or 1, draft["gradient_accumulation_steps"] or 1
     if batch % cuts:
-        return [f"--batch_size {batch} is not divisible by --num_microbatches {cuts}"]
+        return [
+            f"--batch_size {batch} is not divisible by --num_microbatches {cuts}; "
+            f"use {either(divisors(batch))} micro-batches"
+        ]
     draft.derive("micro_batch_size", batch // cuts, f"{batch} per rank / {cuts} micro-batches")
     draft.derive(
         "global_batch_size",
@@ -132,30 +177,48 @@ def _batches_of_a_rank(draft: Draft) -> list[str]:
     return []
 
 
-def _length(draft: Draft) -> None:
-    if draft["epochs"] is not None and draft["dataset_size"] and draft["global_batch_size"]:
-        per_epoch = max(1, draft["dataset_size"] // draft["global_batch_size"])
-        limit = draft["epochs"] * per_epoch
-        if draft["train_iters"] is None or limit < draft["train_iters"]:
-            draft.derive(
-                "train_iters", limit, f"{draft['epochs']} epochs × {per_epoch} steps, the nearer limit"
-            )
-        else:
-            draft.notices.append(
-                f"training stops after {draft['train_iters']} steps, before {draft['epochs']} epochs of {per_epoch} steps"
-            )
+def _length(draft: Draft) -> list[str]:
+    _epochs(draft)
     if draft["lr_decay_iters"] is None and draft["train_iters"] is not None:
         draft.derive("lr_decay_iters", draft["train_iters"], "train-iters")
-    if draft["lr_warmup_fraction"] is not None and draft["lr_decay_iters"] is not None:
-        warmup = int(draft["lr_warmup_fraction"] * draft["lr_decay_iters"])
-        draft.derive(
-            "lr_warmup_iters", warmup, f"{draft['lr_warmup_fraction']} × {draft['lr_decay_iters']} steps"
+    if draft["min_lr"] > draft["lr"] and not draft.given("min_lr"):
+        draft.derive("min_lr", draft["lr"] / 10, f"a tenth of --lr; the preset has {draft['min_lr']}")
+    return _warmup(draft)
+
+
+def _epochs(draft: Draft) -> None:
+    """The nearer of two limits ends the run; a number of steps nobody typed is no limit."""
+    if draft["epochs"] is None or not draft.is_synthetic or not draft["global_batch_size"]:
+        return
+    per_epoch = max(1, draft["dataset_size"] // draft["global_batch_size"])
+    limit, steps = draft["epochs"] * per_epoch, draft["train_iters"]
+    in_words = f"{draft['epochs']} epochs of {per_epoch} steps"
+    if steps is None or not draft.given("train_iters"):
+        draft.derive("train_iters", limit, in_words)
+    elif limit < steps:
+        draft.derive("train_iters", limit, f"{in_words} end before {steps} steps")
+        draft.notices.append(
+            f"training stops after {limit} steps: {in_words} end before --train-iters {steps}"
         )
-    elif not draft.given("lr_warmup_iters") and draft["lr_decay_iters"] is not None:
+    else:
+        draft.notices.append(f"training stops after {steps} steps: --train-iters ends it before {in_words}")
+
+
+def _warmup(draft: Draft) -> list[str]:
+    fraction, decay = draft["lr_warmup_fraction"], draft["lr_decay_iters"]
+    if fraction is not None and draft.given("lr_warmup_iters"):
+        return [
+            f"--lr-warmup-iters {draft['lr_warmup_iters']} and --lr-warmup-fraction {fraction} both set the warm-up; "
+            f"give one of them"
+        ]
+    if decay is None:
+        return []
+    if fraction is not None:
+        draft.derive("lr_warmup_iters", int(fraction * decay), f"{fraction} × {decay} steps")
+    elif not draft.given("lr_warmup_iters") and draft["lr_warmup_iters"] > decay // 10:
         # A short run made from a preset or an entry point's defaults must not be all warm-up.
-        longest = draft["lr_decay_iters"] // 10
-        if draft["lr_warmup_iters"] > longest:
-            draft.derive("lr_warmup_iters", longest, "a tenth of the run")
+        draft.derive("lr_warmup_iters", decay // 10, "a tenth of the run")
+    return []
 
 
 def _folders(draft: Draft) -> None:

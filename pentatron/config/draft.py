@@ -8,17 +8,25 @@ from pentatron.config.flags import Assigned
 
 @dataclass(frozen=True)
 class Facts:
-    """What the command line knows and the configuration cannot: how many processes and cores there are."""
+    """What the command line knows and the configuration cannot: the processes, the cores, and who started them.
+
+    `launcher` is empty when we start the processes ourselves; `has_meeting_point`: it also said where they meet.
+    """
 
     world_size: int
     local_processes: int = 1
     cores: int = 1
+    launcher: str = ""
+    has_meeting_point: bool = False
 
 
 @dataclass
 class Draft:
+    """`wrong` holds a sentence for every setting whose value cannot be used, whatever the others are."""
+
     values: dict[str, Assigned]
     notices: list[str] = field(default_factory=list)
+    wrong: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
@@ -26,6 +34,15 @@ class Draft:
     def given(self, name: str) -> bool:
         """Whether the user wrote this value (in a flag or a file) rather than inheriting it."""
         return self.values[name].source.startswith(("flag", "file"))
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the samples are made up, `--dataset-size` of them."""
+        named = any(self[name] for name in ("corpus", "data_path", "mock_data"))
+        return not named and self["dataset_size"] is not None
+
+    def source(self, name: str) -> str:
+        return self.values[name].source
 
     def derive(self, name: str, value: Any, reason: str) -> None:
         self.values[name] = Assigned(value, f"derived: {reason}")

@@ -82,3 +82,7 @@ MEGATRON = EntryPoint(
     spellings=_RANK_BATCH,
     resumes=False,
 )
+
+ENTRY_POINTS = {
+    entry.name: entry for entry in (TRAIN, PRETRAIN_GPT, EXAMPLE, STANDARD, PARALLEL_3D, MEGATRON)
+}

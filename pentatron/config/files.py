@@ -2,6 +2,8 @@
 
 import json
 import tomllib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,19 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import Assigned, FlagTable, did_you_mean
 from pentatron.config.run import sections, table
-from pentatron.config.setting import coerce
+from pentatron.config.setting import Setting, Spelling, coerce
+
+# Megatron's YAML files put their settings under these two.
+_MEGATRON_SECTIONS = ("language_model", "model_parallel")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One `key: value` of a file; `name` is the key with the section before it."""
+
+    name: str
+    key: str
+    value: Any
 
 
 def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
@@ -18,45 +32,60 @@ def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no settings: write one 'name: value' a line")
     flags = FlagTable(entry)
-    values: dict[str, Assigned] = {}
+    found: dict[str, tuple[str, Assigned]] = {}
     problems: list[str] = []
-    for where, key, value in _entries(content):
-        origin = f"{path}: {where}{key}"
-        found = flags.find(str(key))
-        if found is None:
-            known = dict.fromkeys((*table(), *sections()))
-            guess = did_you_mean(str(key).replace("-", "_"), known)
-            problems.append(f"{origin}: unknown setting{guess}")
-            continue
-        item, spelling = found
+    for line in _lines(content):
         try:
-            if spelling.takes_value:
-                values[item.name] = Assigned(coerce(item, value, origin), f"file {path}")
-            elif isinstance(value, bool):
-                wanted = spelling.sets if value else _opposite(spelling.sets, item.default)
-                values[item.name] = Assigned(wanted, f"file {path}")
-            else:
-                problems.append(f"{origin}: wants true or false, not '{value}'")
+            item, value = _setting(line, flags, f"{path}: {line.name}")
         except UserError as error:
             problems.append(str(error))
+            continue
+        if item.name in found:
+            problems.append(f"{path}: {found[item.name][0]} and {line.name} are the same setting; keep one")
+        found[item.name] = line.name, Assigned(value, f"file {path}")
     if problems:
         raise ConfigError(problems)
-    return values
+    return {name: assigned for name, (_, assigned) in found.items()}
 
 
-def _opposite(sets: Any, default: Any) -> Any:
-    return (not sets) if isinstance(sets, bool) else default
+def _setting(line: _Line, flags: FlagTable, what: str) -> tuple[Setting, Any]:
+    """The setting a line means and its value."""
+    found = flags.find(line.key)
+    known = (*sections(), *_MEGATRON_SECTIONS)
+    if line.key in known:
+        raise UserError(f"{what} is a section; write its settings indented below it")
+    if isinstance(line.value, dict) and found is None:
+        raise UserError(
+            f"{what}: unknown section{did_you_mean(line.key, known)}; there are {', '.join(known)}"
+        )
+    if found is None:
+        if refusal := flags.refusal(line.key):
+            raise UserError(f"{what} is ambiguous here: {refusal}")
+        guess = did_you_mean(line.key.replace("-", "_"), table())
+        raise UserError(f"{what}: unknown setting{guess}")
+    item, spelling = found
+    if item.name == "config":
+        raise UserError(f"{what}: a file cannot name another; give --config once, on the command line")
+    return item, _value(item, spelling, line.value, what)
 
 
-def _entries(content: dict[Any, Any]) -> list[tuple[str, Any, Any]]:
-    """(section prefix, key, value) of every setting; a mapping under a section's name is that section."""
-    found = []
+def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:
+    if spelling.takes_value:
+        return coerce(item, written, what)
+    if not isinstance(written, bool):
+        raise UserError(f"{what} wants true or false, not '{written}'")
+    if written:
+        return spelling.sets
+    return (not spelling.sets) if isinstance(spelling.sets, bool) else item.default
+
+
+def _lines(content: dict[Any, Any]) -> Iterator[_Line]:
+    """Every setting of a file; a mapping under a section's name is that section."""
     for key, value in content.items():
-        if isinstance(value, dict):
-            found += [(f"{key}.", inner, inner_value) for inner, inner_value in value.items()]
+        if isinstance(value, dict | None) and key in (*sections(), *_MEGATRON_SECTIONS):
+            yield from (_Line(f"{key}.{inner}", str(inner), v) for inner, v in (value or {}).items())
         else:
-            found.append(("", key, value))
-    return found
+            yield _Line(str(key), str(key), value)
 
 
 def _load(path: Path) -> Any:
@@ -67,15 +96,16 @@ def _load(path: Path) -> Any:
             f"configuration file {path} does not exist; check the path given to --config"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"configuration file {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"configuration file {path} cannot be read ({reason})") from None
     try:
         return _parse(path, text)
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"configuration file {path} {error}") from None
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"configuration file {path} is not valid {path.suffix.lstrip('.') or 'YAML'}: {reason}"
+            f"configuration file {path} is not valid {path.suffix.lstrip('.') or 'yaml'}: {reason}"
         ) from None
 
 
@@ -83,13 +113,32 @@ def _parse(path: Path, text: str) -> Any:
     if path.suffix == ".toml":
         return tomllib.loads(text)
     if path.suffix == ".json":
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeats)
     if path.suffix in (".yaml", ".yml", ""):
-        try:
-            import yaml
-        except ImportError:
-            raise UserError(
-                f"reading {path} needs PyYAML: pip install pyyaml (or write TOML or JSON)"
-            ) from None
-        return yaml.safe_load(text)
-    raise UserError(f"configuration file {path} is neither .yaml, .toml nor .json")
+        return _parse_yaml(text)
+    raise UserError("is neither .yaml, .toml nor .json")
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise UserError("needs PyYAML: pip install pyyaml (or write TOML or JSON)") from None
+
+    class Loader(yaml.SafeLoader):
+        """YAML keeps the last of two equal keys without a word; a file edited by hand must not."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            _without_repeats([(key.value, None) for key, _ in node.value])
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
+
+
+def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise UserError(f"gives {key} twice; keep one")
+        seen.add(key)
+    return dict(pairs)

@@ -5,8 +5,8 @@ alike or let the entry point decide what a word means, and building 200 options 
 """
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pentatron.config.entry import EntryPoint
@@ -25,8 +25,8 @@ class Assigned:
 
 @dataclass(frozen=True)
 class ParsedFlags:
-    values: dict[str, Assigned]
-    notices: list[str]
+    values: dict[str, Assigned] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
 
 
 class FlagTable:
@@ -44,12 +44,17 @@ class FlagTable:
     def find(self, word: str) -> tuple[Setting, Spelling] | None:
         return self._by_flag.get(normal(word))
 
+    def refusal(self, word: str) -> str:
+        """Why this entry point does not take a flag that others take, or nothing."""
+        return self.entry.refused.get(normal(word), "")
+
     def unknown(self, word: str) -> str:
-        """The sentence for a flag nobody knows."""
-        bare = normal(word)
-        if bare in self.entry.refused:
-            return f"--{bare} is ambiguous here: {self.entry.refused[bare]}"
-        return f"unknown flag {word.split('=')[0]}{did_you_mean(bare, self._by_flag, '--')}; {self.entry.name} --help lists them"
+        """The sentence for a flag this entry point does not take."""
+        typed = word.split("=", 1)[0]
+        if refusal := self.refusal(word):
+            return f"{typed} is ambiguous here: {refusal}"
+        guess = did_you_mean(normal(word), self._by_flag, "--")
+        return f"unknown flag {typed}{guess}; {self.entry.name} --help lists them all"
 
 
 def normal(word: str) -> str:
@@ -57,57 +62,76 @@ def normal(word: str) -> str:
     return word.split("=", 1)[0].lstrip("-").replace("_", "-").lower()
 
 
-def did_you_mean(word: str, known: "dict[str, Any] | Sequence[str]", prefix: str = "") -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """` (did you mean X?)` for the known word that looks most like this one, else one that has it as a part."""
+    words = list(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    parts = [k for k in words if word in k.replace("_", "-").split("-")]
+    found = close or sorted(parts, key=len)[:1]
+    return f" (did you mean {prefix}{found[0]}?)" if found else ""
 
 
 def parse_flags(words: Sequence[str], entry: EntryPoint) -> ParsedFlags:
     """Turns the words of a command line into settings, or reports every mistake in them at once."""
-    flags = FlagTable(entry)
-    values: dict[str, Assigned] = {}
-    notices: list[str] = []
+    flags, parsed = FlagTable(entry), ParsedFlags()
     problems: list[str] = []
-    queue = list(words)
+    # A backslash followed by a space, as at the end of a commented line, reaches us as a word of spaces.
+    queue = [word for word in words if not word.isspace()]
     while queue:
         word = queue.pop(0)
         if word.startswith("#"):
             dropped = [word, *_take_until_flag(queue)]
-            notices.append(f"dropped the comment '{' '.join(dropped)}' from the command line")
-            continue
-        if not is_flag(word):
+            parsed.notices.append(f"dropped the comment '{' '.join(dropped)}' from the command line")
+        elif not is_flag(word):
             problems.append(f"'{word}' is no flag; write --name value (a value with spaces needs quotes)")
-            continue
-        found = flags.find(word)
-        if found is None:
+        elif (found := flags.find(word)) is None:
             problems.append(flags.unknown(word))
             _take_until_flag(queue)
-            continue
-        item, spelling = found
-        try:
-            values[item.name] = Assigned(_read(item, spelling, word, queue), f"flag --{spelling.flag}")
-        except UserError as error:
-            problems.append(str(error))
+        else:
+            try:
+                _assign(parsed, word, *found, queue)
+            except UserError as error:
+                problems.append(str(error))
     if problems:
         raise ConfigError(problems)
-    return ParsedFlags(values, notices)
+    return parsed
+
+
+def _assign(parsed: ParsedFlags, word: str, item: Setting, spelling: Spelling, queue: list[str]) -> None:
+    """Reads one flag. The last of several wins, as scripts that append words expect, but not silently."""
+    value = _read(item, spelling, word, queue)
+    source = f"flag {word.split('=', 1)[0]}"
+    before = parsed.values.get(item.name)
+    if before is not None and before.value != value:
+        earlier, later = item.written(before.value, before.source), item.written(value, source)
+        parsed.notices.append(f"{earlier} has no effect: the later {later} replaces it")
+    parsed.values[item.name] = Assigned(value, source)
 
 
 def _read(item: Setting, spelling: Spelling, word: str, queue: list[str]) -> Any:
     """The value of one flag; consumes its words from the queue."""
-    _, equals, written = word.partition("=")
+    typed, equals, written = word.partition("=")
     if not spelling.takes_value:
-        if not equals:
-            return spelling.sets
-        if isinstance(spelling.sets, bool):
-            return coerce(item, written, "command line") == spelling.sets
-        raise UserError(f"--{spelling.flag} takes no value")
+        return _read_switch(item, spelling, typed, written if equals else None, queue)
     if equals:
-        return coerce(item, written, "command line")
+        return coerce(item, written, typed)
     taken = _take_until_flag(queue) if item.is_list else _take_one(queue)
     if not taken:
-        raise UserError(f"--{spelling.flag} needs a value")
-    return coerce(item, taken if item.is_list else taken[0], "command line")
+        dashed = queue and not queue[0].startswith("--")
+        hint = f"; a value that starts with '-' is written {typed}={queue[0]}" if dashed else ""
+        raise UserError(f"{typed} needs a value{hint}")
+    return coerce(item, taken if item.is_list else taken[0], typed)
+
+
+def _read_switch(item: Setting, spelling: Spelling, typed: str, written: str | None, queue: list[str]) -> Any:
+    """`--flag`, `--flag=true` or `--flag true`."""
+    if not isinstance(spelling.sets, bool):
+        if written is not None:
+            raise UserError(f"{typed} takes no value")
+        return spelling.sets
+    if written is None and queue and queue[0].lower() in ("true", "false"):
+        written = queue.pop(0)
+    return spelling.sets if written is None else coerce(item, written, typed) == spelling.sets
 
 
 def _take_one(queue: list[str]) -> list[str]:

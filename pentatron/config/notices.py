@@ -1,41 +1,212 @@
 """One line for every setting that was given but cannot change anything in this run."""
 
-from pentatron.config.draft import Draft
+from collections.abc import Callable
+
+from pentatron.config.draft import Draft, Facts
 from pentatron.config.run import table
 
+# Why a setting has nothing to act on, or nothing at all where it acts.
+Reason = Callable[[Draft, Facts], str]
 
-def notices_for(draft: Draft) -> list[str]:
+
+def notices_for(draft: Draft, facts: Facts) -> list[str]:
     found = []
     for name, item in table().items():
-        if not draft.given(name):
+        if not _asked_for(draft, name):
             continue
         reason = item.notice if draft[name] != item.default else ""
-        reason = reason or _idle(draft, name)
+        reason = reason or (IDLE[name](draft, facts) if name in IDLE else "")
         if reason:
-            shown = draft[name]
-            found.append(f"{item.flag if isinstance(shown, bool) else f'{item.flag} {shown}'}: {reason}")
+            found.append(f"{item.written(draft[name], draft.source(name))}: {reason}")
     return found
 
 
-def _idle(draft: Draft, name: str) -> str:
-    """Why a setting that can act has nothing to act on here, or nothing."""
-    if name == "sequence_parallel" and draft[name] and draft["tensor_model_parallel_size"] == 1:
-        return (
-            "there is no tensor axis to split over (--tensor-model-parallel-size 1), so this changes nothing"
-        )
-    if name == "pipeline_schedule" and draft["pipeline_model_parallel_size"] == 1:
-        return "there is one pipeline stage, so no schedule is needed"
-    if name == "cp_comm_type" and draft["context_parallel_size"] == 1:
-        return "sequences are not split (--context-parallel-size 1), so nothing is exchanged"
-    if (
-        name in ("rotary_base", "rotary_percent", "rotary_interleaved")
-        and draft["position_embedding_type"] != "rope"
-    ):
-        return f"positions are {draft['position_embedding_type']}, not rope, so this changes nothing"
-    if name == "prefetch_factor" and draft["num_workers"] == 0:
-        return "there are no reader processes (--num-workers 0), so nothing is read ahead"
-    if name == "split" and not draft["data_path"] and not draft["corpus"]:
-        return "synthetic data is not split, so this changes nothing"
-    if name == "corpus_bytes" and not draft["corpus"]:
-        return "there is no --corpus, so this changes nothing"
-    return ""
+def _asked_for(draft: Draft, name: str) -> bool:
+    """A file may list every setting there is; only a flag, or a value of its own, is a wish."""
+    by_flag = draft.source(name).startswith("flag")
+    return by_flag or (draft.given(name) and draft[name] != table()[name].default)
+
+
+def _no_tensor_axis(draft: Draft, facts: Facts) -> str:
+    if not draft["sequence_parallel"] or draft["tensor_model_parallel_size"] > 1:
+        return ""
+    return "there is no tensor axis to split over (--tensor-model-parallel-size 1), so this changes nothing"
+
+
+def _one_stage(draft: Draft, facts: Facts) -> str:
+    one = draft["pipeline_model_parallel_size"] == 1
+    return "there is one pipeline stage, so no schedule is needed" if one else ""
+
+
+def _whole_sequences(draft: Draft, facts: Facts) -> str:
+    whole = draft["context_parallel_size"] == 1
+    return "sequences are not split (--context-parallel-size 1), so nothing is exchanged" if whole else ""
+
+
+def _no_rope(draft: Draft, facts: Facts) -> str:
+    kind = draft["position_embedding_type"]
+    return f"positions are {kind}, not rope, so this changes nothing" if kind != "rope" else ""
+
+
+def _bias_anyway(draft: Draft, facts: Facts) -> str:
+    return (
+        "every linear layer has a bias already" if draft["add_qkv_bias"] and draft["add_bias_linear"] else ""
+    )
+
+
+def _no_experts(draft: Draft, facts: Facts) -> str:
+    return "there are no experts (--num-experts), so this changes nothing" if not draft["num_experts"] else ""
+
+
+def _padding_is_given(draft: Draft, facts: Facts) -> str:
+    size = draft["padded_vocab_size"]
+    return (
+        f"--padded-vocab-size {size} is given and used as it is" if draft.given("padded_vocab_size") else ""
+    )
+
+
+def _no_readers(draft: Draft, facts: Facts) -> str:
+    nobody = draft["num_workers"] == 0
+    return "there are no reader processes (--num-workers 0), so nothing is read ahead" if nobody else ""
+
+
+def _not_split(draft: Draft, facts: Facts) -> str:
+    made = not draft["data_path"] and not draft["corpus"]
+    return "synthetic data is not split, so this changes nothing" if made else ""
+
+
+def _no_corpus(draft: Draft, facts: Facts) -> str:
+    return "there is no --corpus, so this changes nothing" if not draft["corpus"] else ""
+
+
+def _other_data(draft: Draft, facts: Facts) -> str:
+    named = [table()[n].flag for n in ("corpus", "data_path", "mock_data") if draft[n]]
+    return f"the data comes from {named[0]}, so no synthetic samples are made" if named else ""
+
+
+def _unknown_epochs(draft: Draft, facts: Facts) -> str:
+    if draft.is_synthetic:
+        return ""
+    return f"the length of an epoch is not known before the data is read; --train-iters {draft['train_iters']} decides"
+
+
+def _eval_interval(draft: Draft, facts: Facts) -> str:
+    if draft["eval_interval"] == 0:
+        return ""
+    if draft["eval_iters"] == 0:
+        return "there are no validation steps (--eval-iters 0)"
+    return _no_validation_data(draft)
+
+
+def _eval_iters(draft: Draft, facts: Facts) -> str:
+    if draft["eval_iters"] == 0:
+        return ""
+    if draft["eval_interval"] == 0:
+        return "there is no validation (--eval-interval 0)"
+    return _no_validation_data(draft)
+
+
+def _no_validation_data(draft: Draft) -> str:
+    if draft["mock_data"]:
+        return "mock data has no validation part, so nothing is validated"
+    shares = [float(share) for share in draft["split"].split(",")]
+    no_share = len(shares) < 2 or shares[1] == 0
+    from_files = draft["data_path"] or draft["corpus"]
+    return f"--split {draft['split']} leaves nothing to validate" if from_files and no_share else ""
+
+
+def _no_tokenizer(draft: Draft, facts: Facts) -> str:
+    named = draft["corpus"] or (draft["data_path"] and (draft["tokenizer_type"] or draft["tokenizer_model"]))
+    return "" if named else "no tokenizer is known, so no text can be continued"
+
+
+def _no_sample(draft: Draft, facts: Facts) -> str:
+    return (
+        "there is no --sample-prompt to continue"
+        if draft["sample_prompt"] is None
+        else _no_tokenizer(draft, facts)
+    )
+
+
+def _tokenizer_unused(draft: Draft, facts: Facts) -> str:
+    if draft["corpus"]:
+        return "the corpus gets a tokenizer of its own"
+    used = draft["data_path"] or draft.source("vocab_size").startswith("derived: tokenizer")
+    return "" if used else "synthetic data is tokens already, and --vocab-size is given"
+
+
+def _no_decay(draft: Draft, facts: Facts) -> str:
+    constant = draft["lr_decay_style"] == "constant"
+    return "the learning rate does not decay (--lr-decay-style constant)" if constant else ""
+
+
+def _no_decay_nor_fraction(draft: Draft, facts: Facts) -> str:
+    return _no_decay(draft, facts) if draft["lr_warmup_fraction"] is None else ""
+
+
+def _one_copy(draft: Draft, facts: Facts) -> str:
+    return "one data-parallel rank has nothing to reduce" if draft["data_parallel_size"] == 1 else ""
+
+
+def _alone(draft: Draft, facts: Facts) -> str:
+    return "one process waits for nobody" if facts.world_size == 1 else ""
+
+
+def _port(draft: Draft, facts: Facts) -> str:
+    if facts.launcher:
+        return f"{facts.launcher} has chosen the meeting point already"
+    return _no_meeting(facts)
+
+
+def _meeting_point(draft: Draft, facts: Facts) -> str:
+    if facts.launcher and facts.has_meeting_point:
+        return f"{facts.launcher} has said where to meet (MASTER_ADDR), which counts"
+    if not facts.launcher and facts.world_size > 1:
+        return "the processes started here meet on this machine; --master-port chooses the port"
+    return _no_meeting(facts)
+
+
+def _no_meeting(facts: Facts) -> str:
+    return "one process has nobody to meet" if facts.world_size == 1 else ""
+
+
+def _no_fp8(draft: Draft, facts: Facts) -> str:
+    return "there are no fp8 matmuls (--fp8)" if draft["fp8_format"] is None else ""
+
+
+def _not_monitored(draft: Draft, facts: Facts) -> str:
+    return (
+        "memory is not sampled (--monitor-memory-continuously)"
+        if not draft["monitor_memory_continuously"]
+        else ""
+    )
+
+
+IDLE: dict[str, Reason] = {
+    **dict.fromkeys((n for n, s in table().items() if s.section == "moe"), _no_experts),
+    "num_experts": lambda draft, facts: "",
+    "sequence_parallel": _no_tensor_axis,
+    "pipeline_schedule": _one_stage,
+    "cp_comm_type": _whole_sequences,
+    **dict.fromkeys(("rotary_base", "rotary_percent", "rotary_interleaved"), _no_rope),
+    "add_qkv_bias": _bias_anyway,
+    "make_vocab_size_divisible_by": _padding_is_given,
+    "prefetch_factor": _no_readers,
+    "split": _not_split,
+    "corpus_bytes": _no_corpus,
+    "dataset_size": _other_data,
+    "epochs": _unknown_epochs,
+    "eval_interval": _eval_interval,
+    "eval_iters": _eval_iters,
+    "sample_prompt": _no_tokenizer,
+    "sample_tokens": _no_sample,
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model"), _tokenizer_unused),
+    "min_lr": _no_decay,
+    "lr_decay_iters": _no_decay_nor_fraction,
+    "ddp_bucket_size": _one_copy,
+    "distributed_timeout_minutes": _alone,
+    "master_port": _port,
+    "init_method": _meeting_point,
+    "fp8_recipe": _no_fp8,
+    "memory_monitor_interval": _not_monitored,
+}

@@ -97,7 +97,11 @@ class LaunchConfig:
     )
     init_method: str | None = setting(None, "meeting point as tcp://HOST:PORT, when no launcher gives one")
     distributed_timeout_minutes: float = setting(10.0, "how long a collective may wait for the slowest rank")
-    local_rank: int | None = setting(None, "given by older launchers; the environment's value wins")
+    local_rank: int | None = setting(
+        None,
+        "given by older launchers",
+        notice="the launcher says the same in the environment (LOCAL_RANK), which counts",
+    )
     enable_ft_package: bool = setting(
         False,
         "NVIDIA's fault-tolerance client",

@@ -45,6 +45,7 @@ _DENSE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "qwen2.5-3b":      (_QWEN25, (36, 2048, 11008, 16, 2, 128, 1e6, 32768, 151936, False, 1e-6)),
     "qwen2.5-7b":      (_QWEN25, (28, 3584, 18944, 28, 4, 128, 1e6, 32768, 152064, True, 1e-6)),
     "qwen2.5-math-7b": (_QWEN25, (28, 3584, 18944, 28, 4, 128, 1e4, 4096, 152064, True, 1e-6)),
+    "r1-distill-qwen-7b": (_QWEN25, (28, 3584, 18944, 28, 4, 128, 1e4, 131072, 152064, True, 1e-6)),
     "qwen2.5-32b":     (_QWEN25, (64, 5120, 27648, 40, 8, 128, 1e6, 131072, 152064, True, 1e-5)),
     "qwen3-0.6b":      (_QWEN3, (28, 1024, 3072, 16, 8, 128, 1e6, 40960, 151936, False, 1e-6)),
     "qwen3-4b":        (_QWEN3, (36, 2560, 9728, 32, 8, 128, 1e6, 40960, 151936, False, 1e-6)),
@@ -74,7 +75,7 @@ _MOE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 _DEMO: dict[str, Any] = {
     **_LLAMA_STYLE,
     "corpus": "python",
-    "vocab_size": 2048,
+    "vocab_size": 1024,
     "num_layers": 4,
     "hidden_size": 192,
     "num_attention_heads": 6,

@@ -10,6 +10,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.files import read_file
 from pentatron.config.flags import Assigned, did_you_mean, parse_flags
+from pentatron.config.limits import out_of_limits
 from pentatron.config.notices import notices_for
 from pentatron.config.presets import presets
 from pentatron.config.rules import problems_of
@@ -58,11 +59,19 @@ def _preset(name: str) -> dict[str, Assigned]:
 
 def resolve(draft: Draft, facts: Facts) -> Resolved:
     """Fills in what follows from the rest, then checks everything and reports every problem at once."""
-    problems = derive(draft, facts)
+    problems = _set_aside_wrong_values(draft)
+    problems += derive(draft, facts)
     values: dict[str, Any] = {name: assigned.value for name, assigned in draft.values.items()}
-    problems += problems_of(values, facts)
+    sources = {name: assigned.source for name, assigned in draft.values.items()}
+    problems += problems_of(values, facts, sources, unsound=draft.wrong)
     if problems:
         raise ConfigError(problems)
-    config = build(values)
-    sources = {name: assigned.source for name, assigned in draft.values.items()}
-    return Resolved(config, sources, [*draft.notices, *notices_for(draft)])
+    return Resolved(build(values), sources, [*draft.notices, *notices_for(draft, facts)])
+
+
+def _set_aside_wrong_values(draft: Draft) -> list[str]:
+    """Takes the default in place of a value that is wrong by itself, so that the others can still be checked."""
+    draft.wrong |= out_of_limits({name: assigned.value for name, assigned in draft.values.items()})
+    for name in draft.wrong:
+        draft.values[name] = Assigned(table()[name].default, "default")
+    return list(draft.wrong.values())

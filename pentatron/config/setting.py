@@ -5,6 +5,7 @@ saved configuration all read that one declaration.
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,15 @@ class Setting:
     def refuses(self, value: Any) -> bool:
         """Whether `value` asks for a feature that has not been built."""
         return bool(self.not_yet) and value != self.default and value not in self.available
+
+    def written(self, value: Any, source: str = "") -> str:
+        """`--flag value`; the flag is the one the user typed, where `source` tells."""
+        own = f"--no-{self.spellings[0].flag}" if value is False else self.flag
+        flag = source.removeprefix("flag ") if source.startswith("flag ") else own
+        alone = {s.flag for s in self.spellings if not s.takes_value}
+        if isinstance(value, bool) or _bare(flag) in alone:
+            return flag
+        return f"{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -133,27 +143,37 @@ def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any) -> Sett
     )
 
 
-def coerce(setting: Setting, value: Any, origin: str) -> Any:
-    """Turns a written value (text of a flag, scalar of a file) into the setting's type, or says what is wrong."""
+def coerce(setting: Setting, value: Any, what: str) -> Any:
+    """Turns a written value (text of a flag, scalar of a file) into the setting's type, or says what is wrong.
+
+    `what` names the value in the complaint: the flag as typed, or the file and the key in it.
+    """
     if setting.is_list:
-        items = value if isinstance(value, list | tuple) else str(value).split()
-        return tuple(_coerce_one(setting, item, origin) for item in items)
-    if value is None or (setting.optional and isinstance(value, str) and value.lower() in ("none", "null")):
-        if setting.optional:
-            return None
-        raise UserError(f"{origin}: {setting.flag} needs a value")
-    return _coerce_one(setting, value, origin)
+        items = value if isinstance(value, list | tuple) else str(value or "").split()
+        return tuple(_coerce_one(setting, item, what) for item in items)
+    nothing = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    if setting.optional and nothing:
+        return None
+    return _coerce_one(setting, value, what)
 
 
-def _coerce_one(setting: Setting, value: Any, origin: str) -> Any:
+def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
     kind = setting.base_type
+    if value is None or value == "":
+        raise UserError(f"{what} needs a value")
+    if isinstance(value, list | tuple | dict):
+        raise UserError(f"{what} wants {_WANTED[kind]}, not {'several' if value else 'an empty list'}")
+    if isinstance(value, bool) and "on" in setting.choices:
+        # YAML reads the words on and off as true and false.
+        value = "on" if value else "off"
     try:
         converted = _CONVERTERS[kind](value)
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise UserError(f"{origin}: {setting.flag} wants {_WANTED[kind]}, not '{value}'") from None
+        raise UserError(f"{what} wants {_WANTED[kind]}, not '{value}'") from None
     if setting.choices and converted not in setting.choices:
         options = ", ".join(str(c) for c in setting.choices)
-        raise UserError(f"{origin}: {setting.flag} {value} is not one of {options}")
+        wanted = f"one of {options}" if len(setting.choices) > 1 else options
+        raise UserError(f"{what} wants {wanted}, not '{value}'")
     return converted
 
 
@@ -169,9 +189,10 @@ def _to_int(value: Any) -> int:
 
 
 def _to_float(value: Any) -> float:
-    if isinstance(value, bool):
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
         raise ValueError
-    return float(value)
+    return number
 
 
 def _to_bool(value: Any) -> bool:
@@ -189,5 +210,11 @@ def _to_bool(value: Any) -> bool:
     }[str(value).lower()]
 
 
-_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: str}
+def _to_text(value: Any) -> str:
+    if isinstance(value, bool):
+        raise ValueError
+    return str(value)
+
+
+_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_text}
 _WANTED: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

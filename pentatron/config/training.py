@@ -15,9 +15,17 @@ class DataConfig:
         choices=("python",),
     )
     corpus_bytes: int = setting(8_000_000, "how much of the corpus to take")
-    data_path: tuple[str, ...] = setting((), "prefix of a .bin/.idx pair, or weight prefix weight prefix ...")
+    data_path: tuple[str, ...] = setting(
+        (), "prefix of a .bin/.idx pair (weight prefix weight prefix ... is not available yet)"
+    )
     data_path_config: str | None = setting(
         None, "blend described in a YAML file", not_yet="blends from a file"
+    )
+    data_args_path: str | None = setting(
+        None, "file with the words of --data-path", not_yet="blends from a file"
+    )
+    per_split_data_args_path: str | None = setting(
+        None, "JSON file with one --data-path for each split", not_yet="blends from a file"
     )
     split: str = setting("969,30,1", "shares of training, validation and test documents")
     mock_data: bool = setting(False, "counting tokens instead of a corpus, for tests of speed")
@@ -26,6 +34,8 @@ class DataConfig:
         None,
         "kind of tokenizer",
         choices=("HuggingFaceTokenizer", "HFTokenizer", "ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer"),
+        not_yet="the GPT-2 vocabulary files",
+        available=("HuggingFaceTokenizer", "HFTokenizer", "ByteTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = setting(None, "folder with a tokenizer.json, or the file")
     vocab_file: str | None = setting(None, "GPT-2 vocabulary", not_yet="the GPT-2 vocabulary files")
@@ -33,7 +43,10 @@ class DataConfig:
     num_workers: int = setting(0, "processes that read data for one rank")
     prefetch_factor: int = setting(2, "batches each of them reads ahead")
     dataloader_type: str = setting(
-        "single", "order of samples", choices=("single", "cyclic"), not_yet="cyclic order"
+        "single",
+        "order of samples",
+        choices=("single", "cyclic", "external"),
+        not_yet="other orders of samples than single",
     )
     sft: bool = setting(False, "supervised fine-tuning on conversations", not_yet="supervised fine-tuning")
 
@@ -55,7 +68,7 @@ class TrainConfig:
     train_iters: int | None = setting(None, "optimizer steps", also="--train-steps --max_steps")
     epochs: int | None = setting(None, "passes over the data; training ends at the first limit reached")
     eval_interval: int = setting(1000, "steps between validations (0: never)")
-    eval_iters: int = setting(10, "validation steps each time")
+    eval_iters: int = setting(10, "validation steps each time (0: never validate)")
     skip_train: bool = setting(False, "evaluate only", not_yet="evaluation without training")
     calculate_per_token_loss: bool = setting(
         True,

@@ -1,11 +1,16 @@
 """The loss curve as an SVG picture, drawn by hand: no plotting library is needed to look at a run."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 46
+_STEP_COLOUR, _MEAN_COLOUR, _VALIDATION_COLOUR = "#9ecae1", "#2171b5", "#d94801"
+# The running mean takes this share of the curve on either side of a point.
+_SMOOTHED_SHARE = 1 / 50
 
 Point = tuple[float, float]
 
@@ -40,8 +45,8 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
         *_grid(axes, step),
-        _line(axes, training, "#9ecae1", 1.0),
-        _line(axes, _smooth(training), "#2171b5", 2.2),
+        _line(axes, training, _STEP_COLOUR, 1.0),
+        _line(axes, _smooth(training), _MEAN_COLOUR, 2.2),
         *(_dot(axes, point) for point in validation),
         *_legend(bool(validation)),
         "</svg>",
@@ -57,23 +62,29 @@ def _round_step(rough: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
 
 
-def _smooth(points: Sequence[Point], decay: float = 0.9) -> list[Point]:
-    smoothed, mean, weight = [], 0.0, 0.0
-    for x, y in points:
-        mean, weight = decay * mean + (1 - decay) * y, decay * weight + (1 - decay)
-        smoothed.append((x, mean / weight))
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """Means over neighbours on both sides, so that the line does not lag behind a falling loss."""
+    half = math.ceil(len(points) * _SMOOTHED_SHARE)
+    sums = [0.0, *accumulate(y for _, y in points)]
+    smoothed = []
+    for i, (x, _) in enumerate(points):
+        # The loss is steep at the start: there the mean takes only as much from the right as there is on the left.
+        reach = min(half, i)
+        first, end = i - reach, min(len(points), i + reach + 1)
+        smoothed.append((x, (sums[end] - sums[first]) / (end - first)))
     return smoothed
 
 
 def _grid(axes: Axes, step: float) -> list[str]:
     found = []
+    decimals = max(0, -math.floor(math.log10(step)))
     lines = round((axes.y_max - axes.y_min) / step)
     for i in range(lines + 1):
         value = axes.y_min + i * step
         _, y = axes.place((0, value))
         found.append(f'<line x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" stroke="#e5e5e5"/>')
-        found.append(f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{value:.3g}</text>')
-    x_step = _round_step(axes.x_max / 6)
+        found.append(f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{value:.{decimals}f}</text>')
+    x_step = max(1.0, _round_step(axes.x_max / 6))
     for i in range(int(axes.x_max // x_step) + 1):
         x, _ = axes.place((i * x_step, axes.y_min))
         found.append(
@@ -97,16 +108,21 @@ def _line(axes: Axes, points: Sequence[Point], colour: str, width: float) -> str
 
 def _dot(axes: Axes, point: Point) -> str:
     x, y = axes.place(point)
-    return f'<circle cx="{x}" cy="{y}" r="4" fill="#d94801"><title>step {point[0]:.0f}: {point[1]:.4f}</title></circle>'
+    return f'<circle cx="{x}" cy="{y}" r="4" fill="{_VALIDATION_COLOUR}"><title>step {point[0]:.0f}: {point[1]:.4f}</title></circle>'
 
 
 def _legend(with_validation: bool) -> list[str]:
-    x = _WIDTH - _RIGHT - 190
-    found = [
-        f'<line x1="{x}" y1="20" x2="{x + 22}" y2="20" stroke="#2171b5" stroke-width="2.2"/>',
-        f'<text x="{x + 28}" y="24">training</text>',
-    ]
+    x = _WIDTH - _RIGHT - 316
+    found = [*_legend_line(x, "each step", _STEP_COLOUR, 1.0)]
+    found += _legend_line(x + 104, "running mean", _MEAN_COLOUR, 2.2)
     if with_validation:
-        found.append(f'<circle cx="{x + 105}" cy="20" r="4" fill="#d94801"/>')
-        found.append(f'<text x="{x + 115}" y="24">validation</text>')
+        found.append(f'<circle cx="{x + 242}" cy="20" r="4" fill="{_VALIDATION_COLOUR}"/>')
+        found.append(f'<text x="{x + 252}" y="24">validation</text>')
     return found
+
+
+def _legend_line(x: float, name: str, colour: str, width: float) -> list[str]:
+    return [
+        f'<line x1="{x}" y1="20" x2="{x + 22}" y2="20" stroke="{colour}" stroke-width="{width}"/>',
+        f'<text x="{x + 28}" y="24">{name}</text>',
+    ]

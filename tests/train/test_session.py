@@ -199,6 +199,18 @@ def test_the_saved_configuration_can_be_used_again(tmp_path: Path) -> None:
     assert again.parallel.data_parallel_size == 2 and again.train.train_iters == 2
 
 
+def test_bf16_follows_fp32_and_resumes_bit_exactly(tmp_path: Path) -> None:
+    run(tmp_path / "fp32")
+    run(tmp_path / "bf16", "--bf16")
+    run(tmp_path / "cut", "--bf16 --train-iters 3 --lr-decay-iters 6")
+    run(tmp_path / "cut", "--bf16 --lr-decay-iters 6")
+    exact, rounded = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
+    assert rounded != exact and rounded == [(step, pytest.approx(loss, rel=2e-2)) for step, loss in exact]
+    assert losses(tmp_path / "cut") == rounded and final_state(tmp_path / "cut") == final_state(
+        tmp_path / "bf16"
+    )
+
+
 def world_here() -> World:
     rank = dist.get_rank()
     return connect(Grid(data=dist.get_world_size()), rank, rank, CPU)

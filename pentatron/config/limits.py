@@ -1,0 +1,85 @@
+"""What a value must be by itself: within its limits, and of a feature that exists."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pentatron.config.run import table
+from pentatron.config.setting import Setting
+
+
+@dataclass(frozen=True)
+class Limit:
+    holds: Callable[[float], bool]
+    words: str
+
+
+ABOVE_ZERO = Limit(lambda x: x > 0, "more than 0")
+ZERO_OR_MORE = Limit(lambda x: x >= 0, "0 or more")
+BELOW_ONE = Limit(lambda x: 0 <= x < 1, "at least 0 and below 1")
+SHARE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
+PORT = Limit(lambda x: 1 <= x <= 65535, "a port from 1 to 65535")
+
+LIMITS: dict[str, Limit] = {
+    **dict.fromkeys(
+        (
+            "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
+            "max_position_embeddings vocab_size padded_vocab_size make_vocab_size_divisible_by layernorm_epsilon "
+            "rotary_base num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size "
+            "corpus_bytes dataset_size prefetch_factor micro_batch_size global_batch_size "
+            "gradient_accumulation_steps num_microbatches rank_batch_size train_iters epochs lr_decay_iters adam_eps "
+            "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+            "expert_model_parallel_size data_parallel_size virtual_pipeline_model_parallel_size ddp_bucket_size "
+            "save_interval keep_checkpoints log_interval memory_monitor_interval nproc_per_node "
+            "threads_per_process world_size distributed_timeout_minutes"
+        ).split(),
+        ABOVE_ZERO,
+    ),
+    **dict.fromkeys(
+        (
+            "seed sample_tokens init_method_std moe_aux_loss_coeff num_workers eval_interval eval_iters lr min_lr "
+            "lr_warmup_iters weight_decay clip_grad local_rank"
+        ).split(),
+        ZERO_OR_MORE,
+    ),
+    **dict.fromkeys(
+        "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2".split(), BELOW_ONE
+    ),
+    "rotary_percent": SHARE,
+    "master_port": PORT,
+}
+
+
+def out_of_limits(values: Mapping[str, Any]) -> dict[str, str]:
+    """A sentence for every value that is wrong whatever the others are."""
+    return {
+        name: f"{table()[name].flag} {values[name]} must be {limit.words}"
+        for name, limit in LIMITS.items()
+        if values[name] is not None and not limit.holds(values[name])
+    }
+
+
+def not_available(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    """One sentence for every feature that was asked for and has not been built."""
+    wanted: dict[str, list[Setting]] = {}
+    for name, item in table().items():
+        if item.refuses(values[name]):
+            wanted.setdefault(item.not_yet, []).append(item)
+    return [_refusal(feature, items, values, sources) for feature, items in wanted.items()]
+
+
+def _refusal(
+    feature: str, items: list[Setting], values: Mapping[str, Any], sources: Mapping[str, str]
+) -> str:
+    written = ", ".join(i.written(values[i.name], sources.get(i.name, "")) for i in items)
+    verb = "needs" if len(items) == 1 else "need"
+    return f"{written} {verb} {feature}, which this version does not have yet; {_way_out(items, sources)}"
+
+
+def _way_out(items: list[Setting], sources: Mapping[str, str]) -> str:
+    inherited = [i for i in items if sources.get(i.name, "").startswith("preset ")]
+    if any(i.default in (None, ()) or i.default is False for i in inherited):
+        return "choose another preset"
+    if inherited:
+        return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to do without"
+    return f"leave {'it' if len(items) == 1 else 'them'} out"

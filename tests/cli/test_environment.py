@@ -1,0 +1,208 @@
+"""Who started this process, and what is left in the environment for torch."""
+
+import sys
+
+import pytest
+
+from pentatron.cli.environment import (
+    Worker,
+    announce_worker,
+    find_worker,
+    prepare_for_workers,
+    split_meeting_point,
+    tasks_per_node,
+    timeout_minutes,
+)
+from pentatron.config.address import meeting_point
+from pentatron.config.errors import UserError
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_STEP_ID": "0", "SLURM_NTASKS": "11", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+}  # fmt: skip
+
+
+def test_nobody() -> None:
+    assert find_worker({}) is None
+    assert find_worker({"HOME": "/root"}) is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"WORLD_SIZE": "16"},
+        {"RANK": "0"},
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_STEP_ID": "0"},
+    ],
+    ids=[
+        "a script's own WORLD_SIZE",
+        "RANK alone",
+        "inside an allocation",
+        "a step of one task",
+        "a bare step",
+    ],
+)
+def test_this_is_no_launcher(environment: dict[str, str]) -> None:
+    assert find_worker(environment) is None
+
+
+def test_torchrun() -> None:
+    assert find_worker(TORCHRUN) == Worker(5, 8, 1, 4, "torchrun")
+
+
+def test_a_launcher_that_says_only_rank_and_size() -> None:
+    assert find_worker({"RANK": "1", "WORLD_SIZE": "2"}) == Worker(1, 2, 1, 2, "torchrun")
+
+
+def test_torchrun_inside_slurm_wins() -> None:
+    assert find_worker({**SLURM, **TORCHRUN}) == Worker(5, 8, 1, 4, "torchrun")
+
+
+def test_slurm() -> None:
+    assert find_worker(SLURM) == Worker(9, 11, 1, 3, "Slurm")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "local_size"),
+    [("4(x2),3", "0", 4), ("4(x2),3", "2", 3), ("11", "0", 11), ("2,9", "1", 9), ("2,9", "2", 2)],
+)
+def test_slurm_tasks_of_this_node(tasks: str, node: str, local_size: int) -> None:
+    worker = find_worker({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
+    assert worker is not None and worker.local_size == local_size
+
+
+def test_slurm_without_tasks_per_node_is_one_node() -> None:
+    environment = {k: v for k, v in SLURM.items() if k not in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")}
+    assert find_worker(environment) == Worker(9, 11, 1, 11, "Slurm")
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [("8", [8]), ("8(x2)", [8, 8]), ("4(x2),3", [4, 4, 3]), ("1,2(x3)", [1, 2, 2, 2]), ("2, 1", [2, 1])],
+)
+def test_tasks_per_node(text: str, tasks: list[int]) -> None:
+    assert tasks_per_node(text) == tasks
+
+
+@pytest.mark.parametrize("text", ["", "x", "4(x", "4(x)", "4x2", "-1", "4,,3"])
+def test_malformed_tasks_per_node(text: str) -> None:
+    with pytest.raises(UserError, match="which is not a list like"):
+        tasks_per_node(text)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({**TORCHRUN, "RANK": "first"},
+         "the environment variable RANK must be a number, it is 'first'; check the launcher"),
+        ({**TORCHRUN, "WORLD_SIZE": ""},
+         "the environment variable WORLD_SIZE must be a number, it is ''; check the launcher"),
+        ({**TORCHRUN, "LOCAL_RANK": "1.5"},
+         "the environment variable LOCAL_RANK must be a number, it is '1.5'; check the launcher"),
+        ({**TORCHRUN, "RANK": "8"},
+         "torchrun says that this process is rank 8 of 8, 1 of 4 on this machine; "
+         "ranks go from 0 to one less than their number"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"},
+         "torchrun says that this process is rank 5 of 8, 4 of 4 on this machine; "
+         "ranks go from 0 to one less than their number"),
+        ({**SLURM, "SLURM_NTASKS": "many"},
+         "the environment variable SLURM_NTASKS must be a number, it is 'many'; check the launcher"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"},
+         "the environment variable SLURM_LOCALID must be a number, it is missing; check the launcher"),
+    ],
+)  # fmt: skip
+def test_malformed_environment(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        find_worker(environment)
+    assert str(error.value) == sentence
+
+
+# --- what torch is told ---
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """`os.environ`, replaced by an empty one."""
+    empty: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", empty)
+    return empty
+
+
+def test_a_workers_place_is_announced(environment: dict[str, str]) -> None:
+    announce_worker(Worker(5, 8, 1, 4, "Slurm"), "tcp://10.0.0.1:6000")
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    assert environment == {
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6000",
+    }  # fmt: skip
+
+
+def test_the_launchers_meeting_point_counts(environment: dict[str, str]) -> None:
+    environment.update(MASTER_ADDR="a", MASTER_PORT="1")
+    announce_worker(Worker(0, 2, 0, 2, "torchrun"), "tcp://b:2")
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("a", "1")
+
+
+def test_a_meeting_point_without_a_port_gets_the_usual_one(environment: dict[str, str]) -> None:
+    environment["MASTER_ADDR"] = "a"
+    announce_worker(Worker(0, 2, 0, 2, "Slurm"), None)
+    assert environment["MASTER_PORT"] == "29500"
+
+
+def test_no_meeting_point(environment: dict[str, str]) -> None:
+    with pytest.raises(UserError) as error:
+        announce_worker(Worker(0, 4, 0, 4, "Slurm"), None)
+    assert str(error.value) == (
+        "Slurm started 4 processes but no meeting point is known; export MASTER_ADDR and MASTER_PORT, "
+        "or give --init-method tcp://HOST:PORT"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("tcp://localhost:12345", ("localhost", 12345)),
+        ("tcp://10.0.0.1:1", ("10.0.0.1", 1)),
+        ("tcp://[::1]:29500", ("::1", 29500)),
+        ("localhost:12345", None),
+        ("tcp://localhost", None),
+        ("tcp://:12345", None),
+        ("tcp://localhost:port", None),
+        ("tcp://localhost:0", None),
+        ("tcp://localhost:65536", None),
+        ("tcp://localhost:12345/", None),
+        ("tcp://localhost:²", None),
+        ("env://", None),
+        ("", None),
+    ],
+)
+def test_meeting_points(url: str, expected: tuple[str, int] | None) -> None:
+    assert meeting_point(url) == expected
+    if expected is not None:
+        assert split_meeting_point(url) == (expected[0], str(expected[1]))
+        return
+    with pytest.raises(UserError, match="must look like tcp://HOST:PORT, for example tcp://localhost:12345"):
+        split_meeting_point(url)
+
+
+def test_workers_inherit_threads_unless_the_user_chose(environment: dict[str, str]) -> None:
+    prepare_for_workers(3)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert ("GLOO_SOCKET_IFNAME" in environment) == (sys.platform == "linux")
+    environment.update(OMP_NUM_THREADS="7", GLOO_SOCKET_IFNAME="eth0")
+    prepare_for_workers(3)
+    assert (environment["OMP_NUM_THREADS"], environment["GLOO_SOCKET_IFNAME"]) == ("7", "eth0")
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"), [("3600", 60.0), ("90", 1.5), ("1.5", 0.025), ("", 10.0), ("x", 10.0), ("0", 10.0), ("-3", 10.0)]
+)  # fmt: skip
+def test_nccl_timeout(environment: dict[str, str], text: str, minutes: float) -> None:
+    environment["NCCL_TIMEOUT"] = text
+    assert timeout_minutes(10.0) == minutes
+
+
+def test_without_nccl_timeout_the_setting_counts(environment: dict[str, str]) -> None:
+    assert timeout_minutes(10.0) == 10.0

@@ -1,0 +1,193 @@
+"""Help and dispatch: grouped, complete, without torch; a mistake is one line and exit code 2."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.help import entry_help
+from pentatron.cli.main import COMMANDS, PLANNED, main
+from pentatron.config.entry import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
+from pentatron.config.run import sections, table
+
+ROOT = Path(__file__).parents[2]
+# Runs a command and tells, in its exit code, whether that brought in torch.
+WITHOUT_TORCH = """
+import sys
+from pentatron.cli.main import main
+code = main(sys.argv[1:])
+sys.exit(90 if "torch" in sys.modules else code)
+"""
+
+
+def python(*words: str) -> "subprocess.CompletedProcess[str]":
+    hidden = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "NCCL_TIMEOUT")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, env=environment, timeout=60
+    )
+
+
+# --- speed ---
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "train --help", "train --help model", "config --nproc-per-node 2",
+     "config --device cpu --mock-data --vocab-size 9 --train-iters 3", "config --help", "presets",
+     "train --num-layer 3", "train --nproc-per-node 2 --hidden-size 7 --num-attention-heads 2", "nonsense", "--version"],
+)  # fmt: skip
+def test_torch_is_not_imported(words: str) -> None:
+    done = python("-c", WITHOUT_TORCH, *words.split())
+    assert done.returncode == (2 if done.stderr else 0), done.stderr
+
+
+def test_help_comes_at_once() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        assert python("-m", "pentatron", "train", "--help").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+# --- help of an entry point ---
+
+
+@pytest.mark.parametrize("entry", ENTRY_POINTS.values(), ids=lambda e: e.name)
+def test_help_lists_every_setting_in_its_group(entry: object) -> None:
+    assert isinstance(entry, type(TRAIN))
+    text = entry_help(entry)
+    assert text.startswith(f"usage: {entry.name} ")
+    titles = [f"{cls.__doc__}  ({entry.name} --help {section})" for section, cls in sections().items()]
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    for item in table().values():
+        at = list(sections()).index(item.section)
+        group = text[places[at] : places[at + 1] if at + 1 < len(places) else None]
+        assert re.search(rf"^  (--[a-z0-9-]+, )*{item.flag}\b(?!-)", group, re.MULTILINE), item.name
+        for spelling in item.spellings:
+            if not spelling.flag.startswith("no-"):
+                assert f"--{spelling.flag}" in group, spelling.flag
+
+
+def test_help_is_narrow_enough_to_read() -> None:
+    lines = entry_help(TRAIN).splitlines()
+    assert max(map(len, lines)) <= 112
+    assert not [line for line in lines if line != line.rstrip()]
+
+
+def test_help_of_one_group() -> None:
+    text = entry_help(TRAIN, "optim")
+    assert "--adam-beta1 X" in text and "--num-layers" not in text
+
+
+def line_of(text: str, flag: str) -> str:
+    """The entry that starts with a flag, its continuation lines joined."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if re.match(rf"  (--[a-z0-9-]+, )*{flag}\b(?!-)", line))
+    end = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith(" " * 8))
+    return " ".join(" ".join(lines[start:end]).split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("--lr", "--lr, --learning-rate X learning rate; default 0.0003"),
+        ("--zero-stage", "--zero-stage 0|1|2|3, --use-distributed-optimizer what data-parallel ranks share: 0 nothing, "
+                         "1 optimizer state, 2 + gradients, 3 + parameters; default 0; not available yet"),
+        ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint check the checksums before resuming; default on"),
+        ("--bf16", "--bf16 bf16 weights and activations, fp32 master weights and gradients"),
+        ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, changes nothing"),
+        ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
+                             "ByteTokenizer, NullTokenizer, GPT2BPETokenizer; GPT2BPETokenizer not available yet"),
+        ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES; not available yet"),
+        ("--num-workers", "--num-workers N processes that read data for one rank; default 0"),
+        ("--micro-batch-size", "--micro-batch-size N samples one rank computes at once (1)"),
+        ("--global-batch-size", "--global-batch-size N samples per optimizer step (micro-batch × data-parallel size)"),
+    ],
+)  # fmt: skip
+def test_lines_of_help(flag: str, line: str) -> None:
+    assert line_of(entry_help(TRAIN), flag) == line
+
+
+def test_help_knows_what_the_entry_point_means_and_sets() -> None:
+    assert not re.search(r" --batch-size\b", entry_help(TRAIN))
+    assert line_of(entry_help(EXAMPLE), "--global-batch-size").startswith(
+        "--global-batch-size, --batch-size N "
+    )
+    assert line_of(entry_help(EXAMPLE), "--global-batch-size").endswith("; default 8")
+    assert line_of(entry_help(PARALLEL_3D), "--rank-batch-size").startswith(
+        "--rank-batch-size, --batch-size N "
+    )
+    assert line_of(entry_help(PRETRAIN_GPT), "--lr-decay-style").endswith("; default linear")
+    assert "`pentatron config --as train_3d_parallel.py` with the same words" in entry_help(PARALLEL_3D)
+
+
+# --- dispatch ---
+
+
+def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        shown = capsys.readouterr().out
+        assert all(re.search(rf"^  {command} ", shown, re.MULTILINE) for command in COMMANDS)
+
+
+def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    assert capsys.readouterr().out == entry_help(TRAIN) + "\n"
+    assert main(["train", "--help", "optim"]) == 0
+    assert capsys.readouterr().out == entry_help(TRAIN, "optim") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("trian", "unknown command 'trian' (did you mean train?); `pentatron --help` lists the commands"),
+        ("xyz", "unknown command 'xyz'; `pentatron --help` lists the commands"),
+        ("train --num-layer 3",
+         "unknown flag --num-layer (did you mean --num-layers?); pentatron train --help lists them all"),
+        ("config --num-layer=3",
+         "unknown flag --num-layer (did you mean --num-layers?); pentatron train --help lists them all"),
+        ("train --lr x", "--lr wants a number, not 'x'"),
+        ("train --config nowhere.yaml", "configuration file nowhere.yaml does not exist; check the path given to --config"),
+        ("config --preset demoo", "unknown preset 'demoo' (did you mean demo?); there are: demo, "),
+        ("presets demo", "pentatron presets takes no words; use one with: pentatron train --preset NAME"),
+        ("train --nproc-per-node 2 --hidden-size 60 --num-attention-heads 7",
+         "--hidden-size 60 is not divisible by --num-attention-heads 7; use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60 heads"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"pentatron: {sentence}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", PLANNED)
+def test_planned_commands_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    assert "not available yet" in capsys.readouterr().err
+
+
+def test_as_a_process_a_mistake_has_no_traceback() -> None:
+    done = python("-m", "pentatron", "train", "--num-layer", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "pentatron: unknown flag --num-layer (did you mean --num-layers?); pentatron train --help lists them all\n"
+    )
+
+
+@pytest.mark.parametrize("script", [name for name in ENTRY_POINTS if name.endswith(".py")])
+def test_the_guides_scripts_have_the_same_help(script: str) -> None:
+    done = python(str(ROOT / script), "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == entry_help(ENTRY_POINTS[script]) + "\n"

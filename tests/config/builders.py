@@ -1,0 +1,66 @@
+"""Short ways to a configuration, for the tests of this folder."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from pentatron.config.draft import Draft, Facts
+from pentatron.config.entry import TRAIN, EntryPoint
+from pentatron.config.errors import ConfigError
+from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.run import table
+from pentatron.config.setting import Setting
+
+# The least a run must be told when the demo is not underneath.
+LEAST = "--mock-data --vocab-size 100 --train-iters 10"
+
+
+def resolved(
+    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+) -> Resolved:
+    return resolve(gather([*least.split(), *words.split()], entry), facts or Facts(1))
+
+
+def values(
+    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+) -> dict[str, Any]:
+    return resolved(words, facts, entry, least).config.flat()
+
+
+def problems(
+    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+) -> list[str]:
+    """What is wrong with a command line; an empty list if nothing is."""
+    try:
+        resolved(words, facts, entry, least)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def notices(
+    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+) -> list[str]:
+    return list(resolved(words, facts, entry, least).notices)
+
+
+def draft(words: str, entry: EntryPoint = TRAIN) -> Draft:
+    return gather(words.split(), entry)
+
+
+def not_built(found: Iterable[str]) -> list[str]:
+    """The problems that only say that a feature comes later."""
+    return [p for p in found if "which this version does not have yet" in p]
+
+
+def other_value(item: Setting) -> Any:
+    """A value of the setting's type that is not its default."""
+    if item.choices:
+        choice = next(c for c in item.choices if c != item.default and c not in item.available)
+        return (choice,) if item.is_list else choice
+    samples: dict[type, Any] = {bool: not item.default, int: 7, float: 0.25, str: "something"}
+    sample = samples[item.base_type]
+    return (sample,) if item.is_list else sample
+
+
+def all_settings() -> list[str]:
+    return list(table())

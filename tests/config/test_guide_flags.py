@@ -1,0 +1,133 @@
+"""Every flag and every command line of the guides is understood by the program they give it to."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pentatron.config.derive import derive, derive_vocabulary
+from pentatron.config.draft import Draft, Facts
+from pentatron.config.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
+from pentatron.config.errors import ConfigError
+from pentatron.config.flags import Assigned, parse_flags
+from pentatron.config.resolve import gather, resolve
+from tests.config.builders import not_built, problems
+from tests.config.guide_blocks import BLOCKS
+from tests.config.guide_flags import FLAGS
+
+ITEMS = Path(__file__).parents[2] / "docs/contract/items.yaml"
+FLAG_ITEMS = range(52, 135)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flag(flag: str) -> None:
+    """In every program whose guide names it, and in `pentatron train`, written with a blank or with `=`."""
+    expected = FLAGS[flag]
+    here = () if flag in ("--batch-size", "--batch_size") else (TRAIN,)
+    for entry in (*expected.entries, *here):
+        for text, value in expected.values.items():
+            forms = [[flag, *text.split()]]
+            if text and " " not in text:
+                forms.append([f"{flag}={text}"])
+            for words in forms:
+                parsed = parse_flags(words, entry)
+                assert parsed.values == {expected.setting: Assigned(value, f"flag {flag}")}, (
+                    entry.name,
+                    words,
+                )
+                assert type(parsed.values[expected.setting].value) is type(value)
+                assert parsed.notices == []
+
+
+def flags_of_the_contract() -> dict[str, int]:
+    """Flag → the first contract item that names it; an `args.NAME` of item 126 counts as a flag."""
+    found: dict[str, int] = {}
+    for item in yaml.safe_load(ITEMS.read_text(encoding="utf-8"))["items"]:
+        if item["id"] not in FLAG_ITEMS:
+            continue
+        flags = re.findall(r"--[a-z0-9][a-z0-9_-]*", item["text"])
+        if item["id"] == 126:
+            flags = [f"--{name.replace('_', '-')}" for name in re.findall(r"`([a-z0-9_]+)`", item["text"])]
+        for flag in flags:
+            found.setdefault(flag, item["id"])
+    return found
+
+
+def test_the_table_holds_every_flag_of_the_contract() -> None:
+    wanted = flags_of_the_contract()
+    assert len(wanted) > 110
+    assert sorted(set(wanted) - set(FLAGS)) == []
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_is_understood(name: str) -> None:
+    """No unknown word, and every written word has set something."""
+    block = BLOCKS[name]
+    draft = gather(block.words, block.entry)
+    typed = {re.split(r"[= ]", word)[0] for word in block.words if word.startswith("--")}
+    told = {a.source.removeprefix("flag ") for a in draft.values.values() if a.source.startswith("flag ")}
+    # Two flags for one thing: Qwen3's list names rope twice.
+    assert typed - told <= {"--position-embedding-type"}
+    comments = [n for n in draft.notices if n.startswith("dropped the comment")]
+    assert len(comments) == block.text.count("#")
+
+
+@pytest.mark.parametrize("name", [name for name, block in BLOCKS.items() if block.complete])
+def test_block_is_refused_only_for_what_is_not_built_yet(name: str) -> None:
+    block = BLOCKS[name]
+    draft = gather(block.words, block.entry)
+    if draft["tokenizer_model"] and not draft["padded_vocab_size"]:
+        derive_vocabulary(draft, 151665, "tokenizer")
+    assert_only_not_built(draft, Facts(block.processes, block.processes))
+
+
+def assert_only_not_built(draft: Draft, facts: Facts) -> None:
+    try:
+        resolve(draft, facts)
+    except ConfigError as error:
+        assert error.problems == not_built(error.problems)
+
+
+def test_one_shape_block_gives_the_model_it_describes() -> None:
+    draft = gather(BLOCKS["001-qwen3-8b"].words, PRETRAIN_GPT)
+    shape = {"num_layers": 36, "hidden_size": 4096, "num_query_groups": 8, "vocab_size": 151936}
+    assert {name: draft[name] for name in shape} == shape
+    assert draft["qk_layernorm"] and draft["gated_linear_unit"] and not draft["add_bias_linear"]
+    assert draft["position_embedding_type"] == "rope" and draft["layernorm_epsilon"] == 1e-6
+
+
+def test_a_comment_reaches_to_the_next_flag() -> None:
+    parsed = parse_flags("# bias - only in 2.5 --bf16 --lr 1 # end".split(), PRETRAIN_GPT)
+    assert {name: a.value for name, a in parsed.values.items()} == {"bf16": True, "lr": 1.0}
+    assert parsed.notices == [
+        "dropped the comment '# bias - only in 2.5' from the command line",
+        "dropped the comment '# end' from the command line",
+    ]
+
+
+def test_a_blank_that_a_backslash_kept_is_no_word() -> None:
+    assert parse_flags(["--bf16", " ", "--lr", "1"], PRETRAIN_GPT).values["lr"].value == 1.0
+
+
+def test_the_175b_command_needs_its_128_processes() -> None:
+    block = BLOCKS["004-175b"]
+    found = problems(block.text, Facts(8, 8), PRETRAIN_GPT, least="")
+    assert (
+        "8 processes are too few: one copy of the model needs 8 (tensor) × 16 (pipeline) × 1 (context) = 128; "
+        "start 128 processes or a multiple, or lower the parallel sizes"
+    ) in found
+
+
+def test_its_reduced_form_fits_on_one_machine() -> None:
+    block = BLOCKS["004-reduced"]
+    found = problems(block.text, Facts(8, 8), PRETRAIN_GPT, least="")
+    assert found == not_built(found)
+    draft = gather(block.words, PRETRAIN_GPT)
+    derive(draft, Facts(8, 8))
+    assert draft["data_parallel_size"] == 1
+
+
+def test_legacy_launchers_local_rank_is_tolerated() -> None:
+    for word in ("--local-rank=1", "--local_rank=1"):
+        assert parse_flags([word], EXAMPLE).values["local_rank"].value == 1

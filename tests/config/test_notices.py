@@ -1,0 +1,186 @@
+"""A setting that was given and cannot act is answered with one line; one that acts is not."""
+
+from pathlib import Path
+
+import pytest
+
+from pentatron.config.draft import Facts
+from pentatron.config.entry import TRAIN
+from pentatron.config.notices import IDLE
+from pentatron.config.resolve import gather, resolve
+from pentatron.config.run import table
+from tests.config.builders import LEAST, notices, other_value
+
+ONE = Facts(1)
+TORCHRUN = Facts(2, 2, 2, "torchrun", True)
+SLURM = Facts(2, 2, 2, "Slurm", False)
+FILES = "--data-path a --vocab-size 100 --train-iters 10"
+SYNTHETIC = "--dataset-size 80 --vocab-size 100 --train-iters 10"
+
+
+@pytest.mark.parametrize("name", [name for name, item in table().items() if item.notice])
+def test_every_notice_is_said(name: str) -> None:
+    item = table()[name]
+    value = other_value(item)
+    words = item.written(value)
+    assert notices(words) == [f"{words}: {item.notice}"]
+
+
+# setting, words it is idle with, words it acts with, facts of the first, facts of the second
+CASES: list[tuple[str, str, str, Facts, Facts]] = [
+    ("sequence_parallel", f"{LEAST} --sequence-parallel", f"{LEAST} --no-sequence-parallel", ONE, ONE),
+    ("pipeline_schedule", f"{LEAST} --pipeline-schedule gpipe", LEAST, ONE, ONE),
+    ("cp_comm_type", f"{LEAST} --cp-comm-type a2a", LEAST, ONE, ONE),
+    *(
+        (name, f"{LEAST} {words}", f"{LEAST} {words} --position-embedding-type rope", ONE, ONE)
+        for name, words in (
+            ("rotary_base", "--rotary-base 3.0"),
+            ("rotary_percent", "--rotary-percent 0.5"),
+            ("rotary_interleaved", "--rotary-interleaved"),
+        )
+    ),
+    ("add_qkv_bias", f"{LEAST} --add-qkv-bias", f"{LEAST} --add-qkv-bias --disable-bias-linear", ONE, ONE),
+    (
+        "make_vocab_size_divisible_by",
+        f"{LEAST} --make-vocab-size-divisible-by 2 --padded-vocab-size 128",
+        f"{LEAST} --make-vocab-size-divisible-by 2",
+        ONE,
+        ONE,
+    ),
+    (
+        "prefetch_factor",
+        f"{LEAST} --prefetch-factor 3",
+        f"{LEAST} --prefetch-factor 3 --num-workers 1",
+        ONE,
+        ONE,
+    ),
+    ("split", f"{LEAST} --split 9,1,0", f"{FILES} --split 9,1,0", ONE, ONE),
+    ("corpus_bytes", f"{LEAST} --corpus-bytes 9", "--preset demo --corpus-bytes 9", ONE, Facts(2, 2)),
+    ("dataset_size", f"{LEAST} --dataset-size 9", SYNTHETIC, ONE, ONE),
+    ("epochs", f"{FILES} --epochs 2", f"{SYNTHETIC} --epochs 2", ONE, ONE),
+    ("eval_interval", f"{LEAST} --eval-interval 5", f"{LEAST} --eval-interval 0", ONE, ONE),
+    ("eval_interval", f"{FILES} --split 1,0,0 --eval-interval 5", f"{FILES} --eval-interval 5", ONE, ONE),
+    (
+        "eval_interval",
+        f"{FILES} --eval-iters 0 --eval-interval 5",
+        f"{SYNTHETIC} --eval-interval 5",
+        ONE,
+        ONE,
+    ),
+    (
+        "eval_interval",
+        f"{FILES} --split 9,0 --eval-interval 5",
+        f"{FILES} --split 9,1 --eval-interval 5",
+        ONE,
+        ONE,
+    ),
+    ("eval_iters", f"{LEAST} --eval-iters 5", f"{LEAST} --eval-iters 0", ONE, ONE),
+    ("eval_iters", f"{FILES} --eval-iters 5 --eval-interval 0", f"{FILES} --eval-iters 5", ONE, ONE),
+    ("eval_iters", f"{FILES} --eval-iters 5 --split 1", f"{SYNTHETIC} --eval-iters 5", ONE, ONE),
+    (
+        "sample_prompt",
+        f"{FILES} --sample-prompt a",
+        f"{FILES} --sample-prompt a --tokenizer-type ByteTokenizer",
+        ONE,
+        ONE,
+    ),
+    ("sample_prompt", f"{LEAST} --sample-prompt a", "--preset demo --sample-prompt a", ONE, Facts(2, 2)),
+    ("sample_tokens", f"{LEAST} --sample-tokens 5", "--preset demo --sample-tokens 5", ONE, Facts(2, 2)),
+    (
+        "tokenizer_type",
+        f"{LEAST} --tokenizer-type ByteTokenizer",
+        f"{FILES} --tokenizer-type ByteTokenizer",
+        ONE,
+        ONE,
+    ),
+    (
+        "tokenizer_model",
+        "--preset demo --tokenizer-model a",
+        f"{FILES} --tokenizer-model a",
+        Facts(2, 2),
+        ONE,
+    ),
+    ("min_lr", f"{LEAST} --lr-decay-style constant --min-lr 1e-05", f"{LEAST} --min-lr 1e-05", ONE, ONE),
+    (
+        "lr_decay_iters",
+        f"{LEAST} --lr-decay-style constant --lr-decay-iters 9",
+        f"{LEAST} --lr-decay-style constant --lr-decay-iters 9 --lr-warmup-fraction 0.2",
+        ONE,
+        ONE,
+    ),
+    ("ddp_bucket_size", f"{LEAST} --ddp-bucket-size 9", f"{LEAST} --ddp-bucket-size 9", ONE, Facts(2, 2)),
+    (
+        "distributed_timeout_minutes",
+        f"{LEAST} --distributed-timeout-minutes 9.0",
+        f"{LEAST} --distributed-timeout-minutes 9.0",
+        ONE,
+        Facts(2, 2),
+    ),
+    ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", ONE, Facts(2, 2)),
+    ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", TORCHRUN, Facts(2, 2)),
+    ("init_method", f"{LEAST} --init-method tcp://a:1", f"{LEAST} --init-method tcp://a:1", TORCHRUN, SLURM),
+    ("init_method", f"{LEAST} --init-method tcp://a:1", f"{LEAST} --init-method tcp://a:1", ONE, SLURM),
+    (
+        "init_method",
+        f"{LEAST} --init-method tcp://a:1",
+        f"{LEAST} --init-method tcp://a:1",
+        Facts(2, 2),
+        SLURM,
+    ),
+    ("fp8_recipe", f"{LEAST} --fp8-recipe tensorwise", LEAST, ONE, ONE),
+    ("memory_monitor_interval", f"{LEAST} --memory-monitor-interval 1.0", LEAST, ONE, ONE),
+    ("moe_router_topk", f"{LEAST} --moe-router-topk 2", LEAST, ONE, ONE),
+    ("moe_token_dispatcher_type", f"{LEAST} --moe-token-dispatcher-type alltoall", LEAST, ONE, ONE),
+    ("moe_router_load_balancing_type", f"{LEAST} --moe-router-load-balancing-type aux_loss", LEAST, ONE, ONE),
+    ("moe_aux_loss_coeff", f"{LEAST} --moe-aux-loss-coeff 0.0", LEAST, ONE, ONE),
+]
+
+
+def about(name: str, words: str, facts: Facts) -> list[str]:
+    flag = table()[name].flag
+    return [n for n in notices(words, facts, least="") if n.startswith((flag, f"--no-{flag[2:]}"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "idle", "acting", "idle_facts", "acting_facts"), CASES, ids=[c[0] for c in CASES]
+)
+def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts: Facts) -> None:
+    (line,) = about(name, idle, idle_facts)
+    flag, reason = line.split(": ", 1)
+    assert flag in idle and len(reason.split()) >= 4
+    assert about(name, acting, acting_facts) == []
+
+
+def test_every_idle_reason_has_a_case() -> None:
+    refused_or_switches = {n for n, s in table().items() if s.section == "moe"}
+    assert set(IDLE) - refused_or_switches == {case[0] for case in CASES} - refused_or_switches
+
+
+def test_what_a_line_looks_like() -> None:
+    assert notices("--no-rope-fusion --cp_comm_type=a2a") == [
+        "--cp_comm_type a2a: sequences are not split (--context-parallel-size 1), so nothing is exchanged",
+        "--no-rope-fusion: there is no separate fused rotary kernel here",
+    ]
+    assert notices("--init-method tcp://a:1", TORCHRUN) == [
+        "--init-method tcp://a:1: torchrun has said where to meet (MASTER_ADDR), which counts"
+    ]
+    assert notices("--epochs 3", least=FILES) == [
+        "--epochs 3: the length of an epoch is not known before the data is read; --train-iters 10 decides"
+    ]
+
+
+def test_a_file_that_lists_defaults_is_not_scolded(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("rotary_base: 10000.0\ncp_comm_type: p2p\nrope_fusion: true\nprefetch_factor: 5\n")
+    found = resolve(gather(["--config", str(path), *LEAST.split()], TRAIN), ONE)
+    assert list(found.notices) == [
+        "--prefetch-factor 5: there are no reader processes (--num-workers 0), so nothing is read ahead"
+    ]
+
+
+def test_a_default_typed_as_a_flag_is_answered() -> None:
+    assert len(notices("--cp-comm-type p2p")) == 1
+
+
+def test_presets_and_entry_points_are_not_scolded() -> None:
+    assert notices("--preset demo", Facts(2, 2), least="") == []

@@ -1,0 +1,124 @@
+"""Every preset resolves, and has as many parameters as the model it is named after."""
+
+from typing import Any
+
+import pytest
+
+from pentatron.config.derive import derive
+from pentatron.config.draft import Facts
+from pentatron.config.presets import presets
+from pentatron.config.run import table
+from tests.config.builders import draft, not_built, problems, values
+
+# Billions of parameters, to the digits in which they are published; "total/active" for mixtures of experts.
+PUBLISHED = {
+    "qwen2.5-0.5b": "0.494",
+    "qwen2.5-3b": "3.086",
+    "qwen2.5-7b": "7.616",
+    "qwen2.5-math-7b": "7.616",
+    "r1-distill-qwen-7b": "7.616",
+    "qwen2.5-32b": "32.76",
+    "qwen3-0.6b": "0.596",
+    "qwen3-4b": "4.022",
+    "qwen3-8b": "8.191",
+    "qwen3-32b": "32.76",
+    "llama3.2-1b": "1.236",
+    "llama3-8b": "8.030",
+    "llama3-70b": "70.6",
+    "gpt2": "0.124",
+    "gpt3-345m": "0.064",
+    "gpt3-175b": "174.6",
+    "mixtral-8x7b": "46.7/12.9",
+    "qwen3-30b-a3b": "30.5/3.35",
+    "qwen3-235b-a22b": "235.1/22.2",
+}
+NEED_DROPOUT = {"gpt2", "gpt3-345m", "gpt3-175b"}
+NEED_EXPERTS = {"mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"}
+
+LEAST = "--mock-data --train-iters 10"
+
+
+def completed(name: str) -> dict[str, Any]:
+    """The preset's values with all that follows from them, whether or not it can be trained today."""
+    found = draft(f"--preset {name} {LEAST}")
+    assert derive(found, Facts(1)) == []
+    return {key: assigned.value for key, assigned in found.values.items()}
+
+
+def parameters(v: dict[str, Any], experts_counted: int) -> int:
+    """Weights and biases of a decoder with these settings; `experts_counted` of its experts, if it has any."""
+    hidden, bias = v["hidden_size"], v["add_bias_linear"]
+    attended = v["num_attention_heads"] * v["kv_channels"]
+    qkv = attended + 2 * v["num_query_groups"] * v["kv_channels"]
+    norm = hidden * (2 if v["normalization"] == "LayerNorm" else 1)
+    attention = hidden * qkv + attended * hidden + 2 * norm
+    attention += (qkv if bias or v["add_qkv_bias"] else 0) + (hidden if bias else 0)
+    attention += 2 * v["kv_channels"] if v["qk_layernorm"] else 0
+    matrices = 3 if v["gated_linear_unit"] else 2
+    if v["num_experts"]:
+        mlp = experts_counted * matrices * hidden * v["moe_ffn_hidden_size"] + hidden * v["num_experts"]
+    else:
+        width = v["ffn_hidden_size"]
+        mlp = matrices * hidden * width + ((matrices - 1) * width + hidden if bias else 0)
+    rows = v["padded_vocab_size"] * (2 if v["untie_embeddings_and_output_weights"] else 1)
+    learned = v["position_embedding_type"] == "learned_absolute"
+    rows += v["max_position_embeddings"] if learned else 0
+    return int(v["num_layers"] * (attention + mlp) + norm + rows * hidden)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters(name: str) -> None:
+    found = completed(name)
+    counted = (found["num_experts"] or 0, found["moe_router_topk"])
+    for published, experts in zip(PUBLISHED[name].split("/"), counted):
+        digits = len(published.split(".")[1])
+        assert f"{parameters(found, experts) / 1e9:.{digits}f}" == published
+
+
+def test_every_preset_but_the_demo_is_published() -> None:
+    assert set(presets()) == {"demo", *PUBLISHED}
+
+
+@pytest.mark.parametrize("name", presets())
+def test_preset_resolves(name: str) -> None:
+    """Or is refused for the one feature it needs and that is not built."""
+    least = "" if name == "demo" else LEAST
+    found = problems(f"--preset {name}", Facts(2, 2), least=least)
+    assert found == not_built(found)
+    features = {table()[k].not_yet for k, v in presets()[name].items() if table()[k].refuses(v)}
+    assert len(found) == len(features)
+    assert not found or name in NEED_DROPOUT | NEED_EXPERTS
+
+
+@pytest.mark.parametrize("name", sorted(NEED_DROPOUT))
+def test_the_gpt_shapes_can_be_had_without_dropout(name: str) -> None:
+    words = f"--preset {name} {LEAST} --hidden-dropout 0.0 --attention-dropout 0.0"
+    assert problems(words, least="") == []
+
+
+def test_families() -> None:
+    qwen25, qwen3, llama = (
+        values(f"--preset {n}", least=LEAST) for n in ("qwen2.5-7b", "qwen3-8b", "llama3-8b")
+    )
+    for found in (qwen25, qwen3, llama):
+        assert found["normalization"] == "RMSNorm" and found["gated_linear_unit"]
+        assert found["position_embedding_type"] == "rope" and not found["add_bias_linear"]
+        assert found["num_query_groups"] < found["num_attention_heads"]
+        assert (found["hidden_dropout"], found["attention_dropout"]) == (0.0, 0.0)
+    assert [f["add_qkv_bias"] for f in (qwen25, qwen3, llama)] == [True, False, False]
+    assert [f["qk_layernorm"] for f in (qwen25, qwen3, llama)] == [False, True, False]
+    assert [f["rotary_base"] for f in (qwen25, qwen3, llama)] == [1e6, 1e6, 5e5]
+    assert [f["layernorm_epsilon"] for f in (qwen25, qwen3, llama)] == [1e-6, 1e-6, 1e-5]
+    assert qwen25["padded_vocab_size"] == 152064
+
+
+def test_gpt3_has_padding_for_eight_tensor_ranks() -> None:
+    found = draft(f"--preset gpt3-175b {LEAST} --tp_size 8")
+    derive(found, Facts(8, 8))
+    assert found["padded_vocab_size"] == 51200
+    assert found["ffn_hidden_size"] == 49152
+
+
+def test_a_preset_is_a_copy() -> None:
+    presets()["demo"]["lr"] = 77
+    assert presets()["demo"]["lr"] != 77

@@ -1,0 +1,338 @@
+"""From preset, file and flags to values with an origin, and what follows from them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pentatron.config.derive import derive, derive_vocabulary
+from pentatron.config.draft import Facts
+from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
+from pentatron.config.errors import UserError
+from pentatron.config.resolve import gather, resolve
+from tests.config.builders import draft, notices, problems, resolved, values
+
+
+def chosen(found: dict[str, Any], names: str) -> dict[str, Any]:
+    return {name: found[name] for name in names.split()}
+
+
+def file(folder: Path, text: str) -> str:
+    path = folder / "a.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# --- which source wins ---
+
+
+def test_preset_then_file_then_flag(tmp_path: Path) -> None:
+    path = file(tmp_path, "preset: demo\nnum_layers: 5\nlr: 5e-5\n")
+    found = resolve(gather(["--config", path, "--lr", "7e-5"], TRAIN), Facts(2, 2))
+    expected = {
+        "hidden_size": (192, "preset demo"),
+        "num_layers": (5, f"file {path}"),
+        "lr": (7e-5, "flag --lr"),
+        "seed": (1234, "default"),
+        "min_lr": (pytest.approx(7e-6), "derived: a tenth of --lr; the preset has 0.0003"),
+        "kv_channels": (32, "derived: 192 hidden / 6 heads"),
+        "preset": ("demo", f"file {path}"),
+        "config": (path, "flag --config"),
+    }
+    flat = found.config.flat()
+    assert {name: (flat[name], found.sources[name]) for name in expected} == expected
+
+
+def test_a_flags_preset_replaces_the_files(tmp_path: Path) -> None:
+    path = file(tmp_path, "preset: demo\nlr: 5e-5\n")
+    found = gather(["--config", path, "--preset", "qwen3-8b"], TRAIN)
+    assert (found["hidden_size"], found["lr"], found["corpus"]) == (4096, 5e-5, None)
+
+
+def test_entry_point_defaults_lie_below_everything() -> None:
+    found = gather([], EXAMPLE)
+    assert found["dataset_size"] == 1000
+    assert found.source("dataset_size") == "default of megatron_core_training_example.py"
+    assert gather(["--preset", "demo"], EXAMPLE)["train_iters"] == 400
+    assert gather(["--dataset-size", "7"], EXAMPLE)["dataset_size"] == 7
+
+
+def test_megatrons_default_decay_is_kept_in_its_entry_point() -> None:
+    assert gather([], PRETRAIN_GPT)["lr_decay_style"] == "linear"
+    assert gather([], TRAIN)["lr_decay_style"] == "cosine"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--preset qwen3-8b", "--data-path x", "--mock-data", "--dataset-size 8", "--load x", "--corpus python",
+    ],
+)  # fmt: skip
+def test_who_names_data_or_a_preset_does_not_get_the_demo(words: str) -> None:
+    assert draft(words)["run_dir"] is None
+    assert draft("--num-layers 2 --lr 1")["run_dir"] == "runs/demo"
+
+
+def test_a_file_replaces_the_demo_as_well(tmp_path: Path) -> None:
+    assert gather(["--config", file(tmp_path, "num_layers: 3")], TRAIN)["corpus"] is None
+
+
+def test_the_demo_belongs_to_pentatron_train_only() -> None:
+    assert draft("", PRETRAIN_GPT)["corpus"] is None
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(
+        UserError, match=r"unknown preset 'qwen3-8' \(did you mean qwen3-8b\?\); there are: demo, "
+    ):
+        draft("--preset qwen3-8")
+
+
+# --- heads and widths ---
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--hidden-size 128", {"num_attention_heads": 2, "kv_channels": 64, "num_query_groups": 2}),
+        ("--hidden-size 256", {"num_attention_heads": 4, "kv_channels": 64}),
+        ("--hidden-size 1024", {"num_attention_heads": 16, "kv_channels": 64}),
+        ("--hidden-size 96", {"num_attention_heads": 3, "kv_channels": 32}),
+        ("--hidden-size 40", {"num_attention_heads": 5, "kv_channels": 8}),
+        ("--hidden-size 7", {"num_attention_heads": 1, "kv_channels": 7}),
+        ("--hidden-size 64 --num-attention-heads 8", {"kv_channels": 8, "num_query_groups": 8}),
+        ("--num-attention-heads 8 --kv-channels 100", {"kv_channels": 100}),
+        ("--hidden-size 256 --num-query-groups 2", {"num_query_groups": 2, "group_query_attention": True}),
+        ("--hidden-size 256 --group-query-attention", {"num_query_groups": 1, "group_query_attention": True}),
+        ("--hidden-size 256", {"group_query_attention": False}),
+    ],
+)  # fmt: skip
+def test_heads(words: str, expected: dict[str, Any]) -> None:
+    assert chosen(values(words), " ".join(expected)) == expected
+
+
+def test_a_presets_heads_follow_a_hidden_size_that_was_typed() -> None:
+    found = resolved("--preset demo --hidden-size 256", Facts(2, 2), least="")
+    assert chosen(found.config.flat(), "num_attention_heads kv_channels num_query_groups") == {
+        "num_attention_heads": 4, "kv_channels": 64, "num_query_groups": 2,
+    }  # fmt: skip
+    assert found.sources["num_attention_heads"] == "derived: 256 hidden / 64 per head; preset demo has 6"
+    assert found.sources["num_query_groups"] == "derived: a divisor of 4 heads; the preset has 3"
+
+
+def test_a_presets_groups_follow_heads_that_were_typed() -> None:
+    found = resolved("--preset demo --num-attention-heads 8", Facts(2, 2), least="")
+    assert found.config.model.num_query_groups == 2
+    assert problems("--preset demo --num-attention-heads 8 --num-query-groups 3", Facts(2, 2), least="") == [
+        "--num-attention-heads 8 is not divisible by --num-query-groups 3; use 1, 2, 4 or 8 groups"
+    ]
+
+
+def test_a_presets_heads_stay_where_they_fit() -> None:
+    assert values("--preset demo --hidden-size 384", Facts(2, 2), least="")["num_attention_heads"] == 6
+    assert values("--preset qwen3-8b --hidden-size 5000")["num_attention_heads"] == 32
+
+
+def test_a_preset_without_its_grouping() -> None:
+    assert values("--preset qwen3-8b --no-group-query-attention")["num_query_groups"] == 32
+
+
+@pytest.mark.parametrize(
+    ("words", "ffn"),
+    [
+        ("--hidden-size 256", 1024),
+        ("--hidden-size 256 --swiglu", 640),
+        ("--hidden-size 4096 --swiglu", 10880),
+        ("--hidden-size 32 --swiglu", 64),
+        ("--hidden-size 16 --swiglu", 64),
+        ("--hidden-size 256 --swiglu --ffn-hidden-size 100", 100),
+    ],
+)
+def test_ffn_width(words: str, ffn: int) -> None:
+    assert values(words)["ffn_hidden_size"] == ffn
+
+
+@pytest.mark.parametrize(
+    ("vocab", "divisor", "tp", "padded"),
+    [
+        (151936, 128, 1, 151936), (151936, 128, 2, 152064), (151936, 128, 4, 152064), (151936, 128, 8, 152576),
+        (151936, 1187, 2, 151936), (50257, 128, 1, 50304), (50257, 128, 8, 51200), (152064, 1, 4, 152064),
+    ],
+)  # fmt: skip
+def test_padded_vocabulary(vocab: int, divisor: int, tp: int, padded: int) -> None:
+    words = f"--vocab-size {vocab} --make-vocab-size-divisible-by {divisor} --tensor-model-parallel-size {tp}"
+    found = draft(f"--mock-data {words}")
+    assert derive(found, Facts(tp, tp)) == []
+    assert found["padded_vocab_size"] == padded
+
+
+def test_a_padded_vocabulary_that_is_given_stays() -> None:
+    assert chosen(values("--padded-vocab-size 130", least="--mock-data --train-iters 3"), "vocab_size padded_vocab_size") == {
+        "vocab_size": 130, "padded_vocab_size": 130,
+    }  # fmt: skip
+    assert values("--vocab-size 100 --padded-vocab-size 130")["padded_vocab_size"] == 130
+
+
+def test_a_vocabulary_learned_from_a_tokenizer_keeps_its_origin() -> None:
+    found = draft("--mock-data --train-iters 3")
+    derive_vocabulary(found, 77, "tokenizer x")
+    done = resolve(found, Facts(1))
+    assert done.config.model.padded_vocab_size == 128
+    assert done.sources["vocab_size"] == "derived: tokenizer x"
+
+
+# --- processes and batches ---
+
+
+def test_processes() -> None:
+    found = resolved("", Facts(8, 4, 16))
+    assert chosen(found.config.flat(), "data_parallel_size nproc_per_node threads_per_process") == {
+        "data_parallel_size": 8, "nproc_per_node": 4, "threads_per_process": 4,
+    }  # fmt: skip
+    assert found.sources["data_parallel_size"] == "derived: 8 processes / (tp × pp × cp = 1)"
+    assert found.config.grid.world_size == 8
+
+
+def test_data_parallel_size_is_what_the_model_leaves() -> None:
+    for tp, pp, world, dp in ((2, 2, 8, 2), (4, 2, 16, 2), (8, 16, 128, 1), (4, 2, 8, 1)):
+        found = draft(f"--tp_size {tp} --pp_size {pp}")
+        derive(found, Facts(world, 8))
+        assert found["data_parallel_size"] == dp
+
+
+def test_a_presets_number_of_processes_gives_way_to_the_launchers() -> None:
+    found = resolved("--preset demo", Facts(4, 4, 4, "torchrun", True), least="")
+    assert found.config.launch.nproc_per_node == 4
+    assert found.sources["nproc_per_node"] == "derived: started by torchrun"
+    assert resolved("--preset demo", Facts(2, 2), least="").sources["nproc_per_node"] == "preset demo"
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "micro", "total", "steps"),
+    [
+        ("", 4, 1, 4, 1),
+        ("--micro-batch-size 2", 4, 2, 8, 1),
+        ("--global-batch-size 16", 4, 4, 16, 1),
+        ("--micro-batch-size 2 --global-batch-size 16", 4, 2, 16, 2),
+        ("--micro-batch-size 1 --global-batch-size 64", 2, 1, 64, 32),
+        ("--micro-batch-size 2 --gradient-accumulation-steps 3", 4, 2, 24, 3),
+        ("--global-batch-size 24 --gradient-accumulation-steps 3", 4, 2, 24, 3),
+        ("--global-batch-size 24 --num-microbatches 3", 4, 2, 24, 3),
+        ("--micro-batch-size 2 --global-batch-size 24 --gradient-accumulation-steps 3", 4, 2, 24, 3),
+        ("--micro-batch-size 2 --gradient-accumulation-steps 3 --num-microbatches 3", 4, 2, 24, 3),
+        ("--rank-batch-size 8 --num-microbatches 4", 2, 2, 16, 4),
+    ],
+)
+def test_batches(words: str, world: int, micro: int, total: int, steps: int) -> None:
+    config = resolved(words, Facts(world, world)).config
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (micro, total)
+    assert config.accumulation == steps
+
+
+@pytest.mark.parametrize(
+    ("entry", "words", "world", "micro", "total", "steps"),
+    [
+        (EXAMPLE, "", 1, 8, 8, 1),
+        (EXAMPLE, "--batch-size=16", 8, 2, 16, 1),
+        (EXAMPLE, "--batch-size=16 --micro-batch-size 1", 8, 1, 16, 2),
+        (STANDARD, "", 4, 8, 32, 1),
+        (STANDARD, "--batch_size 4", 1, 4, 4, 1),
+        (STANDARD, "--batch_size 4 --gradient_accumulation_steps 8", 2, 4, 64, 8),
+        (PARALLEL_3D, "--num_microbatches 4", 2, 2, 16, 4),
+        (PARALLEL_3D, "--batch_size 8 --num_microbatches 4 --gradient_accumulation_steps 2", 2, 2, 32, 8),
+        (STANDARD, "--micro-batch-size 3", 2, 3, 6, 1),
+        (STANDARD, "--global-batch-size 12", 2, 6, 12, 1),
+    ],
+)
+def test_batches_of_the_guides_programs(
+    entry: EntryPoint, words: str, world: int, micro: int, total: int, steps: int
+) -> None:
+    config = resolved(words, Facts(world, world), entry, least="").config
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (micro, total)
+    assert config.accumulation == steps
+
+
+def test_a_presets_micro_batch_gives_way_to_the_number_of_processes() -> None:
+    found = resolved("--preset demo --nproc-per-node 4", Facts(4, 4), least="")
+    assert (found.config.train.micro_batch_size, found.config.train.global_batch_size) == (4, 16)
+    assert found.sources["micro_batch_size"] == "derived: a divisor of 16 / 4 ranks; the preset has 8"
+
+
+# --- length of the run ---
+
+
+def length(words: str, entry: EntryPoint = EXAMPLE) -> tuple[int, list[str]]:
+    found = resolved(words, Facts(1), entry, least="")
+    assert found.config.train.train_iters is not None
+    return found.config.train.train_iters, [n for n in found.notices if n.startswith("training stops")]
+
+
+def test_epochs_and_steps_end_at_the_nearer_one() -> None:
+    assert length("--batch-size=16 --epochs=3 --train-steps=1000") == (
+        186, ["training stops after 186 steps: 3 epochs of 62 steps end before --train-iters 1000"],
+    )  # fmt: skip
+    assert length("--batch-size=16 --epochs=3 --train-steps=100") == (
+        100, ["training stops after 100 steps: --train-iters ends it before 3 epochs of 62 steps"],
+    )  # fmt: skip
+
+
+def test_epochs_alone_are_not_cut_by_a_default() -> None:
+    assert length("--epochs 3 --dataset-size 800") == (300, [])
+    assert length("--epochs 1 --dataset-size 3") == (1, [])
+    assert length("--train-steps 10") == (10, [])
+
+
+def test_decay_and_warmup() -> None:
+    assert chosen(values("--train-iters 1000 --lr-warmup-iters 30"), "lr_decay_iters lr_warmup_iters") == {
+        "lr_decay_iters": 1000, "lr_warmup_iters": 30,
+    }  # fmt: skip
+    guide_004 = values("--train-iters 500000 --lr-decay-iters 430000 --lr-warmup-fraction .001")
+    assert guide_004["lr_warmup_iters"] == 430
+    assert values("", entry=EXAMPLE, least="")["lr_warmup_iters"] == 10
+    assert values("--train-steps 20", entry=EXAMPLE, least="")["lr_warmup_iters"] == 2
+    assert values("--train-steps 20 --warmup-steps 15", entry=EXAMPLE, least="")["lr_warmup_iters"] == 15
+
+
+def test_folders() -> None:
+    assert chosen(values(), "run_dir save load save_interval") == {
+        "run_dir": "runs/run", "save": "runs/run/checkpoints", "load": "runs/run/checkpoints", "save_interval": 10,
+    }  # fmt: skip
+    assert values("--preset qwen3-8b")["run_dir"] == "runs/qwen3-8b"
+    assert chosen(values("--run-dir a --save b --load c"), "save load") == {"save": "b", "load": "c"}
+    assert values("--run-dir a --save b")["load"] == "b"
+
+
+# --- wrong values do not stop the other checks ---
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tp_size 0", "--pp_size 0", "--context-parallel-size -1", "--data-parallel-size 0", "--num-attention-heads 0",
+        "--hidden-size 0", "--num-query-groups 0", "--micro-batch-size 0", "--global-batch-size 0", "--vocab-size 0",
+        "--make-vocab-size-divisible-by 0", "--gradient-accumulation-steps 0", "--rank-batch-size -2",
+        "--num-microbatches 0", "--train-iters 0", "--epochs -1", "--lr-decay-iters 0", "--seq-length 0",
+        "--nproc-per-node 0", "--padded-vocab-size 0", "--kv-channels 0", "--ffn-hidden-size -4",
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_be_is_one_sentence_and_hides_nothing(words: str) -> None:
+    found = problems(f"{words} --min-lr 5 --lr 1")
+    assert len(found) == 2
+    assert found[0].endswith("must be more than 0")
+    assert found[1] == "--min-lr 5.0 is above --lr 1.0; lower the first or raise the second"
+
+
+def test_what_the_command_line_knows_to_be_wrong_is_reported_with_the_rest() -> None:
+    found = draft("--mock-data --train-iters 3 --min-lr 5")
+    found.wrong["vocab_size"] = "Tokenizer not found."
+    with pytest.raises(UserError) as error:
+        resolve(found, Facts(1))
+    assert str(error.value).splitlines()[1:] == [
+        "  1. Tokenizer not found.",
+        "  2. --min-lr 5.0 is above --lr 0.0003; lower the first or raise the second",
+    ]
+
+
+def test_nothing_to_say_about_a_plain_run() -> None:
+    assert notices() == []
+    assert problems() == []

@@ -1,0 +1,298 @@
+"""Every cross-field rule: one configuration that breaks it, with the whole sentence, and one that does not."""
+
+import pytest
+
+from pentatron.config.draft import Facts
+from pentatron.config.entry import STANDARD
+from pentatron.config.limits import LIMITS, not_available, out_of_limits
+from pentatron.config.rules import RULES, problems_of
+from pentatron.config.run import table
+from tests.config.builders import not_built, problems, resolved
+
+ONE = Facts(1)
+
+
+def relations(words: str, facts: Facts = ONE, least: str | None = None) -> list[str]:
+    """The problems, less those that only say that a feature comes later."""
+    found = problems(words, facts) if least is None else problems(words, facts, least=least)
+    return [p for p in found if p not in not_built(found)]
+
+
+TORCHRUN_4 = Facts(4, 4, 4, "torchrun", True)
+
+# name of the rule, words that break it, the sentence, words that keep it, facts of both
+CASES: list[tuple[str, str, str, str, Facts]] = [
+    ("_world", "--tp_size 2",
+     "1 process is too few: one copy of the model needs 2 (tensor) × 1 (pipeline) × 1 (context) = 2; "
+     "start 2 processes or a multiple, or lower the parallel sizes",
+     "--tp_size 1", ONE),
+    ("_world", "--tp_size 2 --pp_size 2",
+     "6 processes cannot be divided into copies of the model of 2 (tensor) × 2 (pipeline) × 1 (context) = 4 processes "
+     "each; use 4 or 8 processes, or other parallel sizes",
+     "--tp_size 2", Facts(6, 6)),
+    ("_expected_world", "--world-size 8",
+     "--world-size 8 does not match the 4 process(es) that were started; start 8 (torchrun --nproc_per_node=... or "
+     "--nproc-per-node) or leave --world-size out",
+     "--world-size 4", Facts(4, 4)),
+    ("_data_parallel", "--data-parallel-size 3",
+     "--data-parallel-size 3 × 1 (tp × pp × cp) = 3, but there are 4 processes; use 4 or leave it out",
+     "--data-parallel-size 4", Facts(4, 4)),
+    ("_data_parallel", "--data-parallel-size 4 --tp_size 2",
+     "--data-parallel-size 4 × 2 (tp × pp × cp) = 8, but there are 4 processes; use 2 or leave it out",
+     "--data-parallel-size 2 --tp_size 2", Facts(4, 4)),
+    ("_processes_here", "--nproc-per-node 2",
+     "--nproc-per-node 2 does not match the 4 process(es) that torchrun started on this machine; "
+     "leave --nproc-per-node out",
+     "--nproc-per-node 4", TORCHRUN_4),
+    ("_meeting_point", "--init-method localhost:12345",
+     "--init-method localhost:12345 must look like tcp://HOST:PORT, for example tcp://localhost:12345",
+     "--init-method tcp://localhost:12345", ONE),
+    ("_heads_per_rank", "--hidden-size 120 --ffn-hidden-size 120 --num-attention-heads 12 --tp_size 5",
+     "--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 5; use 1, 2, 3, 4, 6 or 12",
+     "--hidden-size 150 --num-attention-heads 15 --tp_size 5", Facts(5, 5)),
+    ("_groups", "--hidden-size 64 --num-attention-heads 8 --num-query-groups 3",
+     "--num-attention-heads 8 is not divisible by --num-query-groups 3; use 1, 2, 4 or 8 groups",
+     "--hidden-size 64 --num-attention-heads 8 --num-query-groups 4", ONE),
+    ("_groups_per_rank", "--hidden-size 72 --num-attention-heads 12 --num-query-groups 3 --tp_size 2",
+     "--num-query-groups 3 is neither a multiple nor a divisor of --tensor-model-parallel-size 2; "
+     "use a tensor parallel size of 1 or 3",
+     "--hidden-size 72 --num-attention-heads 12 --num-query-groups 6 --tp_size 2", Facts(2, 2)),
+    ("_groups_per_rank", "--hidden-size 72 --num-attention-heads 12 --num-query-groups 3 --tp_size 4",
+     "--num-query-groups 3 is neither a multiple nor a divisor of --tensor-model-parallel-size 4; "
+     "use a tensor parallel size of 1 or 3",
+     "--hidden-size 72 --num-attention-heads 12 --num-query-groups 2 --tp_size 4", Facts(4, 4)),
+    ("_grouping", "--hidden-size 64 --num-attention-heads 8 --num-query-groups 4 --no-group-query-attention",
+     "--no-group-query-attention and --num-query-groups 4 contradict each other; leave one of them out",
+     "--hidden-size 64 --num-attention-heads 8 --num-query-groups 8 --no-group-query-attention", ONE),
+    ("_head_width", "--hidden-size 64 --num-attention-heads 6",
+     "--hidden-size 64 is not divisible by --num-attention-heads 6; use 1, 2, 4, 8, 16, 32 or 64 heads, or give "
+     "--kv-channels",
+     "--hidden-size 64 --num-attention-heads 6 --kv-channels 16", ONE),
+    ("_mlp_per_rank", "--ffn-hidden-size 101 --tp_size 2",
+     "--ffn-hidden-size 101 is not divisible by --tensor-model-parallel-size 2; use --ffn-hidden-size 102",
+     "--ffn-hidden-size 102 --tp_size 2", Facts(2, 2)),
+    ("_layers_per_stage", "--num-layers 2 --pp_size 4",
+     "--num-layers 2 cannot fill the 4 stages of --pipeline-model-parallel-size 4; use 4 layers or more, or at most 2 "
+     "stages",
+     "--num-layers 4 --pp_size 4", Facts(4, 4)),
+    ("_sequence_per_rank", "--seq-length 100 --context-parallel-size 4",
+     "--seq-length 100 is not divisible by 8, as 2 × 4 (context) need; use 96 or 104",
+     "--seq-length 104 --context-parallel-size 4", Facts(4, 4)),
+    ("_sequence_per_rank", "--seq-length 5 --sequence-parallel --tp_size 2",
+     "--seq-length 5 is not divisible by 2, as 2 (tensor, for --sequence-parallel) need; use 4 or 6",
+     "--seq-length 6 --sequence-parallel --tp_size 2", Facts(2, 2)),
+    ("_sequence_per_rank", "--seq-length 3 --sequence-parallel --tp_size 4",
+     "--seq-length 3 is not divisible by 4, as 4 (tensor, for --sequence-parallel) need; use 4",
+     "--seq-length 3 --tp_size 4", Facts(4, 4)),
+    ("_sequence_per_rank", "--seq-length 100 --sequence-parallel --tp_size 4 --context-parallel-size 2",
+     "--seq-length 100 is not divisible by 8, as 2 × 2 (context) and 4 (tensor, for --sequence-parallel) need; "
+     "use 96 or 104",
+     "--seq-length 96 --sequence-parallel --tp_size 4 --context-parallel-size 2", Facts(8, 8)),
+    ("_experts", "--num-experts 64 --expert-model-parallel-size 3",
+     "--num-experts 64 is not divisible by --expert-model-parallel-size 3; use 1, 2, 4, 8, 16, 32 or 64",
+     "--num-experts 64 --expert-model-parallel-size 8", ONE),
+    ("_experts", "--expert-model-parallel-size 3",
+     "--expert-model-parallel-size 3 needs experts; give --num-experts", "--expert-model-parallel-size 1", ONE),
+    ("_experts", "--num-experts 4 --moe-router-topk 8",
+     "--moe-router-topk 8 is more than --num-experts 4; use at most 4", "--num-experts 4 --moe-router-topk 4", ONE),
+    ("_rotary", "--position-embedding-type rope --hidden-size 28 --num-attention-heads 4",
+     "the rotated part of a head, 7 × 1.0 (--rotary-percent) = 7, must be even; "
+     "change --kv-channels or --num-attention-heads",
+     "--position-embedding-type rope --hidden-size 32 --num-attention-heads 4", ONE),
+    ("_batch", "--global-batch-size 6 --micro-batch-size 2",
+     "global batch size (6) is not divisible by micro batch size (2) times data parallel size (2) = 4; "
+     "use --micro-batch-size 1 or 3",
+     "--global-batch-size 8 --micro-batch-size 2", Facts(2, 2)),
+    ("_positions", "--seq-length 512 --max-position-embeddings 256",
+     "--seq-length 512 is longer than --max-position-embeddings 256; raise the latter or shorten the sequence",
+     "--seq-length 256 --max-position-embeddings 256", ONE),
+    ("_padded_vocabulary", "--padded-vocab-size 90",
+     "--padded-vocab-size 90 is smaller than --vocab-size 100; use 100 or leave it out",
+     "--padded-vocab-size 100", ONE),
+    ("_padded_vocabulary", "--padded-vocab-size 101 --tp_size 2",
+     "--padded-vocab-size 101 is not divisible by --tensor-model-parallel-size 2; use 102 or leave it out",
+     "--padded-vocab-size 102 --tp_size 2", Facts(2, 2)),
+    ("_precision", "--fp16 --bf16", "--fp16 and --bf16 exclude each other; choose one", "--bf16", ONE),
+    ("_data", "--corpus python", "--corpus and --mock-data are different sources of data; choose one", "", ONE),
+    ("_split", "--split 0,1,1",
+     "--split 0,1,1 must be up to three numbers with a training share above 0, such as 969,30,1", "--split 99,1,0", ONE),
+    ("_split", "--split most", "--split most must be up to three numbers with a training share above 0, such as 969,30,1",
+     "--split 1", ONE),
+    ("_split", "--split 9,nan",
+     "--split 9,nan must be up to three numbers with a training share above 0, such as 969,30,1", "--split 9,1", ONE),
+    ("_warmup", "--lr-warmup-iters 10",
+     "--lr-warmup-iters 10 must be smaller than the 10 steps of the decay (--lr-decay-iters or --train-iters)",
+     "--lr-warmup-iters 9", ONE),
+    ("_min_lr", "--lr 1e-4 --min-lr 1e-3",
+     "--min-lr 0.001 is above --lr 0.0001; lower the first or raise the second", "--lr 1e-4 --min-lr 1e-4", ONE),
+    ("_fresh", "--fresh --load a",
+     "--fresh starts anew, --load a goes on from a checkpoint; leave one of them out", "--fresh", ONE),
+]  # fmt: skip
+# the same for rules about what is missing: least words, words that help
+MISSING: list[tuple[str, str, str, str]] = [
+    ("_vocabulary", "--mock-data --train-iters 3",
+     "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json",
+     "--vocab-size 5"),
+    ("_data", "--preset qwen3-8b --train-iters 3",
+     "no data is named; give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), --corpus python, --dataset-size N for "
+     "synthetic samples, or --mock-data",
+     "--dataset-size 4"),
+    ("_blend", "--vocab-size 5 --train-iters 3 --data-path 0.5 a 0.5 b",
+     "--data-path with 4 words needs blends, which this version does not have yet; give one prefix",
+     "--data-path a"),
+    ("_tokenizer", "--vocab-size 5 --train-iters 3 --data-path a --tokenizer-type HFTokenizer",
+     "--tokenizer-type HFTokenizer needs --tokenizer-model, a folder that has a tokenizer.json",
+     "--tokenizer-model b"),
+    ("_how_long", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
+     "--train-iters 3"),
+    ("_how_long", "--mock-data --vocab-size 5 --epochs 2",
+     "how many steps --epochs 2 are is known for synthetic samples (--dataset-size) only; give --train-iters instead",
+     "--train-iters 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "sentence", "good", "facts"), CASES, ids=[f"{c[0]}: {c[1]}" for c in CASES]
+)
+def test_rule(rule: str, bad: str, sentence: str, good: str, facts: Facts) -> None:
+    assert relations(bad, facts) == [sentence]
+    assert relations(good, facts) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "least", "sentence", "help"), MISSING, ids=[f"{c[0]}: {c[1]}" for c in MISSING]
+)
+def test_what_is_missing(rule: str, least: str, sentence: str, help: str) -> None:
+    assert problems(least=least) == [sentence]
+    assert problems(help, least=least) == []
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case[0] for case in CASES} | {case[0] for case in MISSING} == {rule.__name__ for rule in RULES}
+
+
+# Problems met while values are derived.
+@pytest.mark.parametrize(
+    ("words", "world", "sentence"),
+    [
+        ("--global-batch-size 10", 4,
+         "--global-batch-size 10 cannot be divided by 4 data-parallel ranks × 1 micro-batches; use a multiple of 4"),
+        ("--global-batch-size 10 --gradient-accumulation-steps 4", 1,
+         "--global-batch-size 10 cannot be divided by 1 data-parallel ranks × 4 micro-batches; use a multiple of 4"),
+        ("--global-batch-size 10 --micro-batch-size 1 --num-microbatches 4", 2,
+         "--global-batch-size 10 ≠ 1 (micro) × 2 (data-parallel) × 4 (micro-batches) = 8; leave one of them out"),
+        ("--gradient-accumulation-steps 8 --num-microbatches 4", 1,
+         "--gradient-accumulation-steps 8 and --num-microbatches 4 both say how many micro-batches a step has; "
+         "give one of them"),
+        ("--rank-batch-size 4 --micro-batch-size 2", 1,
+         "--batch_size and --micro-batch-size/--global-batch-size say the same thing twice; give one of them"),
+        ("--rank-batch-size 6 --num-microbatches 4", 1,
+         "--batch_size 6 is not divisible by --num_microbatches 4; use 1, 2, 3 or 6 micro-batches"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", 1,
+         "--lr-warmup-iters 2 and --lr-warmup-fraction 0.1 both set the warm-up; give one of them"),
+    ],
+)  # fmt: skip
+def test_problems_of_derivations(words: str, world: int, sentence: str) -> None:
+    assert problems(words, Facts(world, world)) == [sentence]
+
+
+def test_batch_size_of_a_guides_program_is_checked() -> None:
+    assert problems("--batch_size 8 --num_microbatches 3", ONE, STANDARD, least="") == [
+        "--batch_size 8 is not divisible by --num_microbatches 3; use 1, 2, 4 or 8 micro-batches"
+    ]
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    words = "--hidden-size 120 --num-attention-heads 12 --tp_size 5 --fp16 --bf16 --min-lr 1 --lr-warmup-iters 10 --seed -1"
+    found = problems(words, Facts(2, 2))
+    assert [sentence.split(" ")[0] for sentence in found] == [
+        "--seed", "--tp_size", "--fp16", "2", "--num-attention-heads", "--fp16", "--lr-warmup-iters",
+        "--min-lr",
+    ]  # fmt: skip
+    assert (
+        "--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 5; use 1, 2, 3, 4, 6 or 12"
+        in found
+    )
+
+
+# --- values by themselves ---
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name: str) -> None:
+    values = resolved().config.flat()
+    bad = 65536 if name == "master_port" else -1
+    sentence = out_of_limits({**values, name: bad})
+    assert sentence == {name: f"{table()[name].flag} {bad} must be {LIMITS[name].words}"}
+    assert out_of_limits(values) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--adam-beta2 1.0", "--adam-beta2 1.0 must be at least 0 and below 1"),
+        ("--rotary-percent 1.5", "--rotary-percent 1.5 must be above 0 and at most 1"),
+        ("--master-port 70000", "--master-port 70000 must be a port from 1 to 65535"),
+        ("--eval-iters -1", "--eval-iters -1 must be 0 or more"),
+        ("--layernorm-epsilon 0", "--layernorm-epsilon 0.0 must be more than 0"),
+        ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_limits_of_a_command_line(words: str, sentence: str) -> None:
+    assert problems(words) == [sentence]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--eval-iters 0",
+        "--lr 0 --min-lr 0",
+        "--clip-grad 0",
+        "--adam-beta1 0",
+        "--seed 0",
+        "--master-port 65535",
+        "--master-port 1",
+        "--rotary-percent 1",
+    ],
+)
+def test_values_at_their_limit(words: str) -> None:
+    assert problems(words) == []
+
+
+def test_a_rule_that_looks_at_a_wrong_value_is_not_heard() -> None:
+    values = {
+        **resolved().config.flat(),
+        "seq_length": -5,
+        "max_position_embeddings": -3,
+        "num_attention_heads": 0,
+    }
+    assert problems_of(values, ONE) == [
+        "--num-attention-heads 0 must be more than 0",
+        "--seq-length -5 must be more than 0",
+        "--max-position-embeddings -3 must be more than 0",
+    ]
+
+
+# --- features that come later ---
+
+
+def test_refusals_name_what_was_typed_and_the_way_out() -> None:
+    assert problems("--use-distributed-optimizer") == [
+        "--use-distributed-optimizer needs sharded optimizer state (ZeRO), which this version does not have yet; leave it out"
+    ]
+    assert problems("--fp8 e4m3 --fp8_recipe=delayed") == [
+        "--fp8 e4m3, --fp8_recipe delayed need fp8 training, which this version does not have yet; leave them out"
+    ]
+    assert problems("--recompute-modules core_attn mlp") == [
+        "--recompute-modules core_attn mlp needs activation recompute, which this version does not have yet; leave it out"
+    ]
+
+
+def test_refusals_of_a_presets_values() -> None:
+    values = {**resolved().config.flat(), "hidden_dropout": 0.1, "num_experts": 8}
+    sources = {"hidden_dropout": "preset x", "num_experts": "preset x"}
+    assert not_available(values, sources) == [
+        "--hidden-dropout 0.1 needs dropout that does not depend on the layout, which this version does not have yet; "
+        "add --hidden-dropout 0.0 to do without",
+        "--num-experts 8 needs mixture of experts, which this version does not have yet; choose another preset",
+    ]

@@ -1,0 +1,71 @@
+"""Which settings the source reads, found by a walk over its syntax trees.
+
+A read counts when it can change what a run does: `config.optim.lr`, `self.config.lr` where the class was given an
+`OptimConfig`, `draft["lr"]` in a derivation. Rules and notices only talk about a value and do not count.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+from pentatron.config.run import sections, table
+
+PACKAGE = Path(__file__).parents[2] / "pentatron"
+DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "setting.py"}
+ONLY_TALK = {"rules.py", "limits.py", "notices.py"}
+DRAFTS = {"draft", "values", "written"}
+SECTION_OF = {cls.__name__: section for section, cls in sections().items()}
+
+
+def settings_read_anywhere() -> dict[str, set[str]]:
+    """Setting name → the modules that read it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = path.relative_to(PACKAGE)
+        if module.parts[0] == "config" and module.name in DECLARATIONS | ONLY_TALK:
+            continue
+        for name in settings_read(path.read_text(encoding="utf-8")):
+            found[name].add(str(module))
+    return found
+
+
+def settings_read(source: str) -> set[str]:
+    """The settings one module's text reads."""
+    tree = ast.parse(source)
+    aliases = _aliases(tree)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            if _last_name(node.value) in DRAFTS:
+                found.add(str(node.slice.value))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in table():
+            base = _last_name(node.value)
+            if table()[node.attr].section in {base, *aliases[base]}:
+                found.add(node.attr)
+    return found & set(table())
+
+
+def _aliases(tree: ast.AST) -> defaultdict[str, set[str]]:
+    """Variable or attribute name → the sections it holds somewhere in the module."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name):
+            if node.annotation.id in SECTION_OF:
+                found[node.arg].add(SECTION_OF[node.annotation.id])
+        elif isinstance(node, ast.Assign):
+            for target, value in _pairs(node.targets[0], node.value):
+                if isinstance(value, ast.Attribute) and value.attr in sections():
+                    found[_last_name(target)].add(value.attr)
+    return found
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts))
+    return [(target, value)]
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""

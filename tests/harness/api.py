@@ -1,0 +1,97 @@
+"""What tests and benches call."""
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.client import rank_environment, session_zygote
+from tests.harness.messages import Job
+from tests.harness.report import RanksFailed, failure_text
+
+DEFAULT_TIMEOUT = 60.0
+LARGEST_WORLD = 8
+
+
+def distributed(
+    world: int, timeout: float = DEFAULT_TIMEOUT
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test function run on `world` ranks, each with a fresh gloo process group.
+
+    It may take parametrised arguments and fixtures as long as they can be pickled (`tmp_path`, which all ranks share);
+    fixtures run once, in the test process. The test fails if any rank fails, or takes longer than `timeout` seconds.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        _require_module_level(body)
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            try:
+                _run(body, world, timeout, arguments)
+            except RanksFailed as failed:
+                # The ranks' tracebacks are in the text; the one of this process would only show the harness.
+                raise pytest.fail.Exception(str(failed), pytrace=False) from None
+
+        test.distributed_body = body  # type: ignore[attr-defined]  # what the ranks call
+        return test
+
+    return decorate
+
+
+def run_distributed(
+    function: Callable[..., Any], world: int, *, timeout: float = DEFAULT_TIMEOUT, **arguments: Any
+) -> list[Any]:
+    """Call a module-level function on `world` ranks and return each rank's return value; `RanksFailed` if one fails."""
+    return _run(function, world, timeout, arguments)
+
+
+def _run(function: Callable[..., Any], world: int, timeout: float, arguments: Mapping[str, Any]) -> list[Any]:
+    __tracebackhide__ = True
+    outcomes = session_zygote().run(_job(function, world, timeout, arguments))
+    if not all(outcome.ok for outcome in outcomes):
+        raise RanksFailed(failure_text(outcomes))
+    return [pickle.loads(outcome.result) for outcome in outcomes]
+
+
+def _job(function: Callable[..., Any], world: int, timeout: float, arguments: Mapping[str, Any]) -> Job:
+    if not 1 <= world <= LARGEST_WORLD:
+        raise ValueError(f"world must be 1 to {LARGEST_WORLD}, not {world}")
+    if not function.__qualname__.isidentifier():
+        raise ValueError(
+            f"ranks find a function by its name, so {function.__qualname__} must be at module level"
+        )
+    main_file = sys.modules["__main__"].__file__ if function.__module__ == "__main__" else None
+    return Job(
+        module=function.__module__,
+        main_file=main_file,
+        function=function.__name__,
+        arguments=_pickled(arguments),
+        world=world,
+        timeout=timeout,
+        import_path=list(sys.path),
+        working_directory=str(Path.cwd()),
+        environment=rank_environment(),
+    )
+
+
+def _require_module_level(function: Callable[..., Any]) -> None:
+    if not function.__qualname__.isidentifier():
+        raise ValueError(
+            f"ranks find a function by its name, so {function.__qualname__} must be at module level"
+        )
+
+
+def _pickled(arguments: Mapping[str, Any]) -> bytes:
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise ValueError(
+                f"argument {name!r} cannot be sent to the ranks ({error}); pass plain data and build it from that there"
+            ) from None
+    return pickle.dumps(dict(arguments))

@@ -1,0 +1,94 @@
+"""Small operations on processes: families, groups, and how a process ended."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+# Options of prctl(2).
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own, so that none can slip away unseen (Linux)."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which has just forked it, dies (Linux)."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def child_pids(pid: int) -> list[int]:
+    """The children of a process, zombies included; empty where the system does not tell."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie; False where the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def open_descriptors(pid: int) -> int:
+    """How many file descriptors a process holds; none where the system does not tell."""
+    directory = Path(f"/proc/{pid}/fd")
+    return len(list(directory.iterdir())) if directory.is_dir() else 0
+
+
+def thread_count() -> int:
+    """Threads of this process, those of C++ libraries included where the system tells."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
+
+
+def join_group(pid: int, group: int) -> None:
+    """Put a child into a process group. Parent and child both do this, so neither can run ahead of it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, group)
+
+
+def kill_group(group: int) -> None:
+    # PermissionError: macOS answers so when only zombies are left in the group.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill_and_reap_descendants(group: int) -> None:
+    """Kill a process group and whatever else descends from this process, and wait until all of it is gone."""
+    kill_group(group)
+    while True:
+        # A descendant that left the group turns up here when its parent dies, because of `adopt_orphans`.
+        for child in child_pids(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def describe_exit(code: int) -> str:
+    """In words, an exit code as `subprocess` counts it: below zero for a signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-code}"

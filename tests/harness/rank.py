@@ -1,0 +1,154 @@
+"""One rank: everything that happens in a forked process, from the fork to its report."""
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.messages import Job, Outcome, RankFiles
+
+# Asks a rank for its Python stack. Not SIGUSR1: training code handles that one itself, and tests want to send it.
+STACK_SIGNAL = signal.SIGQUIT
+SEED = 1234
+# The harness, not the process group, decides that a test hangs: it can show where every rank stands.
+PROCESS_GROUP_MARGIN = 60.0
+# What gloo says when a peer has gone away.
+PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+    "Pair is not connected",
+    "Application timeout caused pair closure",
+)
+
+
+def live_as_rank(job: Job, rank: int, directory: Path, doorbell: int) -> NoReturn:
+    """Run the job's function as one rank and leave a report; rings the doorbell when the report is there."""
+    files = RankFiles(directory, rank)
+    capture_output(files.output)
+    dump_stack_on_demand(files.stack)
+    outcome = run(job, rank, directory)
+    write_report(outcome, files.report)
+    os.write(doorbell, b".")
+    if not outcome.ok:
+        os._exit(1)  # closes the connections, so that peers waiting for this rank fail at once
+    # Others may still talk to this rank's process group, so it stays until all are done and the zygote kills it.
+    while True:
+        signal.pause()
+
+
+def capture_output(path: Path) -> None:
+    """Send stdout and stderr, also those of C++ code, to one file in the order of writing."""
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+
+def dump_stack_on_demand(path: Path) -> None:
+    """Write the Python stack of all threads to a file when asked for it, or on a crash."""
+    stack = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.enable(stack)
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
+
+
+def run(job: Job, rank: int, directory: Path) -> Outcome:
+    try:
+        sys.path[:] = job.import_path
+        os.chdir(job.working_directory)
+        os.environ.clear()
+        os.environ.update(job.environment)
+        torch.set_num_threads(1)
+        join_process_group(job, rank, directory)
+        function = find_function(job)
+        arguments = pickle.loads(job.arguments)
+        # Last, so that nothing done while importing decides what the function draws.
+        random.seed(SEED)
+        torch.manual_seed(SEED)
+        result = pickle.dumps(function(**arguments))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the function did not return
+        return failure(error, rank)
+    return Outcome(rank, ok=True, at=time.monotonic(), result=result)
+
+
+def join_process_group(job: Job, rank: int, directory: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(directory / "store"), job.world),
+        rank=rank,
+        world_size=job.world,
+        timeout=timedelta(seconds=job.timeout + PROCESS_GROUP_MARGIN),
+    )
+
+
+def find_function(job: Job) -> Callable[..., Any]:
+    """The plain function behind a name; the module holds the decorated one if it is a distributed test."""
+    module = load_script(job.main_file) if job.main_file else importlib.import_module(job.module)
+    found = getattr(module, job.function)
+    return getattr(found, "distributed_body", found)
+
+
+def load_script(path: str) -> ModuleType:
+    """Import the caller's script under the name that multiprocessing gives it, so that classes in it can be pickled."""
+    spec = importlib.util.spec_from_file_location("__mp_main__", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def failure(error: BaseException, rank: int) -> Outcome:
+    at = time.monotonic()
+    if isinstance(error, SystemExit):
+        headline = f"exited with code {error.code!r} (sys.exit)"
+    else:
+        headline = "raised " + traceback.format_exception_only(error)[-1].partition("\n")[0]
+    return Outcome(
+        rank,
+        ok=False,
+        at=at,
+        headline=headline,
+        traceback="".join(traceback.format_exception(error.with_traceback(own_frames_removed(error)))),
+        peer_lost=any(
+            isinstance(link, RuntimeError) and any(words in str(link) for words in PEER_LOST)
+            for link in exception_chain(error)
+        ),
+    )
+
+
+def own_frames_removed(error: BaseException) -> Any:
+    """The error's traceback from the first frame that is not this file's."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames or error.__traceback__
+
+
+def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def write_report(outcome: Outcome, path: Path) -> None:
+    """A file takes a report of any size without a reader; the rename makes it appear whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(pickle.dumps(outcome))
+    unfinished.rename(path)

@@ -1,0 +1,67 @@
+"""The files around the package agree with it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(ROOT.glob("*.sh"))
+ENTRY_POINTS = [
+    "megatron_core_training_example.py",
+    "pretrain_gpt.py",
+    "train.py",
+    "train_3d_parallel.py",
+    "train_megatron.py",
+]
+
+
+def lines(name: str) -> set[str]:
+    return {line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")}
+
+
+def test_requirements_are_the_core_dependencies() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert lines("requirements.txt") == set(project["dependencies"])
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines("requirements.lock")}
+    assert {w.split(">=")[0].lower() for w in wanted} <= pinned
+    assert all("==" in line for line in lines("requirements.lock"))
+    assert "torch==2.13.0" in lines("requirements.lock")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_shell_scripts_are_well_formed(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    assert script.stat().st_mode & 0o111, "can be started as it is"
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_entry_points_show_their_own_help_without_torch(name: str) -> None:
+    program = (
+        "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program, name], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"usage: {name} ")
+
+
+def test_the_builder_makes_the_configured_model() -> None:
+    from gpt_builders import gpt_builder
+    from model_provider import model_provider
+    from tests.support import resolved
+
+    config = resolved("--num-layers 3").config
+    model = model_provider(gpt_builder, config=config)
+    assert len(model.layers) == 3
