@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Extra words for pip, e.g. PIP_ARGS="--index-url URL-OF-A-CUDA-BUILD" (see README, "Set-up").
+# Extra words for pip, e.g. PIP_ARGS="--extra-index-url URL-OF-A-CUDA-BUILD" (see README, "Set-up").
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help

@@ -2,5 +2,5 @@
 # 3D-parallel training. NUM_GPUS processes (default 8) as TP_SIZE x PP_SIZE x data; further words go to the script.
 set -euo pipefail
 cd "$(dirname "$0")"
-exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc_per_node="${NUM_GPUS:-8}" train_3d_parallel.py \
+exec "${PYTHON:-python3}" train_3d_parallel.py --nproc-per-node "${NUM_GPUS:-8}" \
     --tp_size "${TP_SIZE:-2}" --pp_size "${PP_SIZE:-2}" "$@"

@@ -3,5 +3,5 @@
 # to train_megatron.py.
 set -euo pipefail
 cd "$(dirname "$0")"
-exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc_per_node="${NUM_GPUS:-4}" train_megatron.py \
+exec "${PYTHON:-python3}" train_megatron.py --nproc-per-node "${NUM_GPUS:-4}" \
     --zero-stage "${ZERO_STAGE:-2}" "$@"

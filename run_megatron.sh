@@ -9,5 +9,5 @@ words=()
 [ -n "${NUM_LAYERS:-}" ] && words+=(--num_layers "$NUM_LAYERS")
 [ -n "${TP_SIZE:-}" ] && words+=(--tp_size "$TP_SIZE")
 [ -n "${PP_SIZE:-}" ] && words+=(--pp_size "$PP_SIZE")
-exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc_per_node="${NUM_GPUS:-8}" train_megatron.py \
+exec "${PYTHON:-python3}" train_megatron.py --nproc-per-node "${NUM_GPUS:-8}" \
     ${words[@]+"${words[@]}"} "$@"

@@ -1,7 +1,8 @@
 """Records the pictures of the README: runs the demo in a pseudo-terminal and draws what it printed.
 
     python scripts/record_demo.py                       the demo as `make demo` runs it
-    python scripts/record_demo.py --train-iters 40      further words go to `pentatron train`
+    python scripts/record_demo.py --train-iters 40      further words go to `pentatron train` (but --run-dir: the run is
+                                                        made in a temporary folder)
 
 Writes docs/images/demo.svg (the terminal) and docs/images/loss.svg (the run's own curve).
 """
@@ -37,7 +38,7 @@ def main(words: Sequence[str]) -> int:
             return 1
         prompt = f"$ pentatron {shlex.join(command[1:])}"
         (IMAGES / "demo.svg").write_text(terminal_picture(prompt, screen(printed)), encoding="utf-8")
-        [curve] = Path(scratch).glob("*/*/loss.svg")
+        [curve] = Path(scratch).rglob("loss.svg")
         shutil.copy(curve, IMAGES / "loss.svg")
     print(f"wrote {IMAGES / 'demo.svg'} and {IMAGES / 'loss.svg'}")
     return 0
@@ -47,9 +48,9 @@ def run_in_terminal(command: Sequence[str], folder: Path) -> tuple[str, int]:
     """Runs a command in a terminal of our size, echoing it; what it printed, and its exit code."""
     process, terminal = pty.fork()
     if process == 0:
+        termios.tcsetwinsize(sys.stdout.fileno(), (ROWS, COLUMNS))
         os.chdir(folder)
         os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)})
-    termios.tcsetwinsize(terminal, (ROWS, COLUMNS))
     printed = bytearray()
     while chunk := _read(terminal):
         printed += chunk

@@ -121,14 +121,8 @@ def require_repeatable_kernels() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def timeout_minutes(configured: float) -> float:
-    """NCCL_TIMEOUT (seconds) is what guides tell people to set; torch itself does not read it."""
-    seconds = timeout_seconds(os.environ)
-    return configured if seconds is None else seconds / 60
-
-
 def timeout_seconds(environment: Mapping[str, str]) -> float | None:
-    """NCCL_TIMEOUT, if it is set to a number that can be waited for."""
+    """NCCL_TIMEOUT, if it is a number that can be waited for: guides tell people to set it, torch does not read it."""
     text = environment.get("NCCL_TIMEOUT", "")
     number = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else 0.0
     return number or None

@@ -29,11 +29,11 @@ def generate_command(words: Sequence[str]) -> int:
     folder, prompt = Path(plain[0]), plain[1] if len(plain) == 2 else "\n"
     if not folder.is_dir():
         raise UserError(f"the run folder {folder} does not exist; `pentatron train` makes one")
-    from pentatron.train.continue_text import continue_text
+    from pentatron.train.continue_text import open_continuation
 
+    continuation = open_continuation(folder, prompt, *(options[name] for name in DEFAULTS))
     sys.stdout.write(prompt)
-    chosen = (options[name] for name in DEFAULTS)
-    for text in continue_text(folder, prompt, *chosen):
+    for text in continuation:
         sys.stdout.write(text)
         sys.stdout.flush()
     say("")

@@ -1,5 +1,6 @@
 """`pentatron COMMAND ...`"""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,6 +38,16 @@ def main(words: Sequence[str] | None = None) -> int:
 def guarded(action: Callable[[], int]) -> int:
     """Runs a command; what the user can mend becomes one sentence and exit code 2."""
     try:
+        return _sentences(action)
+    finally:
+        if "torch" in sys.modules:
+            # A process group caught in a reference cycle would be torn down while the interpreter dies, and its
+            # threads can then abort the process after all work is done.
+            gc.collect()
+
+
+def _sentences(action: Callable[[], int]) -> int:
+    try:
         return action()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -63,7 +74,10 @@ def _train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> i
         from pentatron.cli.help import entry_help
         from pentatron.config.run import sections
 
-        wanted = [w for w in words if w in sections()]
+        wanted = [w for w in words if not w.startswith("-")]
+        if wanted and wanted[0] not in sections():
+            guess = did_you_mean(wanted[0], list(sections()))
+            raise UserError(f"there is no group '{wanted[0]}'{guess}; the groups are {', '.join(sections())}")
         say(entry_help(entry, wanted[0] if wanted else None))
         return 0
     from pentatron.cli.train import train

@@ -1,24 +1,22 @@
 """`pentatron train`, and every guide's training script."""
 
+import os
+import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pentatron.cli.environment import (
     Worker,
     announce_worker,
     prepare_for_workers,
     require_repeatable_kernels,
-    timeout_minutes,
 )
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import EntryPoint
-
-if TYPE_CHECKING:
-    from pentatron.train.session import Outcome
-
+from pentatron.train.run_folder import RunFolder
 
 _USER_ERROR = 2
 
@@ -48,18 +46,19 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
     if worker.world_size > 1:
         announce_worker(worker, config.launch.init_method)
     device = choose_device(config.launch.device, worker.local_rank)
-    timeout = timeout_minutes(config.launch.distributed_timeout_minutes)
+    timeout = config.launch.distributed_timeout_minutes
     with open_world(config.grid, worker.rank, worker.local_rank, worker.local_size, device, timeout) as world:
         outcome = run_training(prepared.resolved, world, entry.resumes)
-    if worker.rank == 0 and outcome.stopped_by is None:
-        _what_next(outcome)
     alone = prepared.worker is None
-    return 128 + outcome.stopped_by if outcome.stopped_by is not None and alone else 0
+    if alone and outcome.stopped_by is not None:
+        return 128 + outcome.stopped_by
+    if alone:
+        _what_next(str(outcome.folder.path))
+    return 0
 
 
 def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
     from pentatron.launch.local import run_workers
-    from pentatron.train.run_folder import RunFolder
 
     config = prepared.resolved.config
     assert config.launch.threads_per_process is not None and config.run.run_dir is not None
@@ -73,24 +72,33 @@ def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
             f"Its last checkpoint is intact: the same command goes on from there"
         )
         return 1
+    if ended.exit_code == 0:
+        _what_next(config.run.run_dir)
     return ended.exit_code
 
 
 def _how(exit_code: int) -> str:
     if exit_code >= 0:
         return f"failed with exit code {exit_code} (its error is above)"
-    import signal
-
     return f"was killed by {signal.Signals(-exit_code).name}"
 
 
-def _what_next(outcome: "Outcome") -> None:
-    folder = outcome.folder.path
-    program = "pentatron" if not sys.argv[0].endswith(".py") else "python -m pentatron"
-    say("")
-    say("what to try next:")
-    if outcome.folder.sample.exists():
-        say(f'  {program} generate {folder} "import "          continue a text of yours')
-    say(f"  open {outcome.folder.curve}{' ' * 20}the loss curve")
-    say(f"  {program} train --help{' ' * 24}every setting, by group")
-    say(f"  {program} train --run-dir runs/mine --hidden-size 256   another run beside this one")
+def _what_next(run_dir: str) -> None:
+    """Commands to copy, with the program under the name it was called by."""
+    folder = RunFolder(Path(run_dir))
+    called = Path(sys.argv[0])
+    if called.suffix == ".py":
+        program = "python -m pentatron"
+    else:
+        program = called.name if shutil.which(called.name) == str(called) else os.path.relpath(called)
+    ideas = [
+        (f"{program} train --help", "every setting, by group"),
+        (f"{program} train --run-dir {folder.path}-wide --hidden-size 256", "another run beside this one"),
+    ]
+    if folder.sample.exists():
+        ideas.insert(0, (f'{program} generate {folder.path} "import "', "continue a text of yours"))
+    width = max(len(command) for command, _ in ideas)
+    say("\nwhat to try next:")
+    for command, meaning in ideas:
+        say(f"  {command:<{width}}  # {meaning}")
+    say(f"  and look at {folder.curve}: the loss curve, in any browser")

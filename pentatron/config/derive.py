@@ -229,4 +229,5 @@ def _folders(draft: Draft) -> None:
     if draft["load"] is None:
         draft.derive("load", draft["save"], "the run's own checkpoints")
     if draft["save_interval"] is None and draft["train_iters"] is not None:
-        draft.derive("save_interval", draft["train_iters"], "at the end only")
+        often = min(draft["train_iters"], max(100, draft["train_iters"] // 10))
+        draft.derive("save_interval", often, "a tenth of the run, at least 100 steps")

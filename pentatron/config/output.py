@@ -25,7 +25,9 @@ class CheckpointConfig:
     save: str | None = setting(None, "folder for checkpoints (RUN_DIR/checkpoints)")
     load: str | None = setting(None, "folder to resume from (the run's own checkpoints)")
     save_interval: int | None = setting(
-        None, "steps between checkpoints (at the end only)", also="--save_steps"
+        None,
+        "steps between checkpoints (a tenth of the run, at least 100); the last step is always saved",
+        also="--save_steps",
     )
     keep_checkpoints: int | None = setting(3, "how many of the newest to keep (none: all)")
     verify_checkpoint: bool = setting(True, "check the checksums before resuming")

@@ -27,7 +27,8 @@ class SyntheticDataset:
     log(alphabet) once the unused ids are known, then towards `best_loss` once the successors are.
     """
 
-    def __init__(self, size: int, vocab_size: int, sequence_length: int, seed: int) -> None:
+    def __init__(self, size: int, vocab_size: int, sequence_length: int, seed: int, first: int = 0) -> None:
+        """Samples `first`, `first` + 1, ... of the walks the seed describes."""
         if min(size, vocab_size, sequence_length) < 1:
             raise UserError(
                 f"Synthetic data needs positive sizes, found {size} samples, vocabulary {vocab_size}, "
@@ -36,6 +37,7 @@ class SyntheticDataset:
         self.size = size
         self.sequence_length = sequence_length
         self.seed = seed
+        self.first = first
         alphabet = min(ALPHABET, vocab_size)
         tokens = np.arange(alphabet, dtype=np.int64) * vocab_size // alphabet
         self._random = np.random.RandomState([_CYCLE_STREAM, seed])
@@ -57,7 +59,7 @@ class SyntheticDataset:
             raise IndexError(f"sample {i} of a dataset of {self.size} samples")
         # Seeding anew forgets everything before, and costs a tenth of making another generator.
         random = self._random
-        random.seed([_SAMPLE_STREAM, self.seed, i])
+        random.seed([_SAMPLE_STREAM, self.seed, self.first + i])
         steps = np.arange(self.sequence_length + 1)
         jumps = random.random_sample(len(steps)) < NOISE
         jumps[0] = True

@@ -37,6 +37,13 @@ def refuse_used_port(port: int) -> None:
             ) from None
 
 
+def _quieten_the_agent() -> None:
+    """Its own account of failures and signals repeats what the workers and we say; each module has its own level."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def run_workers(python_words: Sequence[str], processes: int, port: int | None) -> Ended:
     """Runs `python WORDS...` once per process until all end; a failing one takes the others down with it."""
     if port is not None:
@@ -45,8 +52,7 @@ def run_workers(python_words: Sequence[str], processes: int, port: int | None) -
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent's own account of a failure repeats what the worker has said.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _quieten_the_agent()
     options: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,

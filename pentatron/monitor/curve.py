@@ -11,6 +11,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 46
 _STEP_COLOUR, _MEAN_COLOUR, _VALIDATION_COLOUR = "#9ecae1", "#2171b5", "#d94801"
 # The running mean takes this share of the curve on either side of a point.
 _SMOOTHED_SHARE = 1 / 50
+_MOST_POINTS = 1000
 
 Point = tuple[float, float]
 
@@ -33,6 +34,7 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
     """An SVG with the training losses, their running mean, and the validation losses as dots."""
     if not training:
         raise ValueError("a curve needs at least one point")
+    training = _thinned(training)
     losses = [loss for _, loss in (*training, *validation)]
     step = _round_step((max(losses) - min(losses)) / 5 or 1.0)
     axes = Axes(
@@ -52,6 +54,13 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """At most a page's worth of points, each the mean of its neighbours: a long run must not make a large file."""
+    stride = -(-len(points) // _MOST_POINTS)
+    chunks = [points[i : i + stride] for i in range(0, len(points), stride)]
+    return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
 
 
 def _round_step(rough: float) -> float:

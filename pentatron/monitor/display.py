@@ -45,10 +45,17 @@ class PlainLines:
         self.out = out
         self._last = 0.0
         self._working_on = ""
+        self._reader_left = False
 
     def say(self, text: str) -> None:
-        self.out.write(f"{text}\n")
-        self.out.flush()
+        if self._reader_left:
+            return
+        try:
+            self.out.write(f"{text}\n")
+            self.out.flush()
+        except BrokenPipeError:
+            # Whoever read along (head, less) has left; the run goes on and its log has everything.
+            self._reader_left = True
 
     def work(self, what: str, done: int, total: int) -> None:
         if what != self._working_on:
@@ -62,7 +69,7 @@ class PlainLines:
             self.say(short_line(report, eta_seconds))
 
     def close(self) -> None:
-        self.out.flush()
+        pass
 
 
 class LiveBar:
@@ -74,8 +81,7 @@ class LiveBar:
         self.console = console
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[facts]}"),
             console=console,
         )
@@ -87,12 +93,12 @@ class LiveBar:
         self.console.print(text, markup=False, highlight=False)
 
     def work(self, what: str, done: int, total: int) -> None:
-        self._show(what, done, total, "")
+        self._show(what, done, total, f"{100 * done / max(total, 1):.0f} %")
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         facts = (
-            f"loss [green]{report.loss:.4f}[/]  lr {report.learning_rate:.2e}  "
-            f"{report.tokens_per_second:,.0f} tokens/s  {report.memory_bytes / 2**20:,.0f} MiB  "
+            f"{report.step}/{report.total_steps} loss [green]{report.loss:.4f}[/] lr {report.learning_rate:.1e} "
+            f"{report.tokens_per_second:,.0f} tok/s {report.memory_bytes / 2**20:,.0f} MiB "
             f"left [cyan]{duration(eta_seconds)}[/]"
         )
         self._show("training", report.step, report.total_steps, facts)

@@ -17,10 +17,10 @@ from pentatron.models.generate import generate
 from pentatron.train.datasets import configured_tokenizer
 
 
-def continue_text(
+def open_continuation(
     folder: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[str]:
-    """Yields the continuation as it is made."""
+    """Loads the model, or says why it cannot; the text then comes as it is made."""
     found, complaints = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True)
     if found is None:
         reason = complaints[0] if complaints else "none was saved yet"
@@ -33,11 +33,14 @@ def continue_text(
     load_into(found.folder, found.manifest, {f"weights/{n}": p.data for n, p in model.named_parameters()})
     model.eval()
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
+    tokens = generate(model, ids, max_tokens, config.seq_length, temperature, top_k, seed, stop=tokenizer.eod)
+    return _decoded(tokens, tokenizer)
+
+
+def _decoded(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
     made: list[int] = []
     shown = 0
-    for token in generate(
-        model, ids, max_tokens, config.seq_length, temperature, top_k, seed, stop=tokenizer.eod
-    ):
+    for token in tokens:
         made.append(token)
         text = tokenizer.decode(made)
         # A character may need several tokens; until it is whole it decodes to a replacement mark.

@@ -43,7 +43,8 @@ def build_datasets(config: RunConfig, world: World, data_folder: Path, display: 
         return Datasets(GPTDataset(source, range(len(source)), train_samples, length, seed), None, None)
     assert data.dataset_size is not None
     synthetic = SyntheticDataset(data.dataset_size, vocabulary, length, seed)
-    unseen = SyntheticDataset(max(1, valid_samples), vocabulary, length, seed + 1)
+    # Walks around the same cycle, which training has not seen.
+    unseen = SyntheticDataset(max(1, valid_samples), vocabulary, length, seed, first=data.dataset_size)
     return Datasets(EpochShuffle(synthetic, seed), unseen if valid_samples else None, None)
 
 

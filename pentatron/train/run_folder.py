@@ -9,6 +9,9 @@ from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import table
 
+# A later run that reads the saved configuration must not end up in this run's folder.
+_OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save", "load"})
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -77,7 +80,7 @@ def config_text(resolved: Resolved) -> str:
             section = item.section
             lines.append(f"\n{section}:")
         source = resolved.sources[name]
-        inherited = source.startswith("derived") or name in ("config", "preset", "fresh", "local_rank")
+        inherited = source.startswith("derived") or name in _OF_THIS_RUN_ALONE
         value = values[name]
         text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
         lines.append(f"  {'# ' if inherited else ''}{name}: {text}  # {source}")

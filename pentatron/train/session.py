@@ -89,7 +89,13 @@ def _run(
     output.say(describe(config, world, model))
     for change in changes:
         output.say(f"note: {change}")
-    if state.step:
+    assert config.train.train_iters is not None
+    if state.step >= config.train.train_iters:
+        output.say(
+            f"this run has finished its {state.step} steps: nothing is left to train. Raise --train-iters to go on, "
+            f"give --fresh to start anew, or --run-dir for another run"
+        )
+    elif state.step:
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")
     trainer = Trainer(config, world, model, optimizer, datasets, store, state, output, stop)
     finished = trainer.run()

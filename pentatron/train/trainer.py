@@ -91,8 +91,8 @@ class Trainer:
             self.state.consumed_samples += self.batch_size
             self.state.consumed_tokens += result.tokens
             report = self._report(result, rate, time.perf_counter() - started)
-            validation = self._validate_if_due()
-            self._publish(report, validation)
+            self._show(report)
+            self._record(report, self._validate_if_due())
             if self.state.step % self.save_interval == 0:
                 self.save()
         self.save()
@@ -174,11 +174,13 @@ class Trainer:
             teraflops_per_device=self.flops / seconds / self.world.everyone.size / 1e12,
         )
 
-    def _publish(self, report: StepReport, validation: float | None) -> None:
+    def _show(self, report: StepReport) -> None:
         left = (self.total_steps - report.step) * sum(self._recent) / len(self._recent)
         self.output.display.step(report, left)
         if report.step % self.config.log.log_interval == 0 or report.step == 1:
             self.output.note(log_line(report, datetime.now(), self.config.log.log_throughput))
+
+    def _record(self, report: StepReport, validation: float | None) -> None:
         if self.output.metrics is not None:
             row = metrics_row(report)
             self.output.metrics.write(row if validation is None else {**row, "validation_loss": validation})

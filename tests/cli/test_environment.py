@@ -11,7 +11,7 @@ from pentatron.cli.environment import (
     prepare_for_workers,
     split_meeting_point,
     tasks_per_node,
-    timeout_minutes,
+    timeout_seconds,
 )
 from pentatron.config.address import meeting_point
 from pentatron.config.errors import UserError
@@ -197,12 +197,11 @@ def test_workers_inherit_threads_unless_the_user_chose(environment: dict[str, st
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes"), [("3600", 60.0), ("90", 1.5), ("1.5", 0.025), ("", 10.0), ("x", 10.0), ("0", 10.0), ("-3", 10.0)]
-)  # fmt: skip
-def test_nccl_timeout(environment: dict[str, str], text: str, minutes: float) -> None:
-    environment["NCCL_TIMEOUT"] = text
-    assert timeout_minutes(10.0) == minutes
+    ("text", "seconds"), [("3600", 3600.0), ("1.5", 1.5), ("", None), ("x", None), ("0", None), ("-3", None)]
+)
+def test_nccl_timeout(text: str, seconds: float | None) -> None:
+    assert timeout_seconds({"NCCL_TIMEOUT": text}) == seconds
 
 
-def test_without_nccl_timeout_the_setting_counts(environment: dict[str, str]) -> None:
-    assert timeout_minutes(10.0) == 10.0
+def test_no_nccl_timeout() -> None:
+    assert timeout_seconds({}) is None

@@ -101,7 +101,7 @@ def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_los
     code, out, err = finish(process)
     assert code == 130
     assert "stopped by Ctrl-C; the checkpoint is saved" in out
-    assert "Traceback" not in err and "Error" not in err, err
+    assert err == "", err
     assert len(losses(folder)) < 8, "too fast to interrupt: make the run longer"
     code, out, err = finish(start(*command))
     assert code == 0, err

@@ -25,6 +25,13 @@ def test_a_falling_loss_falls_on_the_page() -> None:
     assert root.find(f"{SVG}text").text == "run <1>"  # type: ignore[union-attr]
 
 
+def test_a_long_run_makes_a_small_picture_of_the_same_shape() -> None:
+    svg = loss_curve("long", [(s, 100 - s / 2000) for s in range(1, 100_001)], [])
+    raw, _ = points(svg)
+    assert len(raw) == 1000 and len(svg) < 60_000
+    assert raw[-1][0] == 740, "the last step is still at the right edge"
+
+
 @pytest.mark.parametrize("training", [[(1, 2.0)], [(1, 2.0), (2, 2.0)], [(5, 1e-4), (9, 3e4)]])
 def test_odd_curves_are_drawn(training: list[tuple[float, float]]) -> None:
     for line in points(loss_curve("odd", training, [])):

@@ -53,6 +53,17 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "8192 tokens/s" in text and "left 1:02" in text
 
 
+def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    display = PlainLines(Closed())
+    display.say("nobody hears this")
+    display.step(REPORT, 1)
+    display.close()
+
+
 def test_a_live_bar_shows_loss_rate_speed_memory_and_time_left() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -71,8 +82,8 @@ def test_a_live_bar_shows_loss_rate_speed_memory_and_time_left() -> None:
         "training",
         "7/100",
         "6.6130",
-        "2.00e-05",
-        "8,192 tokens/s",
+        "2.0e-05",
+        "8,192 tok/s",
         "3 MiB",
         "1:02",
         "[with brackets]",

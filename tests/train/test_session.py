@@ -148,7 +148,7 @@ def test_a_finished_run_says_so_and_trains_no_more(
     before = final_state(tmp_path / "a")
     capsys.readouterr()
     run(tmp_path / "a")
-    assert "finished" in capsys.readouterr().out
+    assert "this run has finished its 6 steps: nothing is left to train" in capsys.readouterr().out
     assert len(losses(tmp_path / "a")) == 6 and final_state(tmp_path / "a") == before
 
 
@@ -197,6 +197,13 @@ def test_the_saved_configuration_can_be_used_again(tmp_path: Path) -> None:
     draft = gather(["--config", str(tmp_path / "a" / "config.yaml")], PRETRAIN_GPT)
     again = resolve(draft, Facts(2, 2, 1)).config
     assert again.parallel.data_parallel_size == 2 and again.train.train_iters == 2
+
+
+def test_validation_on_synthetic_data_is_of_the_same_kind(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--train-iters 60 --eval-interval 30 --lr 3e-2 --dataset-size 400")
+    rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+    assert rows[-1]["validation_loss"] < 0.6 * rows[0]["loss"], "unseen samples follow the same rule"
 
 
 def test_bf16_follows_fp32_and_resumes_bit_exactly(tmp_path: Path) -> None:
