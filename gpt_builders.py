@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import torch
+
 from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.config.run import RunConfig
-from pentatron.models.causal_lm import CausalLM
+from pentatron.models.causal_lm import CausalLM, build_model
 
 
 def gpt_builder(
@@ -19,4 +21,5 @@ def gpt_builder(
     """A model of the given architecture; `args` is a resolved configuration."""
     if not (pre_process and post_process) or vp_stage is not None:
         raise UserError("parts of a model need pipeline parallelism, which this version does not have yet")
-    return CausalLM(config or args.model, args.kernels.attention_backend)
+    device = torch.get_default_device()
+    return build_model(config or args.model, args.run.seed, device, args.kernels.attention_backend)

@@ -65,3 +65,6 @@ def test_the_builder_makes_the_configured_model() -> None:
     config = resolved("--num-layers 3").config
     model = model_provider(gpt_builder, config=config)
     assert len(model.layers) == 3
+    assert all(p.isfinite().all() and p.abs().max() < 10 for p in model.parameters()), (
+        "weights are drawn, not found"
+    )

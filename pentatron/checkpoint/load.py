@@ -26,6 +26,11 @@ def load_into(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -
                 f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
                 f"use the architecture it was made with"
             )
+        stored = str(target.dtype).removeprefix("torch.")
+        if stored != record.dtype:
+            raise UserError(
+                f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {stored}"
+            )
         by_file.setdefault(record.pieces[0].file, []).append(name)
     for file, names in by_file.items():
         _load_file(folder / file, {name: targets[name] for name in names})

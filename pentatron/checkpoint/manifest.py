@@ -1,11 +1,14 @@
 """The manifest: what a checkpoint consists of. Written last, so that a folder without one is no checkpoint."""
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.tensor_file import FileRecord, hash_file
+from pentatron.config.errors import UserError
 
 FORMAT = "pentatron-checkpoint"
 VERSION = 1
@@ -41,7 +44,13 @@ class Manifest:
     config: dict[str, Any]
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Over the content alone, so that reformatting the file is no damage."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -49,10 +58,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / FILE_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT or content["version"] != VERSION:
-            raise DamagedCheckpoint(
-                f"{path}: format {content['format']} version {content['version']} is not known here"
+        found = content.pop("sha256")
+        if content["format"] == FORMAT and content["version"] > VERSION:
+            raise UserError(
+                f"{path} has format version {content['version']}, this program knows {VERSION}; use a newer Pentatron"
             )
+        if content["format"] != FORMAT or found != _digest(content):
+            raise DamagedCheckpoint(f"{path} does not match its own checksum")
         manifest = Manifest(
             step=int(content["step"]),
             files={name: FileRecord(**record) for name, record in content["files"].items()},
@@ -62,11 +74,25 @@ def read_manifest(folder: Path) -> Manifest:
         )
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    except OSError as error:
+        # Not damage: the disk or the permissions may be better tomorrow.
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} is no manifest ({type(error).__name__}: {error})") from None
+    _check_pieces(folder, manifest)
     for record in manifest.files.values():
         _check_size(folder, record)
     return manifest
+
+
+def _check_pieces(folder: Path, manifest: Manifest) -> None:
+    for name, tensor in manifest.tensors.items():
+        if len(tensor.pieces) != 1 or tensor.pieces[0].shape != tensor.shape:
+            raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name} is not stored in one piece")
+        if tensor.pieces[0].file not in manifest.files:
+            raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name} lies in a file that is not listed")
 
 
 def _tensor(record: dict[str, Any]) -> TensorRecord:

@@ -31,6 +31,9 @@ from pentatron.parallel.collectives import Group, broadcast_object, gather_objec
 _STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?")
 
 
+_DAMAGED = ".damaged"
+
+
 @dataclass(frozen=True)
 class Found:
     """A checkpoint that passed its checks."""
@@ -64,9 +67,9 @@ class CheckpointStore:
         outcome = _write(temporary / f"rank-{group.rank:05d}.safetensors", {**mine, **own})
         outcomes = gather_objects(outcome, group)
         failures = [f"rank {rank}: {o}" for rank, o in enumerate(outcomes) if isinstance(o, str)]
-        final = self._free_step(step)
+        final = ""
         if not failures and group.rank == 0:
-            failures = self._commit(temporary, final, _manifest(step, outcomes, run_state, config))
+            final, failures = self._commit(temporary, _manifest(step, outcomes, run_state, config))
         final, failures = broadcast_object((final, failures), group)
         if failures:
             if group.rank == 0:
@@ -97,8 +100,10 @@ class CheckpointStore:
             f"earlier checkpoints are intact"
         )
 
-    def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> list[str]:
+    def _commit(self, temporary: Path, manifest: Manifest) -> tuple[str, list[str]]:
+        """Gives the step its name; returns where it now lies, or what went wrong."""
         try:
+            final = self._free_step(manifest.step)
             _write_text(temporary / FILE_NAME, manifest.to_json())
             sync_folder(temporary)
             temporary.rename(final)
@@ -108,8 +113,8 @@ class CheckpointStore:
             pointer.replace(self.folder / "latest")
             sync_folder(self.folder)
         except OSError as error:
-            return [f"rank 0: {error.strerror or error}"]
-        return []
+            return "", [f"rank 0: {error.strerror or error}"]
+        return str(final), []
 
     def _free_step(self, step: int) -> Path:
         """A name newer than any of this step: saved again after a rollback, it stands beside the old one."""
@@ -124,26 +129,38 @@ class CheckpointStore:
             (p for p in self.folder.iterdir() if _STEP_NAME.fullmatch(p.name) and p.is_dir()), key=_order
         )
 
-    def newest_valid(self, verify: bool) -> tuple[Found | None, list[str]]:
-        """The newest step that passes its checks, and a sentence about each one that did not (now set aside)."""
+    def newest_valid(self, verify: bool, set_aside: bool) -> tuple[Found | None, list[str]]:
+        """The newest step that passes its checks, and a sentence about each one that did not.
+
+        With `set_aside` the bad ones are renamed, so that nobody meets them again; only the run that holds the
+        folder may ask for that.
+        """
         complaints: list[str] = []
         for folder in reversed(self.steps()):
             try:
                 manifest = read_manifest(folder)
+                if manifest.step != _order(folder)[0]:
+                    raise DamagedCheckpoint(f"{folder} says it is step {manifest.step}")
                 if verify:
                     verify_files(folder, manifest)
                 return Found(folder, manifest), complaints
             except DamagedCheckpoint as damage:
-                aside = _free_name(folder.with_name(f"{folder.name}.damaged"))
-                folder.rename(aside)
-                complaints.append(f"{damage}; the step is set aside as {aside.name}")
+                complaints.append(str(damage))
+                if set_aside:
+                    aside = _free_name(folder.with_name(f"{folder.name}{_DAMAGED}"))
+                    folder.rename(aside)
+                    complaints[-1] += f"; the step is set aside as {aside.name}"
         return None, complaints
+
+    def damaged(self) -> list[Path]:
+        """Steps that were set aside earlier."""
+        return sorted(self.folder.glob(f"step-*{_DAMAGED}*"))
 
     def _remove_old(self, saved: int) -> None:
         """Deletes what the step just saved replaces, the oldest steps beyond `keep`, and what killed saves left."""
         steps = self.steps()
         replaced = [p for p in steps if _order(p)[0] == saved][:-1]
-        outdated = steps[: -self.keep] if self.keep is not None else []
+        outdated = [p for p in steps[: -self.keep] if _order(p)[0] != saved] if self.keep is not None else []
         for folder in dict.fromkeys((*replaced, *outdated)):
             # Hidden first: a deletion cut short must not leave half a step under a step's name.
             folder.rename(self.folder / f".{folder.name}.{secrets.token_hex(4)}")

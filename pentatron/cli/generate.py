@@ -1,5 +1,6 @@
 """`pentatron generate RUN_DIR [PROMPT]`"""
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ def generate_command(words: Sequence[str]) -> int:
         raise UserError(
             'say which run to use and, in quotes, what to continue: pentatron generate runs/demo "import "'
         )
+    for name, least in (("max-tokens", 1), ("temperature", 0), ("top-k", 1), ("seed", 0)):
+        if not least <= options[name] < math.inf:
+            raise UserError(f"--{name} {options[name]} must be {least} or more")
     folder, prompt = Path(plain[0]), plain[1] if len(plain) == 2 else "\n"
     if not folder.is_dir():
         raise UserError(f"the run folder {folder} does not exist; `pentatron train` makes one")

@@ -1,6 +1,7 @@
 """`pentatron COMMAND ...`"""
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,6 +38,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def guarded(action: Callable[[], int]) -> int:
     """Runs a command; what the user can mend becomes one sentence and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show × or → shows ?; that is no reason to stop.
+            stream.reconfigure(errors="replace")
     try:
         return _sentences(action)
     finally:
@@ -50,16 +55,22 @@ def _sentences(action: Callable[[], int]) -> int:
     try:
         return action()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if _speaks():
             complain(str(error))
         return 2
     except KeyboardInterrupt:
-        complain("stopped at once; checkpoints that were saved before are intact")
+        if _speaks():
+            complain("stopped at once; checkpoints that were saved before are intact")
         return 130
     except BrokenPipeError:
         # The reader of our output (head, less) has left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _speaks() -> bool:
+    """Whether this process speaks for the run: all ranks come to the same end, one says so."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def run_entry(entry: EntryPoint) -> None:

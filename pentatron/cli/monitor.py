@@ -1,5 +1,6 @@
 """`pentatron monitor [RUN_DIR]`: how a run is doing, from its metrics file; works on a finished run too."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ def monitor_command(words: Sequence[str]) -> int:
         return 0
     once = "--once" in words
     options, plain = read_options([w for w in words if w != "--once"], {"interval": 5.0}, "pentatron monitor")
+    if not 0 < options["interval"] < math.inf:
+        raise UserError(f"--interval {options['interval']} must be a number of seconds above 0")
     folder = Path(plain[0]) if plain else newest_run(Path())
     metrics = folder / "metrics.jsonl"
     if not metrics.exists():
@@ -63,8 +66,9 @@ def status_line(rows: Sequence[dict[str, Any]], total: int) -> str:
 
 def _total_steps(folder: Path) -> int:
     """Read from the saved configuration, so that the monitor needs nothing of the run but its folder."""
-    for line in (folder / "config.yaml").read_text(encoding="utf-8").splitlines():
+    saved = folder / "config.yaml"
+    for line in saved.read_text(encoding="utf-8").splitlines() if saved.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
         if name == "train_iters":
             return int(value.split("#")[0])
-    raise UserError(f"{folder / 'config.yaml'} does not say how long the run is")
+    raise UserError(f"{saved} does not say how long the run is; is {folder} the folder of a run?")

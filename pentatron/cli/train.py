@@ -16,6 +16,8 @@ from pentatron.cli.environment import (
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import EntryPoint
+from pentatron.config.errors import AgreedError, UserError
+from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
 _USER_ERROR = 2
@@ -47,12 +49,20 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
         announce_worker(worker, config.launch.init_method)
     device = choose_device(config.launch.device, worker.local_rank)
     timeout = config.launch.distributed_timeout_minutes
+    # An agent that started us passes signals on; without it we would train on, unseen.
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     with open_world(config.grid, worker.rank, worker.local_rank, worker.local_size, device, timeout) as world:
-        outcome = run_training(prepared.resolved, world, entry.resumes)
-    alone = prepared.worker is None
-    if alone and outcome.stopped_by is not None:
+        try:
+            outcome = run_training(prepared.resolved, world, entry.resumes, launcher)
+        except AgreedError:
+            raise
+        except UserError as error:
+            # Met by this rank alone: nobody else will say it.
+            complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
+            return _USER_ERROR
+    if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
-    if alone:
+    if prepared.worker is None:
         _what_next(str(outcome.folder.path))
     return 0
 
@@ -66,7 +76,8 @@ def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
     RunFolder(Path(config.run.run_dir)).create()
     prepare_for_workers(config.launch.threads_per_process)
     ended = run_workers(python_words, prepared.facts.world_size, config.launch.master_port)
-    if ended.failed_rank is not None and ended.exit_code != _USER_ERROR:
+    told = ended.exit_code == _USER_ERROR or ended.exit_code - 128 in WATCHED
+    if ended.failed_rank is not None and not told:
         complain(
             f"rank {ended.failed_rank} of {prepared.facts.world_size} {_how(ended.exit_code)}; the others were stopped. "
             f"Its last checkpoint is intact: the same command goes on from there"

@@ -7,6 +7,10 @@ class UserError(ValueError):
     """Something the user can mend. Its text is the whole message: one sentence with the fix, no traceback."""
 
 
+class AgreedError(UserError):
+    """One that every rank of a run raises alike; the first one speaks for all."""
+
+
 class ConfigError(UserError):
     """All problems of a configuration at once."""
 

@@ -18,6 +18,8 @@ ABOVE_ZERO = Limit(lambda x: x > 0, "more than 0")
 ZERO_OR_MORE = Limit(lambda x: x >= 0, "0 or more")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "at least 0 and below 1")
 SHARE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
+# NumPy's generators take no larger ones.
+SEED = Limit(lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
 PORT = Limit(lambda x: 1 <= x <= 65535, "a port from 1 to 65535")
 
 LIMITS: dict[str, Limit] = {
@@ -37,7 +39,7 @@ LIMITS: dict[str, Limit] = {
     ),
     **dict.fromkeys(
         (
-            "seed sample_tokens init_method_std moe_aux_loss_coeff num_workers eval_interval eval_iters lr min_lr "
+            "sample_tokens init_method_std moe_aux_loss_coeff num_workers eval_interval eval_iters lr min_lr "
             "lr_warmup_iters weight_decay clip_grad local_rank"
         ).split(),
         ZERO_OR_MORE,
@@ -46,6 +48,7 @@ LIMITS: dict[str, Limit] = {
         "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2".split(), BELOW_ONE
     ),
     "rotary_percent": SHARE,
+    "seed": SEED,
     "master_port": PORT,
 }
 

@@ -28,6 +28,10 @@ class Resolved:
     sources: Mapping[str, str]
     notices: Sequence[str]
 
+    def given(self, name: str) -> bool:
+        """Whether the user wrote this value, rather than inheriting it."""
+        return self.sources[name].startswith(("flag", "file"))
+
 
 def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     """Collects the written values; later sources win: entry point, preset, file, flags."""

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from pentatron.config.errors import UserError
 from pentatron.data.gpt_dataset import Sample
 
+_REMOTE_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "
+
 
 class SampleSource(Protocol):
     """Samples by number; a source without a length is endless."""
@@ -101,7 +103,11 @@ class BatchLoader(DataLoader[Batch]):
         return self._until_exhausted(super().__iter__())
 
     def _until_exhausted(self, batches: Iterator[Any]) -> Iterator[Batch]:
-        yield from batches
+        try:
+            yield from batches
+        except UserError as error:
+            # A reader process sends its whole traceback along; the sentence is its last line.
+            raise UserError(str(error).strip().splitlines()[-1].removeprefix(_REMOTE_ERROR)) from None
         raise self.batch_sampler.exhausted()
 
 

@@ -1,13 +1,17 @@
 """Workers on this machine, started and watched by torch's elastic agent."""
 
+import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pentatron.config.errors import UserError
@@ -44,6 +48,40 @@ def _quieten_the_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+def _let_a_second_signal_end_it() -> None:
+    """The agent waits for its workers as long as they take; a user who asks twice wants out.
+
+    Its handler is looked up when workers start, so it can be replaced before; there is no public way to do so.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    first = api._terminate_process_handler
+    asked: list[int] = []
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if asked:
+            for worker in _children():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker, signal.SIGKILL)
+            sys.stderr.write("pentatron: stopped at once; checkpoints that were saved before are intact\n")
+            sys.stderr.flush()
+            os._exit(128 + signum)
+        asked.append(signum)
+        first(signum, frame)
+
+    api._terminate_process_handler = handler
+
+
+def _children() -> list[int]:
+    """This process's children, each the leader of its own group; where the system does not tell, none."""
+    try:
+        return [
+            int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
 def run_workers(python_words: Sequence[str], processes: int, port: int | None) -> Ended:
     """Runs `python WORDS...` once per process until all end; a failing one takes the others down with it."""
     if port is not None:
@@ -53,6 +91,7 @@ def run_workers(python_words: Sequence[str], processes: int, port: int | None) -
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _quieten_the_agent()
+    _let_a_second_signal_end_it()
     options: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -64,6 +103,7 @@ def run_workers(python_words: Sequence[str], processes: int, port: int | None) -
         # Workers meet on this machine, whatever its name resolves to.
         "local_addr": "localhost",
         "shutdown_timeout": _GRACE_SECONDS,
+        "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2",
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(**{name: value for name, value in options.items() if name in known})

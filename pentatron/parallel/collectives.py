@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
     return tensor
 
 
-def any_rank(flag: bool, group: Group, device: torch.device) -> bool:
-    """Whether at least one rank says yes. Every rank must ask."""
+def largest(number: int, group: Group, device: torch.device) -> int:
+    """The largest of the ranks' numbers. Every rank must ask."""
     if group.size == 1:
-        return flag
-    return bool(all_reduce_max_(torch.tensor(int(flag), device=device), group).item())
+        return number
+    return int(all_reduce_max_(torch.tensor(number, device=device), group).item())
 
 
 def broadcast_object(value: Any, group: Group) -> Any:
@@ -66,11 +66,6 @@ def gather_objects(value: Any, group: Group) -> Sequence[Any]:
     return found
 
 
-def barrier(group: Group) -> None:
-    if group.size > 1:
-        dist.barrier(group=group.process_group)
-
-
 def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:
     """Runs `action` where chosen. An error the user can mend is raised on every rank, so that none is left waiting."""
     value, problem = None, None
@@ -79,7 +74,14 @@ def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | No
             value = action()
         except UserError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"{error.filename or 'a file'}: {error.strerror or error}"
+    raise_together(problem, group)
+    return value
+
+
+def raise_together(problem: str | None, group: Group) -> None:
+    """Raises the first rank's problem on all ranks, if any rank has one."""
     problems = [p for p in gather_objects(problem, group) if p is not None]
     if problems:
-        raise UserError(problems[0])
-    return value
+        raise AgreedError(problems[0])

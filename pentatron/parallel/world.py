@@ -65,16 +65,25 @@ def open_world(
     if grid.world_size == 1:
         yield connect(grid, rank, local_rank, device)
         return
-    dist.init_process_group(
-        _backend(device, local_processes),
-        rank=rank,
-        world_size=grid.world_size,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
+    _meet(
+        _backend(device, local_processes), rank, grid.world_size, datetime.timedelta(minutes=timeout_minutes)
     )
     try:
         yield connect(grid, rank, local_rank, device)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(backend: str, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"rank {rank} of {world_size} could not meet the others ({reason}); check that MASTER_ADDR and MASTER_PORT "
+            f"name the machine of rank 0 and a free port, that no firewall is in between, and that all {world_size} "
+            f"processes were started"
+        ) from None
 
 
 def connect(grid: Grid, rank: int, local_rank: int, device: torch.device) -> World:

@@ -1,4 +1,4 @@
-"""Text from the newest checkpoint of a run."""
+"""Text from a model: of a run under way, or from the newest checkpoint of a run folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,35 +12,26 @@ from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
-from pentatron.models.causal_lm import build_model
+from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.generate import generate
 from pentatron.train.datasets import configured_tokenizer
 
 
-def open_continuation(
-    folder: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int
+def continuation(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompt: str,
+    context: int,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
 ) -> Iterator[str]:
-    """Loads the model, or says why it cannot; the text then comes as it is made."""
-    found, complaints = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True)
-    if found is None:
-        reason = complaints[0] if complaints else "none was saved yet"
-        raise UserError(
-            f"{folder} holds no usable checkpoint ({reason}); train first: pentatron train --run-dir {folder}"
-        )
-    config = TransformerConfig(**found.manifest.config["model"])
-    tokenizer = _tokenizer(folder, found.manifest.config)
-    model = build_model(config, seed=0, device=torch.device("cpu"))
-    load_into(found.folder, found.manifest, {f"weights/{n}": p.data for n, p in model.named_parameters()})
-    model.eval()
+    """What follows the prompt, in pieces, as they are made."""
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
-    tokens = generate(model, ids, max_tokens, config.seq_length, temperature, top_k, seed, stop=tokenizer.eod)
-    return _decoded(tokens, tokenizer)
-
-
-def _decoded(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
     made: list[int] = []
     shown = 0
-    for token in tokens:
+    for token in generate(model, ids, max_tokens, context, temperature, top_k, seed, stop=tokenizer.eod):
         made.append(token)
         text = tokenizer.decode(made)
         # A character may need several tokens; until it is whole it decodes to a replacement mark.
@@ -49,10 +40,29 @@ def _decoded(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
             shown = len(text)
 
 
+def open_continuation(
+    folder: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int
+) -> Iterator[str]:
+    """Loads the newest checkpoint, or says why it cannot; the text then comes as it is made."""
+    inside = folder / "checkpoints"
+    store = CheckpointStore(inside if inside.is_dir() else folder, keep=None)
+    found, complaints = store.newest_valid(verify=True, set_aside=False)
+    if found is None:
+        reason = complaints[0] if complaints else "none was saved yet"
+        raise UserError(
+            f"{store.folder} holds no usable checkpoint ({reason}); train first, or name the folder given to --save"
+        )
+    config = TransformerConfig(**found.manifest.config["model"])
+    tokenizer = _tokenizer(folder, found.manifest.config)
+    model = build_model(config, seed=0, device=torch.device("cpu")).eval()
+    load_into(found.folder, found.manifest, {f"weights/{n}": p.data for n, p in model.named_parameters()})
+    return continuation(model, tokenizer, prompt, config.seq_length, max_tokens, temperature, top_k, seed)
+
+
 def _tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    prepared = folder / "data" / "tokenizer.json"
-    if prepared.exists():
-        return FileTokenizer(prepared)
+    for run_folder in (folder, Path(config["run"]["run_dir"])):
+        if (prepared := run_folder / "data" / "tokenizer.json").exists():
+            return FileTokenizer(prepared)
     data: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["data"].items()}
     tokenizer = configured_tokenizer(DataConfig(**data), config["model"]["vocab_size"])
     if tokenizer is None:

@@ -1,5 +1,6 @@
 """The training and validation samples a configuration asks for."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from pentatron.config.training import DataConfig
 from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpus
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import GPTDataset, open_splits
+from pentatron.data.indexed import pair_paths
 from pentatron.data.loader import SampleSource
 from pentatron.data.synthetic import SyntheticDataset, mock_indexed
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
@@ -21,6 +23,8 @@ class Datasets:
     train: SampleSource
     valid: SampleSource | None
     tokenizer: Tokenizer | None
+    # Two runs with the same one see the same samples; a resumed run insists on it.
+    fingerprint: str
 
 
 def build_datasets(config: RunConfig, world: World, data_folder: Path, display: Display) -> Datasets:
@@ -30,22 +34,31 @@ def build_datasets(config: RunConfig, world: World, data_folder: Path, display: 
     if data.corpus is not None or data.data_path:
         tokenizer: Tokenizer | None
         if data.corpus is not None:
-            prefix, tokenizer = _prepare_corpus(config, world, data_folder, display)
+            prepared = _prepare_corpus(config, world, data_folder, display)
+            prefix, tokenizer = prepared.prefix, FileTokenizer(prepared.tokenizer_path)
+            fingerprint = f"python corpus {prepared.fingerprint}"
         else:
             prefix, tokenizer = Path(data.data_path[0]), configured_tokenizer(data, vocabulary)
+            fingerprint = _fingerprint(prefix)
         splits = open_splits(prefix, data.split, (train_samples, valid_samples, 0), length, seed, vocabulary)
         train, valid = splits[0], splits[1]
         assert train is not None, "the rules refuse a split without a training share"
-        return Datasets(train, valid, tokenizer)
+        return Datasets(train, valid, tokenizer, fingerprint)
     assert vocabulary is not None
     if data.mock_data:
         source = mock_indexed(vocabulary)
-        return Datasets(GPTDataset(source, range(len(source)), train_samples, length, seed), None, None)
+        return Datasets(
+            GPTDataset(source, range(len(source)), train_samples, length, seed),
+            None,
+            None,
+            f"mock {vocabulary}",
+        )
     assert data.dataset_size is not None
     synthetic = SyntheticDataset(data.dataset_size, vocabulary, length, seed)
     # Walks around the same cycle, which training has not seen.
     unseen = SyntheticDataset(max(1, valid_samples), vocabulary, length, seed, first=data.dataset_size)
-    return Datasets(EpochShuffle(synthetic, seed), unseen if valid_samples else None, None)
+    fingerprint = f"synthetic {data.dataset_size} {vocabulary}"
+    return Datasets(EpochShuffle(synthetic, seed), unseen if valid_samples else None, None, fingerprint)
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int]:
@@ -63,9 +76,7 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer 
     return load_tokenizer(data.tokenizer_type or "HuggingFaceTokenizer", data.tokenizer_model, vocab_size)
 
 
-def _prepare_corpus(
-    config: RunConfig, world: World, folder: Path, display: Display
-) -> tuple[Path, Tokenizer]:
+def _prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
     """The first rank of every machine prepares; the others wait and then find it ready."""
     vocabulary = config.model.vocab_size
     assert vocabulary is not None
@@ -79,4 +90,14 @@ def _prepare_corpus(
         f"corpus: Python's standard library, {prepared.documents} files, {prepared.bytes / 1e6:.1f} MB, "
         f"{prepared.tokens:,} tokens, vocabulary {vocabulary}"
     )
-    return prepared.prefix, FileTokenizer(prepared.tokenizer_path)
+    return prepared
+
+
+def _fingerprint(prefix: Path) -> str:
+    """The whole index, and the size of the tokens it describes: they may be too many to read before every start."""
+    binary, index = pair_paths(prefix)
+    if not (binary.exists() and index.exists()):
+        return ""
+    with index.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return f"{digest} {binary.stat().st_size}"

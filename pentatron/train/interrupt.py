@@ -1,34 +1,46 @@
 """Ctrl-C and termination signals as a request, honoured at the next step boundary."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# Besides the usual two: a closed terminal, and the warnings that schedulers send before they take a machine away.
+WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
 
 class StopRequest:
     """Set by the first signal. The second one ends the process at once; its last checkpoint is intact either way."""
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+    def __init__(self, launcher: int | None = None) -> None:
+        self._received: signal.Signals | None = None
+        self._launcher = launcher
 
     @property
-    def requested(self) -> bool:
-        return self.signal is not None
+    def signal(self) -> signal.Signals | None:
+        if self._received is None and self._launcher is not None and os.getppid() != self._launcher:
+            # Whoever would pass signals on to us is gone: end in good order rather than train on unseen.
+            return signal.SIGTERM
+        return self._received
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self._received is not None:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        self._received = signal.Signals(number)
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    request = StopRequest()
-    watched = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, request) for number in watched}
+def stop_on_signals(launcher: int | None) -> Iterator[StopRequest]:
+    """Watches the signals, and, if a launcher's process id is given, that it lives."""
+    request = StopRequest(launcher)
+    before = {number: signal.signal(number, request) for number in WATCHED}
     try:
         yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def signal_name(number: signal.Signals) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else number.name

@@ -8,45 +8,78 @@ import torch
 
 from pentatron.checkpoint.load import load_into
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.collectives import broadcast_object
+from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.state import TrainState
 
 # These belong to the machine or to the output, not to the numbers a run computes.
-_FREE_TO_CHANGE = frozenset({"run", "launch", "log", "checkpoint", "parallel"})
+_FREE_SECTIONS = frozenset({"launch", "log", "checkpoint", "parallel"})
+_FREE_SETTINGS = frozenset({"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens"})
 
 
-def find_checkpoint(store: CheckpointStore, verify: bool, world: World) -> tuple[Found | None, list[str]]:
+def starting_point(
+    resolved: Resolved, world: World, optimizer: Optimizer, store: CheckpointStore, data_fingerprint: str
+) -> tuple[TrainState, list[str]]:
+    """The newest valid checkpoint of the run itself, else of --load, else the beginning; and what to tell of it."""
+    config = resolved.config
+    own, other = store.folder, Path(config.checkpoint.load or store.folder)
+    notes: list[str] = []
+    for folder in dict.fromkeys((own, other)):
+        found, complaints = _find(
+            CheckpointStore(folder, keep=None), config.checkpoint.verify_checkpoint, world
+        )
+        notes += complaints
+        if found is not None:
+            state, changes = _resume(found, config, optimizer, world, data_fingerprint)
+            return state, [*notes, *changes]
+    if resolved.given("load") and other != own:
+        raise AgreedError(
+            f"--load {other} holds no checkpoint; check the path, or leave it out to start from scratch"
+        )
+    return TrainState(data_fingerprint=data_fingerprint), notes
+
+
+def _find(store: CheckpointStore, verify: bool, world: World) -> tuple[Found | None, list[str]]:
     """Rank 0 looks and verifies; every rank gets the same answer, or the same error."""
-    answer: Any = None
-    if world.is_first:
-        try:
-            answer = store.newest_valid(verify)
-        except OSError as error:
-            answer = UserError(
-                f"the checkpoints in {store.folder} cannot be read ({error.strerror or error})"
+
+    def look() -> tuple[Found | None, list[str]]:
+        found, complaints = store.newest_valid(verify, set_aside=True)
+        if found is None and (complaints or store.damaged()):
+            reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
+            raise UserError(
+                f"no checkpoint in {store.folder} is usable ({reason}); put a good one back, or start anew with --fresh"
             )
-    answer = broadcast_object(answer, world.everyone)
-    if isinstance(answer, UserError):
-        raise answer
-    found, complaints = answer
-    return found, complaints
+        return found, complaints
+
+    return broadcast_object(on_some_ranks(world.is_first, look, world.everyone), world.everyone)
 
 
-def resume(found: Found, config: RunConfig, optimizer: Optimizer, rank: int) -> tuple[TrainState, list[str]]:
+def _resume(
+    found: Found, config: RunConfig, optimizer: Optimizer, world: World, data_fingerprint: str
+) -> tuple[TrainState, list[str]]:
     """Loads weights, optimizer and random state; returns where the run stands and which settings have changed."""
-    _require_same_model(found.folder, found.manifest.config, config)
-    load_into(found.folder, found.manifest, optimizer.state())
-    _restore_random_state(found, rank)
     state = TrainState(**found.manifest.run_state)
+    if state.data_fingerprint != data_fingerprint:
+        raise AgreedError(
+            f"the data is not what {found.folder} was trained on; bring it back, or start anew with --fresh or "
+            f"another --run-dir"
+        )
+
+    def load() -> None:
+        _require_same_model(found.folder, found.manifest.config, config)
+        load_into(found.folder, found.manifest, optimizer.state())
+        _restore_random_state(found, world.everyone.rank)
+
+    on_some_ranks(True, load, world.everyone)
     optimizer.loaded(state.step)
     changes = [
         f"resuming with {section}.{name} = {now} (the checkpoint was made with {before})"
         for section, name, before, now in _differences(found.manifest.config, config.nested())
-        if section not in _FREE_TO_CHANGE
+        if section not in _FREE_SECTIONS and name not in _FREE_SETTINGS
     ]
     return state, changes
 
@@ -65,9 +98,10 @@ def _restore_random_state(found: Found, rank: int) -> None:
 
 
 def _require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    different = [
-        d for d in _differences(saved, config.nested()) if d[0] == "model" and d[1] not in ("seq_length",)
-    ]
+    # Positions that are not learned leave no trace in the weights: such a model may go on with longer sequences.
+    length = {"seq_length", "max_position_embeddings"}
+    free = length if config.model.position_embedding_type != "learned_absolute" else {"seq_length"}
+    different = [d for d in _differences(saved, config.nested()) if d[0] == "model" and d[1] not in free]
     if different:
         shown = "; ".join(f"{name} was {before}, is {now}" for _, name, before, now in different)
         raise UserError(

@@ -9,6 +9,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import table
 
+_HEADER = "# Every setting of this run and where it came from. Use it again with: --config THIS_FILE"
 # A later run that reads the saved configuration must not end up in this run's folder.
 _OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save", "load"})
 
@@ -51,16 +52,26 @@ class RunFolder:
             raise UserError(
                 f"the run folder {self.path} cannot be written ({error.strerror}); choose another with --run-dir"
             ) from None
+        if self.config.exists() and not self.config.read_text(encoding="utf-8", errors="replace").startswith(
+            _HEADER
+        ):
+            raise UserError(f"{self.config} is not the file of a run; choose another folder with --run-dir")
 
     def move_aside(self) -> Path | None:
-        """Keeps an earlier run under a new name; nothing is ever overwritten."""
-        if all(entry.name == ".lock" for entry in self.path.iterdir()):
+        """Keeps an earlier run under a new name; nothing is ever overwritten, and nothing foreign is moved."""
+        entries = {entry.name for entry in self.path.iterdir()} - {".lock"}
+        if not entries:
             return None
+        if not entries & {"config.yaml", "metrics.jsonl", "checkpoints", "latest", "data"}:
+            raise UserError(
+                f"{self.path} holds other files than a run's, so it is not moved aside; choose another folder"
+            )
+        whole = self.path.resolve()
         number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+        while (aside := whole.with_name(f"{whole.name}.{number}")).exists():
             number += 1
         try:
-            self.path.rename(aside)
+            whole.rename(aside)
         except OSError as error:
             raise UserError(f"the earlier run {self.path} cannot be moved aside ({error.strerror})") from None
         return aside
@@ -72,7 +83,7 @@ class RunFolder:
 def config_text(resolved: Resolved) -> str:
     """The configuration as YAML with the origin of every value; derived values are comments, so that the file can
     be given to --config on another machine or with other sizes."""
-    lines = ["# Every setting of this run and where it came from. Use it again with: --config THIS_FILE"]
+    lines = [_HEADER]
     section = ""
     values: Mapping[str, object] = resolved.config.flat()
     for name, item in table().items():

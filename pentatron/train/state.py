@@ -11,6 +11,7 @@ class TrainState:
     step: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    data_fingerprint: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,5 +1,6 @@
 """One training step, and one validation: the part of the loop that computes."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,10 @@ def train_step(
         loss.backward()
         total += loss.detach()
     optimizer.reduce_gradients(data)
-    norm = optimizer.step(learning_rate)
-    return StepResult(float(all_reduce_(total, data)), norm, int(valid))
+    mean_loss = float(all_reduce_(total, data))
+    # With a loss that is no number the weights are left alone, as the optimizer does for such a gradient norm.
+    norm = optimizer.step(learning_rate) if math.isfinite(mean_loss) else math.nan
+    return StepResult(mean_loss, norm, int(valid))
 
 
 def count_valid(batches: Sequence[Batch], data: Group) -> Tensor:

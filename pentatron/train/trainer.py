@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch, build_loader
 from pentatron.models.causal_lm import CausalLM
@@ -22,7 +23,7 @@ from pentatron.monitor.metrics import MetricsFile
 from pentatron.monitor.report import StepReport, log_line
 from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.schedule import learning_rate
-from pentatron.parallel.collectives import any_rank
+from pentatron.parallel.collectives import largest, raise_together
 from pentatron.parallel.world import World
 from pentatron.train.datasets import Datasets
 from pentatron.train.interrupt import StopRequest
@@ -31,6 +32,8 @@ from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step, validation_loss
 
 _SPEED_WINDOW = 20
+# Larger than any signal's number.
+_BAD_DATA = 1000
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,16 @@ class Trainer:
         self._recent: list[float] = []
         self._saved_step = state.step
 
-    def run(self) -> bool:
-        """Trains to the end, or to the first request to stop; returns whether the end was reached."""
+    def run(self) -> signal.Signals | None:
+        """Trains to the end, or to the first request to stop, which is returned; all ranks return the same."""
         batches = self._micro_batches(self.datasets.train, self.state.consumed_samples)
         while self.state.step < self.total_steps:
-            if any_rank(self.stop.requested, self.world.everyone, self.world.device):
-                self.save()
-                return False
             started = time.perf_counter()
+            micro_batches, stopped_by = self._agree_on_next_step(batches)
+            if stopped_by is not None:
+                self.save()
+                return stopped_by
             rate = self.rate(self.state.consumed_samples)
-            micro_batches = list(itertools.islice(batches, self.config.accumulation))
             result = train_step(self.model, self.optimizer, micro_batches, rate, self.world.data)
             self._refuse_bad_numbers(result)
             self.state.step += 1
@@ -96,7 +99,20 @@ class Trainer:
             if self.state.step % self.save_interval == 0:
                 self.save()
         self.save()
-        return True
+        return None
+
+    def _agree_on_next_step(self, batches: Iterator[Batch]) -> tuple[list[Batch], signal.Signals | None]:
+        """This rank's micro-batches; or, if any rank was told to stop or met bad data, the same end for all."""
+        drawn: list[Batch] = []
+        problem, verdict = None, int(self.stop.signal or 0)
+        try:
+            drawn = list(itertools.islice(batches, self.config.accumulation))
+        except UserError as error:
+            problem, verdict = str(error), _BAD_DATA
+        verdict = largest(verdict, self.world.everyone, self.world.device)
+        if verdict == _BAD_DATA:
+            raise_together(problem, self.world.everyone)
+        return drawn, signal.Signals(verdict) if verdict else None
 
     def save(self) -> None:
         """Saves this step, unless it is saved already."""
@@ -139,7 +155,7 @@ class Trainer:
     def _refuse_bad_numbers(self, result: StepResult) -> None:
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
             return
-        raise UserError(
+        raise AgreedError(
             f"step {self.state.step + 1}: the loss is {result.loss} and the gradient norm {result.gradient_norm}; "
             f"training stopped before the weights were touched. Lower --lr, raise --lr-warmup-iters, or check the data; "
             f"the last checkpoint is step {self._saved_step}"

@@ -1,11 +1,13 @@
 """The commit protocol: a step is complete or not there, and damage is found and named."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +40,17 @@ def save(store: CheckpointStore, step: int, group: Group = ALONE, **own: torch.T
 
 
 def newest(store: CheckpointStore, verify: bool = True) -> tuple[int | None, list[str]]:
-    found, complaints = store.newest_valid(verify)
+    found, complaints = store.newest_valid(verify, set_aside=True)
     return (found.manifest.step if found else None), complaints
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "new" / "folder", keep=None)
     save(store, 7, rng=torch.arange(4, dtype=torch.uint8))
-    found, complaints = store.newest_valid(verify=True)
+    found, complaints = store.newest_valid(verify=True, set_aside=True)
     assert found is not None and not complaints
     assert found.manifest.run_state == {"step": 7} and found.manifest.config == {"model": {"n": 1}}
-    targets = {name: torch.empty_like(t) for name, t in tensors(0).items()}
+    targets = {name: torch.empty_like(t) for name, t in tensors(0.0).items()}
     load_into(found.folder, found.manifest, targets)
     assert all(torch.equal(targets[name], t) for name, t in tensors(7).items())
     assert (store.folder / "latest").read_text() == "step-00000007\n"
@@ -67,9 +69,9 @@ def test_every_rank_writes_its_share(tmp_path: Path) -> None:
     group = Group(rank, 3, dist.group.WORLD)
     save(CheckpointStore(tmp_path, keep=None), 5, group, **{f"own/{rank}": torch.tensor([rank])})
     dist.barrier()
-    found, _ = CheckpointStore(tmp_path, keep=None).newest_valid(verify=True)
+    found, _ = CheckpointStore(tmp_path, keep=None).newest_valid(verify=True, set_aside=True)
     assert found is not None and set(found.manifest.files) == {f"rank-0000{r}.safetensors" for r in range(3)}
-    targets = {name: torch.empty_like(t) for name, t in tensors(0).items()}
+    targets = {name: torch.empty_like(t) for name, t in tensors(0.0).items()}
     targets |= {f"own/{r}": torch.zeros(1, dtype=torch.int64) for r in range(3)}
     load_into(found.folder, found.manifest, targets)
     assert [int(targets[f"own/{r}"]) for r in range(3)] == [0, 1, 2]
@@ -119,7 +121,7 @@ def test_the_same_step_can_be_saved_again_and_again(tmp_path: Path) -> None:
     save(store, 4)
     for value in (44.0, 45.0, 46.0):
         store.save(4, tensors(value), {}, {"step": 4}, {}, ALONE)
-        found, _ = store.newest_valid(verify=True)
+        found, _ = store.newest_valid(verify=True, set_aside=True)
         assert found is not None
         target = torch.empty(3, 4)
         load_into(found.folder, found.manifest, {"weights/a": target})
@@ -134,6 +136,17 @@ def flip_bit(path: Path, at: int) -> None:
 
 
 DATA = "rank-00000.safetensors"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Alters a manifest as someone who knows how to sign it."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["sha256"]
+    change(content)
+    signed = {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(signed))
+
+
 DAMAGE = {
     "payload bit": lambda d: flip_bit(d / DATA, -3),
     "header bit": lambda d: flip_bit(d / DATA, 20),
@@ -148,6 +161,14 @@ DAMAGE = {
     ),
     "manifest without files": lambda d: (d / "manifest.json").write_text(
         '{"format": "pentatron-checkpoint", "version": 1}'
+    ),
+    "another step in the run state": lambda d: (d / "manifest.json").write_text(
+        (d / "manifest.json").read_text().replace('"step": 2', '"step": 3')
+    ),
+    "no files listed": lambda d: rewrite(d, lambda m: m.update(files={})),
+    "another step, well signed": lambda d: rewrite(d, lambda m: m.update(step=3)),
+    "piece outside, well signed": lambda d: rewrite(
+        d, lambda m: m["tensors"]["weights/a"]["pieces"][0].update(file=f"../step-00000001/{DATA}")
     ),
     "path outside": lambda d: (d / "manifest.json").write_text(
         (d / "manifest.json").read_text().replace(DATA, f"../step-00000001/{DATA}")
@@ -180,6 +201,30 @@ def test_without_verification_only_structure_is_checked(tmp_path: Path) -> None:
     assert newest(store, verify=False) == (2, [])
 
 
+def test_a_newer_format_is_refused_but_not_set_aside(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    rewrite(save(store, 1), lambda m: m.update(version=2))
+    with pytest.raises(UserError, match=r"format version 2, this program knows 1"):
+        newest(store)
+    assert [p.name for p in store.steps()] == ["step-00000001"]
+
+
+def test_a_mere_reader_renames_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 1)
+    DAMAGE["payload bit"](save(store, 2))
+    found, complaints = store.newest_valid(verify=True, set_aside=False)
+    assert found is not None and found.manifest.step == 1 and len(complaints) == 1
+    assert len(store.steps()) == 2 and store.damaged() == []
+
+
+def test_the_step_just_saved_is_never_removed(tmp_path: Path) -> None:
+    for step in (6, 8, 10):
+        save(CheckpointStore(tmp_path, keep=None), step)
+    save(CheckpointStore(tmp_path, keep=2), 4)
+    assert {p.name for p in tmp_path.glob("step-*")} == {"step-00000004", "step-00000008", "step-00000010"}
+
+
 def test_nothing_there_is_no_error(tmp_path: Path) -> None:
     assert newest(CheckpointStore(tmp_path / "none", keep=None)) == (None, [])
 
@@ -187,10 +232,12 @@ def test_nothing_there_is_no_error(tmp_path: Path) -> None:
 def test_wrong_shape_and_missing_tensor_are_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
-    found, _ = store.newest_valid(verify=True)
+    found, _ = store.newest_valid(verify=True, set_aside=True)
     assert found is not None
     with pytest.raises(UserError, match=r"weights/a as \[3, 4\], this model wants \[4, 4\]"):
         load_into(found.folder, found.manifest, {"weights/a": torch.empty(4, 4)})
+    with pytest.raises(UserError, match="holds weights/a as float32, this run keeps it as bfloat16"):
+        load_into(found.folder, found.manifest, {"weights/a": torch.empty(3, 4, dtype=torch.bfloat16)})
     with pytest.raises(UserError, match="lacks 1 tensors of this model, the first being weights/z"):
         load_into(found.folder, found.manifest, {"weights/z": torch.empty(1)})
 

@@ -6,9 +6,9 @@ from pentatron.config.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.collectives import (
     all_reduce_,
-    any_rank,
     broadcast_object,
     gather_objects,
+    largest,
     on_some_ranks,
 )
 from pentatron.parallel.world import World, choose_device, connect, single_process
@@ -31,10 +31,10 @@ def test_data_group_sums_over_its_own_ranks_only() -> None:
 
 
 @distributed(world=2)
-def test_any_rank_hears_one_rank() -> None:
+def test_every_rank_hears_the_largest() -> None:
     world = here(Grid(data=2))
-    assert any_rank(world.everyone.rank == 1, world.everyone, CPU)
-    assert not any_rank(False, world.everyone, CPU)
+    assert largest(world.everyone.rank * 7, world.everyone, CPU) == 7
+    assert largest(0, world.everyone, CPU) == 0
 
 
 @distributed(world=2)
@@ -59,7 +59,7 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
 def test_a_world_of_one_needs_no_process_group() -> None:
     world = single_process()
     assert world.is_first
-    assert any_rank(True, world.everyone, CPU)
+    assert largest(3, world.everyone, CPU) == 3
     assert on_some_ranks(True, lambda: 7, world.everyone) == 7
 
 

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 import yaml
 
+import pentatron.train.session as session_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.data.synthetic import SyntheticDataset
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.train.session import Outcome, run_training
@@ -44,7 +46,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 def final_state(folder: Path) -> dict[str, str]:
     """Checksums of everything in the newest checkpoint."""
-    found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True)
+    found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True, set_aside=True)
     assert found is not None
     return {name: record.sha256 for name, record in found.manifest.files.items()}
 
@@ -172,6 +174,75 @@ def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "resuming with optim.lr = 0.5 (the checkpoint was made with 0.01)" in capsys.readouterr().out
 
 
+def test_a_guide_script_starts_afresh_also_with_checkpoints_elsewhere(tmp_path: Path) -> None:
+    words = f"--save {tmp_path / 'saved'} --train-iters 4"
+    run(tmp_path / "a", words, resumes=False)
+    run(tmp_path / "a", words, resumes=False)
+    assert len(losses(tmp_path / "a")) == len(losses(tmp_path / "a.1")) == 4
+    assert (tmp_path / "saved.1" / "step-00000004").is_dir() and (
+        tmp_path / "saved" / "step-00000004"
+    ).is_dir()
+    run(tmp_path / "b", f"--load {tmp_path / 'saved'} --train-iters 6", resumes=False)
+    assert [step for step, _ in losses(tmp_path / "b")] == [5, 6], "a named checkpoint is gone on from"
+
+
+def test_when_no_checkpoint_is_usable_nothing_is_begun_anew(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    (tmp_path / "a" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is usable .*--fresh"):
+            run(tmp_path / "a")
+    assert len(losses(tmp_path / "a")) == 2, "what is known of the run is kept"
+
+
+def test_changed_data_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    with pytest.raises(UserError, match="the data is not what"):
+        run(tmp_path / "a", "--dataset-size 65")
+
+
+def test_a_changed_seed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    run(tmp_path / "a", "--seed 7")
+    assert "resuming with run.seed = 7 (the checkpoint was made with 1234)" in capsys.readouterr().out
+
+
+def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--load .*nowhere holds no checkpoint"):
+        run(tmp_path / "a", f"--load {tmp_path / 'nowhere'}")
+    run(tmp_path / "b", f"--load {tmp_path / 'b' / 'checkpoints'} --train-iters 2")
+
+
+def test_foreign_files_are_neither_moved_nor_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="other files than a run's"):
+        run(tmp_path, resumes=False)
+    (tmp_path / "config.yaml").write_text("mine: too")
+    with pytest.raises(UserError, match="is not the file of a run"):
+        run(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"thesis.txt", "config.yaml", ".lock"}
+
+
+def test_a_stop_before_the_first_step_promises_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = session_module.build_model
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return original(*args)
+
+    monkeypatch.setattr(session_module, "build_model", interrupted)
+    assert run(tmp_path / "a").stopped_by == signal.SIGHUP
+    assert "stopped by SIGHUP before the first step; nothing was trained yet" in capsys.readouterr().out
+
+
+def test_a_longer_sequence_may_go_on_where_positions_are_not_learned(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    run(tmp_path / "a", "--seq-length 32")
+    assert len(losses(tmp_path / "a")) == 6
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
@@ -242,9 +313,24 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
             interrupt_at(2, patched)
-        run_training(settings(tmp_path / "a", "--micro-batch-size 4", 2), world_here(), True)
-    found, _ = CheckpointStore(tmp_path / "a" / "checkpoints", keep=None).newest_valid(verify=True)
+        outcome = run_training(settings(tmp_path / "a", "--micro-batch-size 4", 2), world_here(), True)
+    assert outcome.stopped_by == signal.SIGINT, "on both ranks"
+    found, _ = CheckpointStore(tmp_path / "a" / "checkpoints", keep=None).newest_valid(
+        verify=True, set_aside=True
+    )
     assert found is not None and found.manifest.step == 2
+
+
+@distributed(world=2)
+def test_bad_data_on_one_rank_is_one_sentence_on_both(tmp_path: Path) -> None:
+    def damaged(self: SyntheticDataset, i: int) -> Any:
+        raise UserError(f"sample {i} is damaged")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(SyntheticDataset, "__getitem__", damaged)
+        with pytest.raises(AgreedError, match="is damaged"):
+            run_training(settings(tmp_path / "a", "--micro-batch-size 4", 2), world_here(), True)
 
 
 @distributed(world=2)

@@ -1,0 +1,73 @@
+"""What a run shows for itself: a line at the start, a picture, and what the user came for at the end."""
+
+import torch
+
+from pentatron.config.run import RunConfig
+from pentatron.models.causal_lm import CausalLM
+from pentatron.monitor.curve import loss_curve
+from pentatron.monitor.metrics import read_metrics
+from pentatron.parallel.world import World
+from pentatron.train.continue_text import continuation
+from pentatron.train.datasets import Datasets
+from pentatron.train.run_folder import RunFolder
+from pentatron.train.trainer import Output
+
+
+def describe(config: RunConfig, world: World, model: CausalLM) -> str:
+    """One line on what is about to run, and where."""
+    parameters = sum(p.numel() for p in model.parameters())
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    size = world.everyone.size
+    precision = "bf16" if config.precision.bf16 else "fp32"
+    return (
+        f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
+        f"{size} process{'es' if size > 1 else ''} ({world.grid.data} data-parallel) on {device}, {precision}; "
+        f"{config.train.global_batch_size} × {config.model.seq_length} tokens a step"
+    )
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def draw_curve(folder: RunFolder) -> None:
+    rows = list(read_metrics(folder.metrics))
+    if rows:
+        training = [(float(r["step"]), float(r["loss"])) for r in rows]
+        validation = [(float(r["step"]), float(r["validation_loss"])) for r in rows if "validation_loss" in r]
+        title = f"{folder.path.name}: loss by step"
+        folder.curve.write_text(loss_curve(title, training, validation), encoding="utf-8")
+
+
+def finish(config: RunConfig, folder: RunFolder, model: CausalLM, datasets: Datasets, output: Output) -> None:
+    """How far the loss fell, a taste of the model, and where everything lies."""
+    rows = list(read_metrics(folder.metrics))
+    if rows:
+        first, last = rows[0]["loss"], sum(r["loss"] for r in rows[-10:]) / len(rows[-10:])
+        output.say(f"finished: loss {first:.3f} → {last:.3f} (down {100 * (1 - last / first):.0f} %)")
+    if datasets.tokenizer is not None and config.run.sample_prompt is not None:
+        prompt = config.run.sample_prompt
+        pieces = continuation(
+            model.eval(),
+            datasets.tokenizer,
+            prompt,
+            config.model.seq_length,
+            config.run.sample_tokens,
+            seed=config.run.seed,
+        )
+        sample = prompt + "".join(pieces)
+        folder.sample.write_text(sample + "\n", encoding="utf-8")
+        shown = "\n".join(f"    {_printable(line)}" for line in sample.splitlines())
+        output.say(f"a sample of what it writes now:\n{shown}")
+    output.say(
+        f"run folder: {folder.path} (config.yaml, train.log, metrics.jsonl, loss.svg), "
+        f"checkpoints: {config.checkpoint.save}"
+    )
+
+
+def _printable(line: str) -> str:
+    """A young model writes control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\t" else "·" for c in line)
