@@ -1,0 +1,88 @@
+"""Signals to the launcher and to ranks: the run ends in good order, or at once when asked twice; nothing is left."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_train import TINY, children, environ_of, finish, losses, start, wait_for_step
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [p for p in pids if Path(f"/proc/{p}").exists() and state_of(p) != "Z"]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_until_gone(pids: list[int], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while alive(pids):
+        assert time.monotonic() < deadline, f"still running: {alive(pids)}"
+        time.sleep(0.1)
+
+
+class Run:
+    """A long run of two workers that has begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launcher = start(
+            "-m", "pentatron", "train", *TINY, "--train-iters", "100000", "--run-dir", str(folder)
+        )
+        wait_for_step(folder, 3)
+        self.workers = children(self.launcher.pid)
+
+    def worker(self, rank: int) -> int:
+        return next(p for p in self.workers if f"RANK={rank}" in environ_of(p))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path / "run")
+    yield made
+    for pid in alive([made.launcher.pid, *made.workers]):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_a_warning_save_and_end_the_run(run: Run, number: signal.Signals) -> None:
+    run.launcher.send_signal(number)
+    code, out, err = finish(run.launcher)
+    assert (code, err) == (128 + number, "")
+    last = losses(run.folder)[-1][0]
+    assert f"stopped by {number.name} after step {last}; its checkpoint is saved" in out
+    assert (run.folder / "checkpoints" / f"step-{last:08d}").is_dir()
+    wait_until_gone(run.workers, 5)
+
+
+def test_a_signal_to_one_rank_ends_the_run_with_its_code(run: Run) -> None:
+    os.kill(run.worker(1), signal.SIGTERM)
+    code, out, err = finish(run.launcher)
+    assert (code, err) == (128 + signal.SIGTERM, "")
+    assert "stopped by SIGTERM after step" in out and "what to try next" not in out
+
+
+def test_a_second_ctrl_c_ends_a_run_that_is_stuck(run: Run) -> None:
+    os.kill(run.worker(1), signal.SIGSTOP)
+    time.sleep(0.5)
+    run.launcher.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert run.launcher.poll() is None, "it waits for the frozen rank"
+    run.launcher.send_signal(signal.SIGINT)
+    code, _, err = finish(run.launcher)
+    assert code == 130
+    assert "stopped at once" in err and "Traceback" not in err
+    wait_until_gone(run.workers, 5)
+
+
+def test_workers_do_not_outlive_a_killed_launcher(run: Run) -> None:
+    run.launcher.kill()
+    run.launcher.wait()
+    wait_until_gone(run.workers)
+    last = losses(run.folder)[-1][0]
+    assert (run.folder / "checkpoints" / f"step-{last:08d}").is_dir(), "and they leave in good order"
