@@ -50,7 +50,13 @@ def run_in_terminal(command: Sequence[str], folder: Path) -> tuple[str, int]:
     if process == 0:
         termios.tcsetwinsize(sys.stdout.fileno(), (ROWS, COLUMNS))
         os.chdir(folder)
-        os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)})
+        # Found by name, as a reader with an active environment has it, so that no path gets into the picture.
+        path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
+        os.execve(
+            command[0],
+            command,
+            {**os.environ, "PATH": path, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
+        )
     printed = bytearray()
     while chunk := _read(terminal):
         printed += chunk

@@ -94,14 +94,19 @@ def _how(exit_code: int) -> str:
     return f"was killed by {signal.Signals(-exit_code).name}"
 
 
+def _program(called: Path) -> str:
+    """The shortest words that call this program again from here."""
+    if called.suffix == ".py":
+        return "python -m pentatron"
+    if shutil.which(called.name) == str(called):
+        return called.name
+    return os.path.relpath(called) if called.resolve().is_relative_to(Path.cwd()) else str(called)
+
+
 def _what_next(run_dir: str) -> None:
     """Commands to copy, with the program under the name it was called by."""
     folder = RunFolder(Path(run_dir))
-    called = Path(sys.argv[0])
-    if called.suffix == ".py":
-        program = "python -m pentatron"
-    else:
-        program = called.name if shutil.which(called.name) == str(called) else os.path.relpath(called)
+    program = _program(Path(sys.argv[0]))
     ideas = [
         (f"{program} train --help", "every setting, by group"),
         (f"{program} train --run-dir {folder.path}-wide --hidden-size 256", "another run beside this one"),

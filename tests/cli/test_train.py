@@ -20,9 +20,10 @@ TINY = (
 
 
 def environment() -> dict[str, str]:
-    """Without what a launcher or the test harness may have left."""
+    """Without what a launcher or the test harness may have left, and without GPUs."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in hidden} | {"PYTHONPATH": str(ROOT)}
+    own = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return {k: v for k, v in os.environ.items() if k not in hidden} | own
 
 
 def start(*words: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
