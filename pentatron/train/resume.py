@@ -18,6 +18,13 @@ from pentatron.train.state import TrainState
 
 # These belong to the machine or to the output, not to the numbers a run computes.
 _FREE_SECTIONS = frozenset({"launch", "log", "checkpoint", "parallel"})
+_DRAW_THE_ORDER = (
+    "train.train_iters",
+    "train.global_batch_size",
+    "run.seed",
+    "data.split",
+    "model.seq_length",
+)
 _FREE_SETTINGS = frozenset({"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens"})
 
 
@@ -81,6 +88,10 @@ def _resume(
         for section, name, before, now in _differences(found.manifest.config, config.nested())
         if section not in _FREE_SECTIONS and name not in _FREE_SETTINGS
     ]
+    if any(word in change for change in changes for word in _DRAW_THE_ORDER):
+        changes.append(
+            "the order of samples is drawn for the length of a run, so it is another one from here on"
+        )
     return state, changes
 
 

@@ -204,7 +204,9 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
 def test_a_changed_seed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a", "--train-iters 2")
     run(tmp_path / "a", "--seed 7")
-    assert "resuming with run.seed = 7 (the checkpoint was made with 1234)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "resuming with run.seed = 7 (the checkpoint was made with 1234)" in shown
+    assert "the order of samples" in shown
 
 
 def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
