@@ -25,12 +25,10 @@ from pentatron.checkpoint.manifest import (
     verify_files,
 )
 from pentatron.checkpoint.tensor_file import FileRecord, sync_folder, write_tensors
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
 
 _STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?")
-
-
 _DAMAGED = ".damaged"
 
 
@@ -92,10 +90,10 @@ class CheckpointStore:
             raise self._not_saved(step, problem)
         return Path(made)
 
-    def _not_saved(self, step: int, reason: str) -> UserError:
+    def _not_saved(self, step: int, reason: str) -> AgreedError:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         free = shutil.disk_usage(existing).free / 2**20
-        return UserError(
+        return AgreedError(
             f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free); "
             f"earlier checkpoints are intact"
         )
@@ -166,6 +164,8 @@ class CheckpointStore:
             folder.rename(self.folder / f".{folder.name}.{secrets.token_hex(4)}")
         for leftover in self.folder.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        for pointer in self.folder.glob(".latest.*"):
+            pointer.unlink(missing_ok=True)
 
 
 def _order(folder: Path) -> tuple[int, int]:

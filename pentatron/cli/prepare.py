@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pentatron.cli.environment import Worker, find_worker, timeout_seconds
-from pentatron.config.derive import derive_vocabulary
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
@@ -65,7 +64,7 @@ def _learn_vocabulary(draft: Draft) -> None:
     except UserError as error:
         draft.wrong["vocab_size"] = str(error)
         return
-    derive_vocabulary(draft, tokenizer.vocab_size, f"tokenizer {model or kind}")
+    draft.derive("vocab_size", tokenizer.vocab_size, f"tokenizer {model or kind}")
 
 
 def _learn_timeout(draft: Draft, environment: Mapping[str, str]) -> None:

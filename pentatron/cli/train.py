@@ -51,15 +51,16 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
     timeout = config.launch.distributed_timeout_minutes
     # An agent that started us passes signals on; without it we would train on, unseen.
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    with open_world(config.grid, worker.rank, worker.local_rank, worker.local_size, device, timeout) as world:
-        try:
+    place = (worker.rank, worker.local_rank, worker.local_size)
+    try:
+        with open_world(config.grid, *place, device, timeout) as world:
             outcome = run_training(prepared.resolved, world, entry.resumes, launcher)
-        except AgreedError:
-            raise
-        except UserError as error:
-            # Met by this rank alone: nobody else will say it.
-            complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
-            return _USER_ERROR
+    except AgreedError:
+        raise
+    except UserError as error:
+        # Met by this rank alone: nobody else will say it.
+        complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
+        return _USER_ERROR
     if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
     if prepared.worker is None:

@@ -19,11 +19,6 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     return problems
 
 
-def derive_vocabulary(draft: Draft, vocab_size: int, origin: str) -> None:
-    """For callers that learn the vocabulary from a tokenizer, before `derive`."""
-    draft.derive("vocab_size", vocab_size, origin)
-
-
 def _processes(draft: Draft, facts: Facts) -> None:
     model = (
         draft["tensor_model_parallel_size"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentatron.config.flags import Assigned
+from pentatron.config.flags import Assigned, is_written
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Draft:
 
     def given(self, name: str) -> bool:
         """Whether the user wrote this value (in a flag or a file) rather than inheriting it."""
-        return self.values[name].source.startswith(("flag", "file"))
+        return is_written(self.values[name].source)
 
     @property
     def is_synthetic(self) -> bool:

@@ -1,7 +1,7 @@
 """Reading a command line against the table of settings.
 
 argparse is not used: it cannot say where a value came from, report every mistake at once, treat `-` and `_`
-alike or let the entry point decide what a word means, and building 200 options costs more than reading them.
+alike or let the entry point decide what a word means.
 """
 
 import difflib
@@ -21,6 +21,11 @@ class Assigned:
 
     value: Any
     source: str
+
+
+def is_written(source: str) -> bool:
+    """Whether a value of this origin was written by the user (a flag, a file) rather than inherited."""
+    return source.startswith(("flag", "file"))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.files import read_file
-from pentatron.config.flags import Assigned, did_you_mean, parse_flags
+from pentatron.config.flags import Assigned, did_you_mean, is_written, parse_flags
 from pentatron.config.limits import out_of_limits
 from pentatron.config.notices import notices_for
 from pentatron.config.presets import presets
@@ -30,7 +30,7 @@ class Resolved:
 
     def given(self, name: str) -> bool:
         """Whether the user wrote this value, rather than inheriting it."""
-        return self.sources[name].startswith(("flag", "file"))
+        return is_written(self.sources[name])
 
 
 def gather(words: Sequence[str], entry: EntryPoint) -> Draft:

@@ -1,7 +1,7 @@
 """Every collective the package uses, in one place.
 
-A group of one returns at once, so that the callers have one code path. Names of the tensor collectives differ
-between torch 2.11 and 2.13; that is settled here and nowhere else.
+A group of one returns at once, so that the callers have one code path. Where torch's names differ between versions,
+it is to be settled here.
 """
 
 from collections.abc import Callable, Sequence

@@ -80,7 +80,7 @@ def _meet(backend: str, rank: int, world_size: int, timeout: datetime.timedelta)
     except (dist.DistError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"rank {rank} of {world_size} could not meet the others ({reason}); check that MASTER_ADDR and MASTER_PORT "
+            f"the {world_size} processes could not meet ({reason}); check that MASTER_ADDR and MASTER_PORT "
             f"name the machine of rank 0 and a free port, that no firewall is in between, and that all {world_size} "
             f"processes were started"
         ) from None

@@ -18,13 +18,7 @@ from pentatron.train.state import TrainState
 
 # These belong to the machine or to the output, not to the numbers a run computes.
 _FREE_SECTIONS = frozenset({"launch", "log", "checkpoint", "parallel"})
-_DRAW_THE_ORDER = (
-    "train.train_iters",
-    "train.global_batch_size",
-    "run.seed",
-    "data.split",
-    "model.seq_length",
-)
+_DRAW_THE_ORDER = frozenset({"train_iters", "global_batch_size", "seed", "split", "seq_length"})
 _FREE_SETTINGS = frozenset({"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens"})
 
 
@@ -83,14 +77,18 @@ def _resume(
 
     on_some_ranks(True, load, world.everyone)
     optimizer.loaded(state.step)
+    different = [
+        difference
+        for difference in _differences(found.manifest.config, config.nested())
+        if difference[0] not in _FREE_SECTIONS and difference[1] not in _FREE_SETTINGS
+    ]
     changes = [
         f"resuming with {section}.{name} = {now} (the checkpoint was made with {before})"
-        for section, name, before, now in _differences(found.manifest.config, config.nested())
-        if section not in _FREE_SECTIONS and name not in _FREE_SETTINGS
+        for section, name, before, now in different
     ]
-    if any(word in change for change in changes for word in _DRAW_THE_ORDER):
+    if any(name in _DRAW_THE_ORDER for _, name, _, _ in different):
         changes.append(
-            "the order of samples is drawn for the length of a run, so it is another one from here on"
+            "samples are ordered for the length of a run: from here on the order may be another one"
         )
     return state, changes
 

@@ -170,8 +170,8 @@ DAMAGE = {
     "piece outside, well signed": lambda d: rewrite(
         d, lambda m: m["tensors"]["weights/a"]["pieces"][0].update(file=f"../step-00000001/{DATA}")
     ),
-    "path outside": lambda d: (d / "manifest.json").write_text(
-        (d / "manifest.json").read_text().replace(DATA, f"../step-00000001/{DATA}")
+    "file outside, well signed": lambda d: rewrite(
+        d, lambda m: m["files"][DATA].update(name=f"../step-00000001/{DATA}")
     ),
 }
 

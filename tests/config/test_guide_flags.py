@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pentatron.config.derive import derive, derive_vocabulary
+from pentatron.config.derive import derive
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
 from pentatron.config.errors import ConfigError
@@ -78,7 +78,7 @@ def test_block_is_refused_only_for_what_is_not_built_yet(name: str) -> None:
     block = BLOCKS[name]
     draft = gather(block.words, block.entry)
     if draft["tokenizer_model"] and not draft["padded_vocab_size"]:
-        derive_vocabulary(draft, 151665, "tokenizer")
+        draft.derive("vocab_size", 151665, "tokenizer")
     assert_only_not_built(draft, Facts(block.processes, block.processes))
 
 

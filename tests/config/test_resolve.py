@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.derive import derive, derive_vocabulary
+from pentatron.config.derive import derive
 from pentatron.config.draft import Facts
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.config.errors import UserError
@@ -175,7 +175,7 @@ def test_a_padded_vocabulary_that_is_given_stays() -> None:
 
 def test_a_vocabulary_learned_from_a_tokenizer_keeps_its_origin() -> None:
     found = draft("--mock-data --train-iters 3")
-    derive_vocabulary(found, 77, "tokenizer x")
+    found.derive("vocab_size", 77, "tokenizer x")
     done = resolve(found, Facts(1))
     assert done.config.model.padded_vocab_size == 128
     assert done.sources["vocab_size"] == "derived: tokenizer x"
