@@ -1,1 +1,1 @@
-"""Torch-free arithmetic: ranks and axes, batch sizes, divisors."""
+"""Torch-free arithmetic: ranks and axes, batch sizes, divisors, pipeline stages and schedules."""

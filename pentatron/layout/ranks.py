@@ -2,10 +2,27 @@
 
 Ranks are numbered with the tensor axis fastest, then context, data and pipeline:
 `rank = tp + TP·(cp + CP·(dp + DP·pp))`. Experts live inside the dense ranks of one pipeline stage
-(`DP·CP·TP = EDP·EP·ETP`), so the expert size is no factor of the world size.
+(`DP·CP·TP = EDP·EP·ETP`, expert-tensor fastest), so the expert size is no factor of the world size.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+# The dense axes; the sparse axes, which cut the same ranks of a stage another way; and what follows from them:
+# `replicas` hold the same weights and see other tokens (data × context), `kv` are neighbours on the tensor axis
+# that hold the same key/value head, `embedding` are the first and the last stage, which share a tied embedding.
+Axis = Literal[
+    "tensor",
+    "context",
+    "data",
+    "pipeline",
+    "expert_tensor",
+    "expert",
+    "expert_data",
+    "replicas",
+    "kv",
+    "embedding",
+]
 
 
 @dataclass(frozen=True)
@@ -16,16 +33,22 @@ class Coordinates:
     context: int
     data: int
     pipeline: int
+    expert_tensor: int = 0
+    expert: int = 0
+    expert_data: int = 0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the parallel dimensions."""
+    """The sizes of the parallel dimensions. `kv_copies` tensor ranks in a row hold the same key/value head."""
 
     tensor: int = 1
     context: int = 1
     data: int = 1
     pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    kv_copies: int = 1
 
     @property
     def model_size(self) -> int:
@@ -36,24 +59,66 @@ class Grid:
     def world_size(self) -> int:
         return self.model_size * self.data
 
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage: what the dense and the sparse axes both cut."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def expert_data(self) -> int:
+        return self.stage_size // (self.expert * self.expert_tensor)
+
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return Coordinates(tensor, context, data, pipeline)
+        rest, expert_tensor = divmod(rank % self.stage_size, self.expert_tensor)
+        expert_data, expert = divmod(rest, self.expert)
+        return Coordinates(tensor, context, data, pipeline, expert_tensor, expert, expert_data)
 
     def rank(self, at: Coordinates) -> int:
         return at.tensor + self.tensor * (at.context + self.context * (at.data + self.data * at.pipeline))
 
-    def data_group(self, rank: int) -> list[int]:
-        """The ranks that hold the same part of the model as `rank` and see other data."""
-        here = self.coordinates(rank)
-        return [
-            self.rank(Coordinates(here.tensor, here.context, data, here.pipeline))
-            for data in range(self.data)
-        ]
+    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
+        """All ranks, divided into those that differ along `axis` alone; each in the order of that axis."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault(self._place(axis, rank), []).append(rank)
+        return [tuple(members) for members in found.values()]
+
+    def _place(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """What the members of a rank's group have in common."""
+        at = self.coordinates(rank)
+        dense = {"tensor": at.tensor, "context": at.context, "data": at.data, "pipeline": at.pipeline}
+        sparse = {
+            "pipeline": at.pipeline,
+            "expert_tensor": at.expert_tensor,
+            "expert": at.expert,
+            "expert_data": at.expert_data,
+        }
+        if axis in ("expert_tensor", "expert", "expert_data"):
+            return tuple(sparse[a] for a in sparse if a != axis)
+        if axis == "kv":
+            return (at.tensor // self.kv_copies, at.context, at.data, at.pipeline)
+        if axis == "embedding":
+            ends = at.pipeline in (0, self.pipeline - 1)
+            return (at.tensor, at.context, at.data, -1 if ends else at.pipeline)
+        varying = ("data", "context") if axis == "replicas" else (axis,)
+        return tuple(dense[a] for a in dense if a not in varying)
+
+
+def expert_size_problem(data: int, context: int, tensor: int, expert: int, expert_tensor: int) -> str | None:
+    """Why the ranks of one stage cannot be cut for the experts as well (DP·CP·TP = EDP·EP·ETP), or None."""
+    stage, experts = data * context * tensor, expert * expert_tensor
+    if stage % experts == 0:
+        return None
+    return (
+        f"{data} (data) × {context} (context) × {tensor} (tensor) = {stage} ranks of a stage are no multiple of "
+        f"{expert} (expert) × {expert_tensor} (expert tensor) = {experts}; use sizes of which the second divides the "
+        f"first"
+    )
 
 
 def world_size_problem(world_size: int, tensor: int, pipeline: int, context: int) -> str | None:

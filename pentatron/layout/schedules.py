@@ -1,0 +1,177 @@
+"""Pipeline schedules: in which order every pipeline rank computes, and when it sends, receives and reduces.
+
+A schedule is made in two steps: a compute order (forwards and backwards of each rank, nothing else), which is what
+distinguishes GPipe, 1F1B and interleaved 1F1B, and `lower`, which adds the messages and the reductions.
+`pentatron.layout.check` proves the result sound.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+from pentatron.layout.actions import Action, Kind, Placement, Schedule
+
+KINDS = ("gpipe", "1f1b", "interleaved")
+
+# One computation: FORWARD or BACKWARD, the stage, the micro-batch.
+Computation = tuple[Kind, int, int]
+
+
+def looped_placement(ranks: int, virtual: int) -> Placement:
+    """`virtual` stages on every rank, dealt out in turns: stage s sits on rank s mod `ranks`."""
+    return Placement(tuple(stage % ranks for stage in range(ranks * virtual)))
+
+
+def schedule_problem(
+    kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None = None
+) -> str | None:
+    """Why there is no such schedule, with the numbers that would do, or None."""
+    if kind not in KINDS:
+        return f"there is no pipeline schedule {kind}; use {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+    if min(ranks, virtual, micro_batches) < 1:
+        return (
+            f"a schedule needs 1 or more ranks, virtual stages and micro-batches, "
+            f"not {ranks}, {virtual} and {micro_batches}"
+        )
+    if kind == "interleaved":
+        return _interleaved_problem(ranks, virtual, micro_batches, group)
+    if virtual > 1:
+        return f"{kind} runs one stage per rank, not {virtual}; use the schedule interleaved, or 1 stage per rank"
+    if group is not None:
+        return f"{kind} does not group micro-batches, so a group of {group} means nothing; leave it out"
+    return None
+
+
+def _interleaved_problem(ranks: int, virtual: int, micro_batches: int, group: int | None) -> str | None:
+    if virtual == 1:
+        return "interleaved needs 2 or more virtual stages per rank, not 1; use more, or the schedule 1f1b"
+    if group is None or ranks <= group <= micro_batches or group == micro_batches:
+        return None
+    if micro_batches <= ranks:
+        allowed = f"{micro_batches}, all of them, as there are no more than the {ranks} pipeline ranks"
+    else:
+        allowed = f"a number from {ranks} (pipeline ranks) to {micro_batches} (micro-batches)"
+    return f"a group of {group} micro-batches does not fit {micro_batches} micro-batches; use {allowed}"
+
+
+@functools.lru_cache(maxsize=32)
+def training_schedule(
+    kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None = None
+) -> Schedule:
+    """What every pipeline rank does in one training step."""
+    problem = schedule_problem(kind, ranks, virtual, micro_batches, group)
+    if problem is not None:
+        raise ValueError(problem)
+    placement = looped_placement(ranks, virtual)
+    orders = [_order(kind, placement, rank, micro_batches, group) for rank in range(ranks)]
+    return lower(placement, micro_batches, orders)
+
+
+@functools.lru_cache(maxsize=32)
+def forward_schedule(placement: Placement, micro_batches: int) -> Schedule:
+    """Forward only, for evaluation. All ranks follow one global order, so that none can wait in a circle."""
+    orders = [
+        list(_in_groups(Kind.FORWARD, placement.stages_of(rank), micro_batches, placement.ranks))
+        for rank in range(placement.ranks)
+    ]
+    return lower(placement, micro_batches, orders)
+
+
+def group_sizes(micro_batches: int, group: int) -> list[int]:
+    """Cuts the micro-batches into groups of `group` or a few more, the larger ones first.
+
+    A group smaller than the pipeline would leave ranks idle in the middle of a step, or waiting for each other
+    for ever; so what is left over after equal groups is spread over them.
+    """
+    groups = max(1, micro_batches // group)
+    size, left_over = divmod(micro_batches, groups)
+    return [size + 1] * left_over + [size] * (groups - left_over)
+
+
+def forwards_ahead(
+    kind: str, ranks: int, virtual: int, rank: int, micro_batches: int, group: int | None
+) -> int:
+    """How many forwards a rank runs before its first backward may follow each further one: Megatron's counts."""
+    if kind == "gpipe":
+        return virtual * micro_batches
+    if kind == "1f1b":
+        return ranks - rank - 1
+    return 2 * (ranks - rank - 1) + (virtual - 1) * group_sizes(micro_batches, group or ranks)[0]
+
+
+def _order(
+    kind: str, placement: Placement, rank: int, micro_batches: int, group: int | None
+) -> list[Computation]:
+    own, ranks = placement.stages_of(rank), placement.ranks
+    forwards = list(_in_groups(Kind.FORWARD, own, micro_batches, group or ranks))
+    # Backwards keep the order of the micro-batches, so that every schedule adds up gradients alike.
+    backwards = list(_in_groups(Kind.BACKWARD, own[::-1], micro_batches, group or ranks))
+    ahead = forwards_ahead(kind, ranks, len(own), rank, micro_batches, group)
+    return list(_one_forward_one_backward(forwards, backwards, ahead))
+
+
+def _in_groups(kind: Kind, stages: Sequence[int], micro_batches: int, group: int) -> Iterator[Computation]:
+    """Every stage in turn for a group of micro-batches, then the next group."""
+    first = 0
+    for size in group_sizes(micro_batches, group):
+        for stage, micro_batch in itertools.product(stages, range(first, first + size)):
+            yield kind, stage, micro_batch
+        first += size
+
+
+def _one_forward_one_backward(
+    forwards: Sequence[Computation], backwards: Sequence[Computation], ahead: int
+) -> Iterator[Computation]:
+    """`ahead` forwards to fill the pipeline, then one forward and one backward in turn, then the backwards left over."""
+    yield from forwards[:ahead]
+    for forward, backward in itertools.zip_longest(forwards[ahead:], backwards):
+        if forward is not None:
+            yield forward
+        yield backward
+
+
+def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]]) -> Schedule:
+    """Adds to each rank's computations the messages and the reductions.
+
+    A result is sent right after it was computed. A receive is posted one computation before the one that needs it, so
+    that the message travels meanwhile. A stage is reduced right after its last backward.
+    """
+    return Schedule(
+        placement,
+        micro_batches,
+        tuple(tuple(_lowered(placement, rank, order)) for rank, order in enumerate(orders)),
+    )
+
+
+def _lowered(placement: Placement, rank: int, order: Sequence[Computation]) -> Iterator[Action]:
+    last_backward = {stage: i for i, (kind, stage, _) in enumerate(order) if kind is Kind.BACKWARD}
+    for i, computation in enumerate(order):
+        if i == 0:
+            yield from _received(placement, rank, computation)
+        if i + 1 < len(order):
+            yield from _received(placement, rank, order[i + 1])
+        kind, stage, micro_batch = computation
+        yield Action(kind, stage, micro_batch)
+        yield from _sent(placement, rank, computation)
+        if kind is Kind.BACKWARD and last_backward[stage] == i:
+            yield Action(Kind.REDUCE, stage)
+
+
+def _received(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
+    """The message a computation waits for, if it comes from another rank."""
+    kind, stage, micro_batch = computation
+    forward = kind is Kind.FORWARD
+    source = stage - 1 if forward else stage + 1
+    if 0 <= source < placement.stages and placement.rank_of[source] != rank:
+        message = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
+        yield Action(message, source, micro_batch, placement.rank_of[source])
+
+
+def _sent(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
+    """The message that carries the result of a computation, if another rank needs it."""
+    kind, stage, micro_batch = computation
+    forward = kind is Kind.FORWARD
+    target = stage + 1 if forward else stage - 1
+    if 0 <= target < placement.stages and placement.rank_of[target] != rank:
+        message = Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT
+        yield Action(message, stage, micro_batch, placement.rank_of[target])
