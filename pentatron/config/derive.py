@@ -2,6 +2,7 @@
 
 import math
 
+from pentatron.config.derive_layout import derive_layout
 from pentatron.config.draft import Draft, Facts
 from pentatron.layout.divisors import divisors, either
 
@@ -10,6 +11,7 @@ _HEAD_WIDTHS = (64, 32, 16, 8)
 
 def derive(draft: Draft, facts: Facts) -> list[str]:
     """Fills in the open values; returns the problems met on the way."""
+    derive_layout(draft, facts)
     _processes(draft, facts)
     _attention(draft)
     _widths(draft)
@@ -20,17 +22,6 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
 
 
 def _processes(draft: Draft, facts: Facts) -> None:
-    model = (
-        draft["tensor_model_parallel_size"]
-        * draft["pipeline_model_parallel_size"]
-        * draft["context_parallel_size"]
-    )
-    if draft["data_parallel_size"] is None:
-        draft.derive(
-            "data_parallel_size",
-            max(1, facts.world_size // model),
-            f"{facts.world_size} processes / (tp × pp × cp = {model})",
-        )
     if draft["nproc_per_node"] != facts.local_processes and not draft.given("nproc_per_node"):
         reason = f"started by {facts.launcher}" if facts.launcher else "processes on this machine"
         draft.derive("nproc_per_node", facts.local_processes, reason)

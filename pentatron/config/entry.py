@@ -83,6 +83,14 @@ MEGATRON = EntryPoint(
     resumes=False,
 )
 
+# Shows a layout and trains nothing, so data and length are settled here.
+LAYOUT = EntryPoint(
+    name="pentatron layout",
+    summary="Show which rank does what under the same settings as `pentatron train`. Nothing is started.",
+    refused=TRAIN.refused,
+    defaults={"dataset_size": 1000, "vocab_size": 32768, "train_iters": 1},
+)
+
 ENTRY_POINTS = {
     entry.name: entry for entry in (TRAIN, PRETRAIN_GPT, EXAMPLE, STANDARD, PARALLEL_3D, MEGATRON)
 }

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pentatron.config.setting import setting
 
 _MOE = "mixture of experts"
-_DROPOUT = "dropout that does not depend on the layout"
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class TransformerConfig:
     rotary_percent: float = setting(1.0, "share of a head that is rotated")
     rotary_interleaved: bool = setting(False, "rotate neighbouring pairs instead of halves")
     untie_embeddings_and_output_weights: bool = setting(False, "give the output layer a matrix of its own")
-    hidden_dropout: float = setting(0.0, "dropout on the residual stream", not_yet=_DROPOUT)
-    attention_dropout: float = setting(0.0, "dropout on attention weights", not_yet=_DROPOUT)
+    hidden_dropout: float = setting(0.0, "dropout on the residual stream")
+    attention_dropout: float = setting(0.0, "dropout on attention weights")
     init_method_std: float = setting(0.02, "standard deviation of the initial weights")
     multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
 

@@ -18,6 +18,11 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
         reason = reason or (IDLE[name](draft, facts) if name in IDLE else "")
         if reason:
             found.append(f"{item.written(draft[name], draft.source(name))}: {reason}")
+    if draft["attention_dropout"] > 0:
+        found.append(
+            f"--attention-dropout {draft['attention_dropout']}: which attention weights are dropped depends on the "
+            f"layout, so other parallel sizes give other losses (hidden dropout does not depend on it)"
+        )
     return found
 
 
@@ -36,6 +41,26 @@ def _no_tensor_axis(draft: Draft, facts: Facts) -> str:
 def _one_stage(draft: Draft, facts: Facts) -> str:
     one = draft["pipeline_model_parallel_size"] == 1
     return "there is one pipeline stage, so no schedule is needed" if one else ""
+
+
+def _nothing_divided(draft: Draft, facts: Facts) -> str:
+    one = draft["pipeline_model_parallel_size"] == 1 and draft["virtual_pipeline_model_parallel_size"] in (
+        None,
+        1,
+    )
+    return "there is one pipeline stage, which holds all layers" if one else ""
+
+
+def _not_interleaved(draft: Draft, facts: Facts) -> str:
+    """One rank needs no schedule; with several, only virtual stages take micro-batches in groups."""
+    if _one_stage(draft, facts):
+        return _one_stage(draft, facts)
+    kind = draft["pipeline_schedule"]
+    return (
+        f"{kind} does not take micro-batches in groups, only interleaved does"
+        if kind != "interleaved"
+        else ""
+    )
 
 
 def _whole_sequences(draft: Draft, facts: Facts) -> str:
@@ -144,8 +169,29 @@ def _no_decay_nor_fraction(draft: Draft, facts: Facts) -> str:
     return _no_decay(draft, facts) if draft["lr_warmup_fraction"] is None else ""
 
 
+def _one_replica(draft: Draft) -> bool:
+    return bool(draft["data_parallel_size"] * draft["context_parallel_size"] == 1)
+
+
 def _one_copy(draft: Draft, facts: Facts) -> str:
-    return "one data-parallel rank has nothing to reduce" if draft["data_parallel_size"] == 1 else ""
+    return "one data-parallel rank has nothing to reduce" if _one_replica(draft) else ""
+
+
+def _no_early_reduction(draft: Draft, facts: Facts) -> str:
+    return _one_copy(draft, facts) if draft["overlap_grad_reduce"] else ""
+
+
+def _nobody_to_share_with(draft: Draft, facts: Facts) -> str:
+    alone = draft["zero_stage"] > 0 and _one_replica(draft)
+    return "one data-parallel rank has nobody to share with, so it keeps everything" if alone else ""
+
+
+def _nothing_to_gather(draft: Draft, facts: Facts) -> str:
+    if not draft["overlap_param_gather"]:
+        return ""
+    if draft["zero_stage"] == 0:
+        return "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
+    return "one data-parallel rank has nothing to gather" if _one_replica(draft) else ""
 
 
 def _alone(draft: Draft, facts: Facts) -> str:
@@ -187,6 +233,20 @@ IDLE: dict[str, Reason] = {
     "num_experts": lambda draft, facts: "",
     "sequence_parallel": _no_tensor_axis,
     "pipeline_schedule": _one_stage,
+    "microbatch_group_size_per_virtual_pipeline_stage": _not_interleaved,
+    **dict.fromkeys(
+        (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "pipeline_model_parallel_layout",
+        ),
+        _nothing_divided,
+    ),
+    "zero_stage": _nobody_to_share_with,
+    "overlap_grad_reduce": _no_early_reduction,
+    "overlap_param_gather": _nothing_to_gather,
     "cp_comm_type": _whole_sequences,
     **dict.fromkeys(("rotary_base", "rotary_percent", "rotary_interleaved"), _no_rope),
     "add_qkv_bias": _bias_anyway,

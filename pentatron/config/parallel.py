@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 from pentatron.config.setting import setting
 
-_TP = "tensor parallelism"
-_PP = "pipeline parallelism"
-_ZERO = "sharded optimizer state (ZeRO)"
+_EP = "expert parallelism"
 _RECOMPUTE = "activation recompute"
 
 
@@ -14,18 +12,46 @@ _RECOMPUTE = "activation recompute"
 class ParallelConfig:
     """Parallelism"""
 
-    tensor_model_parallel_size: int = setting(1, "ranks that share one layer", also="--tp_size", not_yet=_TP)
-    pipeline_model_parallel_size: int = setting(
-        1, "stages the layers are cut into", also="--pp_size", not_yet=_PP
-    )
+    tensor_model_parallel_size: int = setting(1, "ranks that share one layer", also="--tp_size")
+    pipeline_model_parallel_size: int = setting(1, "ranks the layers are divided over", also="--pp_size")
     context_parallel_size: int = setting(1, "ranks that share one sequence", not_yet="context parallelism")
-    expert_model_parallel_size: int = setting(1, "ranks that share the experts", not_yet="expert parallelism")
+    expert_model_parallel_size: int = setting(1, "ranks that share the experts", not_yet=_EP)
+    expert_tensor_parallel_size: int | None = setting(
+        None, "ranks that share one expert (tensor parallel size)", not_yet=_EP
+    )
     data_parallel_size: int | None = setting(
         None, "copies of the model (world / (tp × pp × cp), checked if given)"
     )
     sequence_parallel: bool = setting(False, "split norms and residuals over the tensor axis as well")
-    pipeline_schedule: str = setting("1f1b", "order of work in the pipeline", choices=("1f1b", "gpipe"))
-    virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per stage", not_yet=_PP)
+    pipeline_schedule: str = setting(
+        "1f1b",
+        "order of work in the pipeline (interleaved with virtual stages)",
+        choices=("1f1b", "gpipe", "interleaved"),
+    )
+    virtual_pipeline_model_parallel_size: int | None = setting(
+        None, "stages on each pipeline rank", also="--num-virtual-stages-per-pipeline-rank"
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, "layers of one stage, instead of the number of stages"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
+        None, "micro-batches a stage runs before its rank turns to the next (pipeline ranks)"
+    )
+    decoder_first_pipeline_num_layers: int | None = setting(
+        None, "layers on the first pipeline rank (divided by cost)"
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(
+        None, "layers on the last pipeline rank (divided by cost)"
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "count the embedding as one layer when layers are divided"
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, "count the head and the loss as one layer when layers are divided"
+    )
+    pipeline_model_parallel_layout: str | None = setting(
+        None, "all stages written out, as in 'Et|(tt|)*2tL': E embedding, t layer, L head, | next stage"
+    )
     cp_comm_type: str = setting(
         "p2p", "how context ranks exchange keys", choices=("p2p", "all_gather", "allgather", "a2a")
     )
@@ -34,14 +60,11 @@ class ParallelConfig:
         "what data-parallel ranks share: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters",
         sets={"--use-distributed-optimizer": 1},
         choices=(0, 1, 2, 3),
-        not_yet=_ZERO,
+        not_yet="parameter sharding (ZeRO-3)",
+        available=(0, 1, 2),
     )
-    overlap_grad_reduce: bool = setting(
-        False, "reduce gradients while backward runs", not_yet="overlapped reduction"
-    )
-    overlap_param_gather: bool = setting(
-        False, "gather parameters while forward runs", not_yet="overlapped gathering"
-    )
+    overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs")
+    overlap_param_gather: bool = setting(False, "gather parameters while forward runs")
     ddp_bucket_size: int = setting(40_000_000, "gradients reduced in one collective, in elements")
     deepspeed: bool = setting(False, "DeepSpeed's launch line", not_yet="DeepSpeed's launch line")
     deepspeed_config: str | None = setting(

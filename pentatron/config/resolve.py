@@ -10,7 +10,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.files import read_file
 from pentatron.config.flags import Assigned, did_you_mean, is_written, parse_flags
-from pentatron.config.limits import out_of_limits
+from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.notices import notices_for
 from pentatron.config.presets import presets
 from pentatron.config.rules import problems_of
@@ -61,16 +61,21 @@ def _preset(name: str) -> dict[str, Assigned]:
     return {**values, "preset": Assigned(name, f"preset {name}")}
 
 
-def resolve(draft: Draft, facts: Facts) -> Resolved:
-    """Fills in what follows from the rest, then checks everything and reports every problem at once."""
+def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
+    """Fills in what follows from the rest, then checks everything and reports every problem at once.
+
+    Without `built_only` a feature that is still missing is no problem but a notice, for who only looks.
+    """
     problems = _set_aside_wrong_values(draft)
     problems += derive(draft, facts)
     values: dict[str, Any] = {name: assigned.value for name, assigned in draft.values.items()}
     sources = {name: assigned.source for name, assigned in draft.values.items()}
-    problems += problems_of(values, facts, sources, unsound=draft.wrong)
+    missing = [] if built_only else not_available(values, sources)
+    found = problems_of(values, facts, sources, unsound=draft.wrong)
+    problems += [problem for problem in found if problem not in missing]
     if problems:
         raise ConfigError(problems)
-    return Resolved(build(values), sources, [*draft.notices, *notices_for(draft, facts)])
+    return Resolved(build(values), sources, [*draft.notices, *missing, *notices_for(draft, facts)])
 
 
 def _set_aside_wrong_values(draft: Draft) -> list[str]:

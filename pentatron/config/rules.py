@@ -1,30 +1,32 @@
 """All cross-field rules. Each returns a sentence with the equation filled in and the fix; all are asked every time."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pentatron.config.address import meeting_point
 from pentatron.config.draft import Facts
+from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.run import table
-from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
-from pentatron.layout.ranks import world_size_problem
-
-Values = Mapping[str, Any]
-Rule = Callable[[Values, Facts], str | None]
 
 
 def problems_of(
     values: Values, facts: Facts, sources: Mapping[str, str] | None = None, unsound: Collection[str] = ()
 ) -> list[str]:
-    """Every reason why this run cannot start.
+    """Every reason why this run cannot start."""
+    return [
+        *out_of_limits(values).values(),
+        *not_available(values, sources or {}),
+        *broken_rules(values, facts, unsound),
+    ]
 
-    A rule that looks at an unsound value, one already known to be wrong, has nothing to add and is not heard.
-    """
+
+def broken_rules(values: Values, facts: Facts, unsound: Collection[str] = ()) -> list[str]:
+    """What the rules say. One that looks at an unsound value, known to be wrong already, has nothing to add."""
     wrong = out_of_limits(values)
-    found = [*wrong.values(), *not_available(values, sources or {})]
+    found = []
     usable = {**values, **dict.fromkeys(wrong, 1)}
     for rule in RULES:
         asked = _Watched(usable)
@@ -46,54 +48,11 @@ class _Watched(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def _world(v: Values, facts: Facts) -> str | None:
-    sizes = (v["tensor_model_parallel_size"], v["pipeline_model_parallel_size"], v["context_parallel_size"])
-    return world_size_problem(facts.world_size, *sizes)
-
-
-def _expected_world(v: Values, facts: Facts) -> str | None:
-    if v["world_size"] in (None, facts.world_size):
-        return None
-    return (
-        f"--world-size {v['world_size']} does not match the {facts.world_size} process(es) that were started; "
-        f"start {v['world_size']} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out"
-    )
-
-
-def _data_parallel(v: Values, facts: Facts) -> str | None:
-    model = v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"] * v["context_parallel_size"]
-    if facts.world_size % model or v["data_parallel_size"] * model == facts.world_size:
-        return None
-    return (
-        f"--data-parallel-size {v['data_parallel_size']} × {model} (tp × pp × cp) = {v['data_parallel_size'] * model}, "
-        f"but there are {facts.world_size} processes; use {facts.world_size // model} or leave it out"
-    )
-
-
-def _processes_here(v: Values, facts: Facts) -> str | None:
-    if not facts.launcher or v["nproc_per_node"] == facts.local_processes:
-        return None
-    return (
-        f"--nproc-per-node {v['nproc_per_node']} does not match the {facts.local_processes} process(es) that "
-        f"{facts.launcher} started on this machine; leave --nproc-per-node out"
-    )
-
-
 def _meeting_point(v: Values, facts: Facts) -> str | None:
     if v["init_method"] is None or meeting_point(v["init_method"]) is not None:
         return None
     return (
         f"--init-method {v['init_method']} must look like tcp://HOST:PORT, for example tcp://localhost:12345"
-    )
-
-
-def _heads_per_rank(v: Values, facts: Facts) -> str | None:
-    heads, tp = v["num_attention_heads"], v["tensor_model_parallel_size"]
-    if heads % tp == 0:
-        return None
-    return (
-        f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use {either(divisors(heads))}"
     )
 
 
@@ -104,17 +63,6 @@ def _groups(v: Values, facts: Facts) -> str | None:
     return (
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
         f"use {either(divisors(heads))} groups"
-    )
-
-
-def _groups_per_rank(v: Values, facts: Facts) -> str | None:
-    groups, tp = v["num_query_groups"], v["tensor_model_parallel_size"]
-    # As many groups as heads is no grouping; the rule about heads says it all.
-    if groups % tp == 0 or tp % groups == 0 or groups == v["num_attention_heads"]:
-        return None
-    return (
-        f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
-        f"use a tensor parallel size of {either(divisors(groups))}"
     )
 
 
@@ -137,54 +85,6 @@ def _head_width(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _mlp_per_rank(v: Values, facts: Facts) -> str | None:
-    width, tp = v["ffn_hidden_size"], v["tensor_model_parallel_size"]
-    if width % tp == 0:
-        return None
-    return (
-        f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use --ffn-hidden-size {math.ceil(width / tp) * tp}"
-    )
-
-
-def _layers_per_stage(v: Values, facts: Facts) -> str | None:
-    layers, stages = v["num_layers"], v["pipeline_model_parallel_size"]
-    if layers >= stages:
-        return None
-    return (
-        f"--num-layers {layers} cannot fill the {stages} stages of --pipeline-model-parallel-size {stages}; "
-        f"use {stages} layers or more, or at most {layers} stage{'s' if layers > 1 else ''}"
-    )
-
-
-def _sequence_per_rank(v: Values, facts: Facts) -> str | None:
-    length, cp, tp = v["seq_length"], v["context_parallel_size"], v["tensor_model_parallel_size"]
-    factors = [f"2 × {cp} (context)"] if cp > 1 else []
-    multiple = 2 * cp if cp > 1 else 1
-    if v["sequence_parallel"] and tp > 1:
-        factors.append(f"{tp} (tensor, for --sequence-parallel)")
-        multiple = math.lcm(multiple, cp * tp)
-    if length % multiple == 0:
-        return None
-    up = math.ceil(length / multiple) * multiple
-    down = f"{up - multiple} or " if up > multiple else ""
-    return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
-
-
-def _experts(v: Values, facts: Facts) -> str | None:
-    experts, ep, topk = v["num_experts"], v["expert_model_parallel_size"], v["moe_router_topk"]
-    if experts is None:
-        return f"--expert-model-parallel-size {ep} needs experts; give --num-experts" if ep > 1 else None
-    if experts % ep:
-        return (
-            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}; "
-            f"use {either(divisors(experts))}"
-        )
-    if topk > experts:
-        return f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
-    return None
-
-
 def _rotary(v: Values, facts: Facts) -> str | None:
     if v["position_embedding_type"] != "rope" or int(v["kv_channels"] * v["rotary_percent"]) % 2 == 0:
         return None
@@ -192,12 +92,6 @@ def _rotary(v: Values, facts: Facts) -> str | None:
         f"the rotated part of a head, {v['kv_channels']} × {v['rotary_percent']} (--rotary-percent) = "
         f"{int(v['kv_channels'] * v['rotary_percent'])}, must be even; change --kv-channels or --num-attention-heads"
     )
-
-
-def _batch(v: Values, facts: Facts) -> str | None:
-    if v["global_batch_size"] is None or v["micro_batch_size"] is None:
-        return None
-    return batch_problem(v["global_batch_size"], v["micro_batch_size"], v["data_parallel_size"])
 
 
 def _positions(v: Values, facts: Facts) -> str | None:
@@ -214,21 +108,6 @@ def _vocabulary(v: Values, facts: Facts) -> str | None:
     if v["vocab_size"] is not None or v["vocab_file"] is not None:
         return None
     return "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json"
-
-
-def _padded_vocabulary(v: Values, facts: Facts) -> str | None:
-    size, padded, tp = v["vocab_size"], v["padded_vocab_size"], v["tensor_model_parallel_size"]
-    if size is None or (padded >= size and padded % tp == 0):
-        return None
-    enough = math.ceil(max(size, padded) / tp) * tp
-    if padded < size:
-        return (
-            f"--padded-vocab-size {padded} is smaller than --vocab-size {size}; use {enough} or leave it out"
-        )
-    return (
-        f"--padded-vocab-size {padded} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use {enough} or leave it out"
-    )
 
 
 def _tokenizer(v: Values, facts: Facts) -> str | None:
@@ -306,25 +185,14 @@ def _fresh(v: Values, facts: Facts) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _world,
-    _expected_world,
-    _data_parallel,
-    _processes_here,
+    *LAYOUT_RULES,
     _meeting_point,
-    _heads_per_rank,
     _groups,
-    _groups_per_rank,
     _grouping,
     _head_width,
-    _mlp_per_rank,
-    _layers_per_stage,
-    _sequence_per_rank,
-    _experts,
     _rotary,
-    _batch,
     _positions,
     _vocabulary,
-    _padded_vocabulary,
     _tokenizer,
     _precision,
     _data,

@@ -9,9 +9,13 @@ from pentatron.config.model import KernelConfig, MoEConfig, TransformerConfig
 from pentatron.config.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.config.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
 from pentatron.config.setting import Setting, settings_of
+from pentatron.config.stages import costs_of, division_of, grid_of
 from pentatron.config.training import DataConfig, OptimConfig, TrainConfig
+from pentatron.layout import schedules
+from pentatron.layout.actions import Placement, Schedule
 from pentatron.layout.batch import accumulation_steps
 from pentatron.layout.ranks import Grid
+from pentatron.layout.stages import StagePart, stage_parts
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,40 @@ class RunConfig:
 
     @property
     def grid(self) -> Grid:
+        assert self.parallel.data_parallel_size is not None, "known in every resolved configuration"
+        return grid_of(self.flat())
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each pipeline rank."""
+        return self.parallel.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which stage."""
+        return schedules.looped_placement(self.parallel.pipeline_model_parallel_size, self.virtual_stages)
+
+    @property
+    def stages(self) -> tuple[StagePart, ...]:
+        """What every stage holds of the model, in the order of the model."""
+        values = self.flat()
+        return stage_parts(self.model.num_layers, division_of(values), costs_of(values))
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """What every pipeline rank does in a step of that many micro-batches."""
         p = self.parallel
-        assert p.data_parallel_size is not None, "resolved configurations know their data-parallel size"
-        return Grid(
-            tensor=p.tensor_model_parallel_size,
-            context=p.context_parallel_size,
-            data=p.data_parallel_size,
-            pipeline=p.pipeline_model_parallel_size,
-        )
+        ranks, virtual = p.pipeline_model_parallel_size, self.virtual_stages
+        # One rank has nobody to overlap with: its order is that of 1F1B, whatever was asked for.
+        kind = p.pipeline_schedule if ranks > 1 else "1f1b"
+        group = p.microbatch_group_size_per_virtual_pipeline_stage
+        if kind != "interleaved" or group is None:
+            return schedules.training_schedule(kind, ranks, virtual, micro_batches)
+        # A group was chosen for a full step; a shorter one has no more than it has.
+        return schedules.training_schedule(kind, ranks, virtual, micro_batches, min(group, micro_batches))
+
+    def forward_schedule(self, micro_batches: int) -> Schedule:
+        """The same for an evaluation of that many micro-batches."""
+        return schedules.forward_schedule(self.placement, micro_batches)
 
     @property
     def accumulation(self) -> int:

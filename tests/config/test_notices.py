@@ -12,9 +12,12 @@ from pentatron.config.run import table
 from tests.config.builders import LEAST, notices, other_value
 
 ONE = Facts(1)
+TWO = Facts(2, 2)
 TORCHRUN = Facts(2, 2, 2, "torchrun", True)
 SLURM = Facts(2, 2, 2, "Slurm", False)
 FILES = "--data-path a --vocab-size 100 --train-iters 10"
+INTERLEAVED = f"{LEAST} --pp_size 2 --virtual-pipeline-model-parallel-size 2 --num-microbatches 4"
+GROUPED = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 SYNTHETIC = "--dataset-size 80 --vocab-size 100 --train-iters 10"
 
 
@@ -29,7 +32,61 @@ def test_every_notice_is_said(name: str) -> None:
 # setting, words it is idle with, words it acts with, facts of the first, facts of the second
 CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ("sequence_parallel", f"{LEAST} --sequence-parallel", f"{LEAST} --no-sequence-parallel", ONE, ONE),
-    ("pipeline_schedule", f"{LEAST} --pipeline-schedule gpipe", LEAST, ONE, ONE),
+    (
+        "sequence_parallel",
+        f"{LEAST} --sequence-parallel",
+        f"{LEAST} --sequence-parallel --tp_size 2",
+        ONE,
+        TWO,
+    ),
+    *(
+        (name, f"{LEAST} {words}", f"{LEAST} {words} --pp_size 2", ONE, TWO)
+        for name, words in (
+            ("pipeline_schedule", "--pipeline-schedule gpipe"),
+            ("decoder_first_pipeline_num_layers", "--decoder-first-pipeline-num-layers 1"),
+            ("decoder_last_pipeline_num_layers", "--decoder-last-pipeline-num-layers 1"),
+            ("account_for_embedding_in_pipeline_split", "--account-for-embedding-in-pipeline-split"),
+            ("account_for_loss_in_pipeline_split", "--account-for-loss-in-pipeline-split"),
+        )
+    ),
+    (
+        "pipeline_model_parallel_layout",
+        f"{LEAST} --pipeline-model-parallel-layout EttttL",
+        f"{LEAST} --pipeline-model-parallel-layout Et|tttL --pp_size 2",
+        ONE,
+        TWO,
+    ),
+    (
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        f"{LEAST} {GROUPED}",
+        f"{INTERLEAVED} {GROUPED}",
+        ONE,
+        TWO,
+    ),
+    (
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        f"{LEAST} {GROUPED} --pp_size 2",
+        f"{INTERLEAVED} {GROUPED}",
+        TWO,
+        TWO,
+    ),
+    ("zero_stage", f"{LEAST} --zero-stage 1", f"{LEAST} --zero-stage 1", ONE, TWO),
+    ("zero_stage", f"{LEAST} --zero-stage 2 --tp_size 2", f"{LEAST} --zero-stage 0", TWO, ONE),
+    ("overlap_grad_reduce", f"{LEAST} --overlap-grad-reduce", f"{LEAST} --overlap-grad-reduce", ONE, TWO),
+    (
+        "overlap_param_gather",
+        f"{LEAST} --overlap-param-gather",
+        f"{LEAST} --overlap-param-gather --zero-stage 1",
+        TWO,
+        TWO,
+    ),
+    (
+        "overlap_param_gather",
+        f"{LEAST} --overlap-param-gather --zero-stage 1",
+        f"{LEAST} --no-overlap-param-gather",
+        ONE,
+        ONE,
+    ),
     ("cp_comm_type", f"{LEAST} --cp-comm-type a2a", LEAST, ONE, ONE),
     *(
         (name, f"{LEAST} {words}", f"{LEAST} {words} --position-embedding-type rope", ONE, ONE)
@@ -167,6 +224,15 @@ def test_what_a_line_looks_like() -> None:
     assert notices("--epochs 3", least=FILES) == [
         "--epochs 3: the length of an epoch is not known before the data is read; --train-iters 10 decides"
     ]
+
+
+def test_attention_dropout_depends_on_the_layout_and_hidden_dropout_does_not() -> None:
+    for words in ("--attention-dropout 0.1 --hidden-dropout 0.1", "--preset gpt2"):
+        assert notices(words) == [
+            "--attention-dropout 0.1: which attention weights are dropped depends on the layout, so other parallel "
+            "sizes give other losses (hidden dropout does not depend on it)"
+        ]
+    assert notices("--hidden-dropout 0.1") == []
 
 
 def test_a_file_that_lists_defaults_is_not_scolded(tmp_path: Path) -> None:

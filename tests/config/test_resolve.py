@@ -112,12 +112,14 @@ def test_heads(words: str, expected: dict[str, Any]) -> None:
 
 
 def test_a_presets_heads_follow_a_hidden_size_that_was_typed() -> None:
-    found = resolved("--preset demo --hidden-size 256", Facts(2, 2), least="")
+    found = resolved("--preset demo --hidden-size 64", Facts(1), least="")
     assert chosen(found.config.flat(), "num_attention_heads kv_channels num_query_groups") == {
-        "num_attention_heads": 4, "kv_channels": 64, "num_query_groups": 2,
+        "num_attention_heads": 1, "kv_channels": 64, "num_query_groups": 1,
     }  # fmt: skip
-    assert found.sources["num_attention_heads"] == "derived: 256 hidden / 64 per head; preset demo has 6"
-    assert found.sources["num_query_groups"] == "derived: a divisor of 4 heads; the preset has 3"
+    assert found.sources["num_attention_heads"] == "derived: 64 hidden / 64 per head; preset demo has 6"
+    assert found.sources["num_query_groups"] == "derived: a divisor of 1 heads; the preset has 2"
+    wide = values("--preset demo --hidden-size 64", Facts(4, 4), least="")
+    assert (wide["tensor_model_parallel_size"], wide["num_attention_heads"]) == (2, 2)
 
 
 def test_a_presets_groups_follow_heads_that_were_typed() -> None:
@@ -201,10 +203,81 @@ def test_data_parallel_size_is_what_the_model_leaves() -> None:
 
 
 def test_a_presets_number_of_processes_gives_way_to_the_launchers() -> None:
-    found = resolved("--preset demo", Facts(4, 4, 4, "torchrun", True), least="")
-    assert found.config.launch.nproc_per_node == 4
+    found = resolved("--preset demo", Facts(2, 2, 4, "torchrun", True), least="")
+    assert found.config.launch.nproc_per_node == 2
     assert found.sources["nproc_per_node"] == "derived: started by torchrun"
-    assert resolved("--preset demo", Facts(2, 2), least="").sources["nproc_per_node"] == "preset demo"
+    assert resolved("--preset demo", Facts(4, 4), least="").sources["nproc_per_node"] == "preset demo"
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "sizes"),
+    [
+        ("", 4, (2, 2, 1)),
+        ("", 1, (1, 1, 1)),
+        ("", 2, (2, 1, 1)),
+        ("--global-batch-size 12", 3, (1, 1, 3)),
+        ("--global-batch-size 12", 6, (2, 1, 3)),
+        ("", 8, (2, 2, 2)),
+        ("--pp_size 2", 2, (1, 2, 1)),
+        ("--pp_size 4", 4, (1, 4, 1)),
+        ("--pp_size 1", 4, (2, 1, 2)),
+        ("--data-parallel-size 2", 2, (1, 1, 2)),
+        ("--data-parallel-size 2", 4, (2, 1, 2)),
+        ("--num-layers 1", 4, (2, 1, 2)),
+        ("--num-attention-heads 3 --num-query-groups 3", 4, (1, 2, 2)),
+        ("--virtual-pipeline-model-parallel-size 2", 2, (1, 2, 1)),
+    ],
+)
+def test_the_sizes_of_a_preset_give_way_and_typed_ones_do_not(
+    words: str, world: int, sizes: tuple[int, int, int]
+) -> None:
+    found = values(f"--preset demo {words}", Facts(world, world), least="")
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    assert tuple(found[name] for name in names) == sizes
+
+
+def test_why_a_size_gave_way() -> None:
+    name = "pipeline_model_parallel_size"
+    alone = resolved("--preset demo", Facts(1), least="").sources
+    assert alone[name] == "derived: fits 1 process; the preset has 2"
+    pair = resolved("--preset demo", Facts(2, 2), least="").sources
+    assert pair[name] == "derived: fits 2 processes; the preset has 2"
+    assert pair["tensor_model_parallel_size"] == "preset demo"
+    short = resolved("--preset demo --num-layers 1", Facts(4, 4), least="").sources
+    assert short[name] == "derived: fits the settings given; the preset has 2"
+
+
+def test_a_typed_size_is_insisted_on() -> None:
+    """And the sentence speaks of what was typed, not of what the preset would have added."""
+    assert problems("--preset demo --tp_size 4", Facts(2, 2), least="") == [
+        "2 processes are too few: one copy of the model needs 4 (tensor) × 1 (pipeline) × 1 (context) = 4; "
+        "start 4 processes or a multiple, or lower the parallel sizes",
+        "--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4; use 1, 2, 3 or 6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "virtual", "schedule", "reason"),
+    [
+        ("", 2, None, "1f1b", "default"),
+        ("--virtual-pipeline-model-parallel-size 2", 2, 2, "interleaved", "flag"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 2, 2, "interleaved", "flag"),
+        ("--virtual-pipeline-model-parallel-size 1", 2, 1, "1f1b", "flag"),
+        ("--num-layers-per-virtual-pipeline-stage 2", 2, 2, "interleaved", "derived: 8 layers / (2 ranks × 2 layers)"),
+        ("--num-layers-per-virtual-pipeline-stage 1", 2, 4, "interleaved", "derived: 8 layers / (2 ranks × 1 layers)"),
+        ("--num-layers-per-virtual-pipeline-stage 4", 2, 1, "1f1b", "derived: 8 layers / (2 ranks × 4 layers)"),
+        ("--pipeline-model-parallel-layout Ettt|tt|tt|tL", 2, 2, "interleaved",
+         "derived: 4 stages written out / 2 ranks"),
+        ("--pipeline-model-parallel-layout Ettttt|tttL", 2, None, "1f1b", "default"),
+    ],
+)  # fmt: skip
+def test_virtual_stages(words: str, world: int, virtual: int | None, schedule: str, reason: str) -> None:
+    found = resolved(f"--num-layers 8 --pp_size {world} {words}", Facts(world, world))
+    assert found.config.parallel.virtual_pipeline_model_parallel_size == virtual
+    assert found.config.virtual_stages == (virtual or 1)
+    assert found.config.parallel.pipeline_schedule == schedule
+    assert found.sources["virtual_pipeline_model_parallel_size"].startswith(reason)
+    assert found.config.placement.stages == world * (virtual or 1) == len(found.config.stages)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +326,9 @@ def test_batches_of_the_guides_programs(
 
 
 def test_a_presets_micro_batch_gives_way_to_the_number_of_processes() -> None:
-    found = resolved("--preset demo --nproc-per-node 4", Facts(4, 4), least="")
-    assert (found.config.train.micro_batch_size, found.config.train.global_batch_size) == (4, 16)
-    assert found.sources["micro_batch_size"] == "derived: a divisor of 16 / 4 ranks; the preset has 8"
+    found = resolved("--preset demo --nproc-per-node 32", Facts(32, 32), least="")
+    assert (found.config.train.micro_batch_size, found.config.train.global_batch_size) == (2, 16)
+    assert found.sources["micro_batch_size"] == "derived: a divisor of 16 / 8 ranks; the preset has 4"
 
 
 # --- length of the run ---

@@ -21,6 +21,7 @@ def relations(words: str, facts: Facts = ONE, least: str | None = None) -> list[
 TORCHRUN_4 = Facts(4, 4, 4, "torchrun", True)
 
 # name of the rule, words that break it, the sentence, words that keep it, facts of both
+INTERLEAVED = "--num-layers 4 --pp_size 2 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
 CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_world", "--tp_size 2",
      "1 process is too few: one copy of the model needs 2 (tensor) × 1 (pipeline) × 1 (context) = 2; "
@@ -75,6 +76,53 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--num-layers 2 cannot fill the 4 stages of --pipeline-model-parallel-size 4; use 4 layers or more, or at most 2 "
      "stages",
      "--num-layers 4 --pp_size 4", Facts(4, 4)),
+    ("_layers_per_stage", "--num-layers 6 --pp_size 4 --virtual-pipeline-model-parallel-size 2",
+     "--num-layers 6 cannot fill 4 (pipeline) × 2 (virtual) = 8 stages; use 8 layers or more, or fewer stages",
+     "--num-layers 8 --pp_size 4 --virtual-pipeline-model-parallel-size 2", Facts(4, 4)),
+    ("_virtual_stages", "--virtual-pipeline-model-parallel-size 2",
+     "virtual stages (2 on each rank) need a pipeline, but --pipeline-model-parallel-size is 1; "
+     "use 2 or more pipeline ranks, or leave the virtual stages out",
+     "--virtual-pipeline-model-parallel-size 1", ONE),
+    ("_layers_per_virtual_stage", "--num-layers 10 --pp_size 2 --num-layers-per-virtual-pipeline-stage 2",
+     "--num-layers 10 is not divisible by 2 (pipeline) × 2 (--num-layers-per-virtual-pipeline-stage) = 4; "
+     "use 8 or 12 layers, or another number for each stage",
+     "--num-layers 12 --pp_size 2 --num-layers-per-virtual-pipeline-stage 2", Facts(2, 2)),
+    ("_layers_per_virtual_stage",
+     "--num-layers 8 --pp_size 2 --num-layers-per-virtual-pipeline-stage 2 --virtual-pipeline-model-parallel-size 4",
+     "2 (pipeline) × 4 (virtual) × 2 (--num-layers-per-virtual-pipeline-stage) = 16, but --num-layers is 8; "
+     "leave one of the two flags for virtual stages out",
+     "--num-layers 8 --pp_size 2 --num-layers-per-virtual-pipeline-stage 2 --virtual-pipeline-model-parallel-size 2",
+     Facts(2, 2)),
+    ("_division", "--num-layers 8 --pp_size 4 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
+     "--decoder-first-pipeline-num-layers 3 and --decoder-last-pipeline-num-layers 4 leave 8 − 7 = 1 layers for the "
+     "2 other stages, which need one each; the sum of all must be --num-layers 8",
+     "--num-layers 9 --pp_size 4 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
+     Facts(4, 4)),
+    ("_division", "--num-layers 8 --pp_size 2 --account-for-loss-in-pipeline-split --decoder-last-pipeline-num-layers 3",
+     "--decoder-last-pipeline-num-layers and --account-for-loss-in-pipeline-split each say how the layers are divided; "
+     "give one of them",
+     "--num-layers 8 --pp_size 2 --account-for-loss-in-pipeline-split", Facts(2, 2)),
+    ("_division", "--num-layers 30 --pp_size 2 --pipeline-model-parallel-layout Et*14|t*14L",
+     "--pipeline-model-parallel-layout Et*14|t*14L has 28 layers in its 2 stages, but --num-layers is 30; add 2 t",
+     "--num-layers 30 --pp_size 2 --pipeline-model-parallel-layout Et*16|t*14L", Facts(2, 2)),
+    ("_schedule", "--num-layers 4 --pp_size 2 --pipeline-schedule interleaved",
+     "--pipeline-schedule interleaved needs several stages on each rank; "
+     "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b",
+     "--num-layers 4 --pp_size 2 --pipeline-schedule interleaved --virtual-pipeline-model-parallel-size 2", Facts(2, 2)),
+    ("_schedule", "--num-layers 4 --pp_size 2 --pipeline-schedule gpipe --virtual-pipeline-model-parallel-size 2",
+     "--pipeline-schedule gpipe runs one stage on each rank, not the 2 of --virtual-pipeline-model-parallel-size 2; "
+     "use interleaved, or leave one of the two out",
+     "--num-layers 4 --pp_size 2 --pipeline-schedule gpipe", Facts(2, 2)),
+    ("_micro_batch_groups",
+     f"{INTERLEAVED} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 9",
+     "--microbatch-group-size-per-virtual-pipeline-stage 9: a group of 9 micro-batches does not fit 8 micro-batches; "
+     "use a number from 2 (pipeline ranks) to 8 (micro-batches)",
+     f"{INTERLEAVED} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 3", Facts(2, 2)),
+    ("_micro_batch_groups",
+     f"{INTERLEAVED} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 1",
+     "--microbatch-group-size-per-virtual-pipeline-stage 1: a group of 1 micro-batches does not fit 8 micro-batches; "
+     "use a number from 2 (pipeline ranks) to 8 (micro-batches)",
+     f"{INTERLEAVED} --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 2", Facts(2, 2)),
     ("_sequence_per_rank", "--seq-length 100 --context-parallel-size 4",
      "--seq-length 100 is not divisible by 8, as 2 × 4 (context) need; use 96 or 104",
      "--seq-length 104 --context-parallel-size 4", Facts(4, 4)),
@@ -90,7 +138,11 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--seq-length 96 --sequence-parallel --tp_size 4 --context-parallel-size 2", Facts(8, 8)),
     ("_experts", "--num-experts 64 --expert-model-parallel-size 3",
      "--num-experts 64 is not divisible by --expert-model-parallel-size 3; use 1, 2, 4, 8, 16, 32 or 64",
-     "--num-experts 64 --expert-model-parallel-size 8", ONE),
+     "--num-experts 64 --expert-model-parallel-size 1", Facts(3, 3)),
+    ("_expert_ranks", "--num-experts 64 --expert-model-parallel-size 8 --tp_size 2",
+     "2 (data) × 1 (context) × 2 (tensor) = 4 ranks of a stage are no multiple of 8 (expert) × 2 (expert tensor) = 16; "
+     "use sizes of which the second divides the first",
+     "--num-experts 64 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tp_size 2", Facts(4, 4)),
     ("_experts", "--expert-model-parallel-size 3",
      "--expert-model-parallel-size 3 needs experts; give --num-experts", "--expert-model-parallel-size 1", ONE),
     ("_experts", "--num-experts 4 --moe-router-topk 8",
@@ -206,8 +258,7 @@ def test_all_problems_are_reported_at_once() -> None:
     words = "--hidden-size 120 --num-attention-heads 12 --tp_size 5 --fp16 --bf16 --min-lr 1 --lr-warmup-iters 10 --seed -1"
     found = problems(words, Facts(2, 2))
     assert [sentence.split(" ")[0] for sentence in found] == [
-        "--seed", "--tp_size", "--fp16", "2", "--num-attention-heads", "--fp16", "--lr-warmup-iters",
-        "--min-lr",
+        "--seed", "--fp16", "2", "--num-attention-heads", "--fp16", "--lr-warmup-iters", "--min-lr",
     ]  # fmt: skip
     assert (
         "--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 5; use 1, 2, 3, 4, 6 or 12"
@@ -277,9 +328,10 @@ def test_a_rule_that_looks_at_a_wrong_value_is_not_heard() -> None:
 
 
 def test_refusals_name_what_was_typed_and_the_way_out() -> None:
-    assert problems("--use-distributed-optimizer") == [
-        "--use-distributed-optimizer needs sharded optimizer state (ZeRO), which this version does not have yet; leave it out"
+    assert problems("--zero-stage 3") == [
+        "--zero-stage 3 needs parameter sharding (ZeRO-3), which this version does not have yet; leave it out"
     ]
+    assert problems("--zero-stage 2") == problems("--use-distributed-optimizer") == []
     assert problems("--fp8 e4m3 --fp8_recipe=delayed") == [
         "--fp8 e4m3, --fp8_recipe delayed need fp8 training, which this version does not have yet; leave them out"
     ]
@@ -289,10 +341,10 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
 
 
 def test_refusals_of_a_presets_values() -> None:
-    values = {**resolved().config.flat(), "hidden_dropout": 0.1, "num_experts": 8}
-    sources = {"hidden_dropout": "preset x", "num_experts": "preset x"}
-    assert not_available(values, sources) == [
-        "--hidden-dropout 0.1 needs dropout that does not depend on the layout, which this version does not have yet; "
-        "add --hidden-dropout 0.0 to do without",
+    values = {**resolved().config.flat(), "context_parallel_size": 2, "num_experts": 8}
+    sources = {"context_parallel_size": "preset x", "num_experts": "preset x"}
+    assert sorted(not_available(values, sources)) == [
+        "--context-parallel-size 2 needs context parallelism, which this version does not have yet; "
+        "add --context-parallel-size 1 to do without",
         "--num-experts 8 needs mixture of experts, which this version does not have yet; choose another preset",
     ]

@@ -1,0 +1,275 @@
+"""Rules about the layout: whether the processes, the model, the pipeline and the batch fit together.
+
+Each returns a sentence with the equation filled in and the fix; `rules.py` asks them with all others.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pentatron.config.draft import Facts
+from pentatron.config.run import table
+from pentatron.config.stages import division_of, grid_of
+from pentatron.layout.batch import batch_problem
+from pentatron.layout.divisors import divisors, either
+from pentatron.layout.ranks import expert_size_problem, world_size_problem
+from pentatron.layout.schedules import schedule_problem
+from pentatron.layout.stages import Costs, stage_parts
+
+Values = Mapping[str, Any]
+Rule = Callable[[Values, Facts], str | None]
+
+
+def _world(v: Values, facts: Facts) -> str | None:
+    sizes = (v["tensor_model_parallel_size"], v["pipeline_model_parallel_size"], v["context_parallel_size"])
+    return world_size_problem(facts.world_size, *sizes)
+
+
+def _expected_world(v: Values, facts: Facts) -> str | None:
+    if v["world_size"] in (None, facts.world_size):
+        return None
+    return (
+        f"--world-size {v['world_size']} does not match the {facts.world_size} process(es) that were started; "
+        f"start {v['world_size']} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out"
+    )
+
+
+def _data_parallel(v: Values, facts: Facts) -> str | None:
+    model = v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"] * v["context_parallel_size"]
+    if facts.world_size % model or v["data_parallel_size"] * model == facts.world_size:
+        return None
+    return (
+        f"--data-parallel-size {v['data_parallel_size']} × {model} (tp × pp × cp) = {v['data_parallel_size'] * model}, "
+        f"but there are {facts.world_size} processes; use {facts.world_size // model} or leave it out"
+    )
+
+
+def _processes_here(v: Values, facts: Facts) -> str | None:
+    if not facts.launcher or v["nproc_per_node"] == facts.local_processes:
+        return None
+    return (
+        f"--nproc-per-node {v['nproc_per_node']} does not match the {facts.local_processes} process(es) that "
+        f"{facts.launcher} started on this machine; leave --nproc-per-node out"
+    )
+
+
+def _heads_per_rank(v: Values, facts: Facts) -> str | None:
+    heads, tp = v["num_attention_heads"], v["tensor_model_parallel_size"]
+    if heads % tp == 0:
+        return None
+    return (
+        f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; "
+        f"use {either(divisors(heads))}"
+    )
+
+
+def _groups_per_rank(v: Values, facts: Facts) -> str | None:
+    groups, tp = v["num_query_groups"], v["tensor_model_parallel_size"]
+    # As many groups as heads is no grouping; the rule about heads says it all.
+    if groups % tp == 0 or tp % groups == 0 or groups == v["num_attention_heads"]:
+        return None
+    return (
+        f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
+        f"use a tensor parallel size of {either(divisors(groups))}"
+    )
+
+
+def _mlp_per_rank(v: Values, facts: Facts) -> str | None:
+    width, tp = v["ffn_hidden_size"], v["tensor_model_parallel_size"]
+    if width % tp == 0:
+        return None
+    return (
+        f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
+        f"use --ffn-hidden-size {math.ceil(width / tp) * tp}"
+    )
+
+
+def _padded_vocabulary(v: Values, facts: Facts) -> str | None:
+    size, padded, tp = v["vocab_size"], v["padded_vocab_size"], v["tensor_model_parallel_size"]
+    if size is None or (padded >= size and padded % tp == 0):
+        return None
+    enough = math.ceil(max(size, padded) / tp) * tp
+    if padded < size:
+        return (
+            f"--padded-vocab-size {padded} is smaller than --vocab-size {size}; use {enough} or leave it out"
+        )
+    return (
+        f"--padded-vocab-size {padded} is not divisible by --tensor-model-parallel-size {tp}; "
+        f"use {enough} or leave it out"
+    )
+
+
+def _sequence_per_rank(v: Values, facts: Facts) -> str | None:
+    length, cp, tp = v["seq_length"], v["context_parallel_size"], v["tensor_model_parallel_size"]
+    factors = [f"2 × {cp} (context)"] if cp > 1 else []
+    multiple = 2 * cp if cp > 1 else 1
+    if v["sequence_parallel"] and tp > 1:
+        factors.append(f"{tp} (tensor, for --sequence-parallel)")
+        multiple = math.lcm(multiple, cp * tp)
+    if length % multiple == 0:
+        return None
+    up = math.ceil(length / multiple) * multiple
+    down = f"{up - multiple} or " if up > multiple else ""
+    return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
+
+
+def _layers_per_stage(v: Values, facts: Facts) -> str | None:
+    layers, ranks = v["num_layers"], v["pipeline_model_parallel_size"]
+    virtual = v["virtual_pipeline_model_parallel_size"] or 1
+    # A layout written out may give a stage to the embedding alone.
+    if layers >= ranks * virtual or v["pipeline_model_parallel_layout"] is not None:
+        return None
+    if virtual > 1:
+        return (
+            f"--num-layers {layers} cannot fill {ranks} (pipeline) × {virtual} (virtual) = {ranks * virtual} stages; "
+            f"use {ranks * virtual} layers or more, or fewer stages"
+        )
+    return (
+        f"--num-layers {layers} cannot fill the {ranks} stages of --pipeline-model-parallel-size {ranks}; "
+        f"use {ranks} layers or more, or at most {layers} stage{'s' if layers > 1 else ''}"
+    )
+
+
+def _virtual_stages(v: Values, facts: Facts) -> str | None:
+    ranks, virtual = v["pipeline_model_parallel_size"], v["virtual_pipeline_model_parallel_size"] or 1
+    if virtual == 1 or ranks > 1:
+        return None
+    return (
+        f"virtual stages ({virtual} on each rank) need a pipeline, but --pipeline-model-parallel-size is {ranks}; "
+        f"use 2 or more pipeline ranks, or leave the virtual stages out"
+    )
+
+
+def _layers_per_virtual_stage(v: Values, facts: Facts) -> str | None:
+    each = v["num_layers_per_virtual_pipeline_stage"]
+    if each is None:
+        return None
+    layers, ranks, virtual = (
+        v["num_layers"],
+        v["pipeline_model_parallel_size"],
+        v["virtual_pipeline_model_parallel_size"] or 1,
+    )
+    if ranks * virtual * each == layers:
+        return None
+    if layers % (ranks * each):
+        down = layers - layers % (ranks * each)
+        return (
+            f"--num-layers {layers} is not divisible by {ranks} (pipeline) × {each} "
+            f"(--num-layers-per-virtual-pipeline-stage) = {ranks * each}; use "
+            f"{f'{down} or ' if down else ''}{down + ranks * each} layers, or another number for each stage"
+        )
+    return (
+        f"{ranks} (pipeline) × {virtual} (virtual) × {each} (--num-layers-per-virtual-pipeline-stage) = "
+        f"{ranks * virtual * each}, but --num-layers is {layers}; leave one of the two flags for virtual stages out"
+    )
+
+
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _division(v: Values, facts: Facts) -> str | None:
+    """Whether the layers can be divided as the user wants it, and none is left out or counted twice."""
+    division = division_of(v)
+    ways = [
+        next((table()[n].flag for n in way if v[n]), None)
+        for way in (
+            ("pipeline_model_parallel_layout",),
+            ("num_layers_per_virtual_pipeline_stage",),
+            _ENDS,
+            _COUNTED,
+        )
+    ]
+    said = [flag for flag in ways if flag is not None]
+    if len(said) > 1 and division.ranks > 1:
+        return f"{' and '.join(said)} each say how the layers are divided; give one of them"
+    if division.written is None and v["num_layers"] < division.stages:
+        return None
+    try:
+        # Costs shift layers between stages; whether there is a division does not depend on them.
+        stage_parts(v["num_layers"], division, Costs())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _schedule(v: Values, facts: Facts) -> str | None:
+    """Whether there is such a schedule for this number of stages."""
+    kind, ranks = v["pipeline_schedule"], v["pipeline_model_parallel_size"]
+    virtual = v["virtual_pipeline_model_parallel_size"] or 1
+    if ranks == 1:
+        return None
+    if kind == "interleaved" and virtual == 1:
+        return (
+            "--pipeline-schedule interleaved needs several stages on each rank; "
+            "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
+        )
+    if kind != "interleaved" and virtual > 1:
+        return (
+            f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
+            f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
+        )
+    return None
+
+
+def _micro_batch_groups(v: Values, facts: Facts) -> str | None:
+    group, ranks = v["microbatch_group_size_per_virtual_pipeline_stage"], v["pipeline_model_parallel_size"]
+    virtual = v["virtual_pipeline_model_parallel_size"] or 1
+    if group is None or virtual == 1 or ranks == 1:
+        return None
+    if v["global_batch_size"] is None or v["micro_batch_size"] is None or _batch(v, facts) is not None:
+        return None
+    chunk = v["micro_batch_size"] * v["data_parallel_size"]
+    problem = schedule_problem("interleaved", ranks, virtual, v["global_batch_size"] // chunk, group)
+    return (
+        None if problem is None else f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}"
+    )
+
+
+def _experts(v: Values, facts: Facts) -> str | None:
+    experts, ep, topk = v["num_experts"], v["expert_model_parallel_size"], v["moe_router_topk"]
+    if experts is None:
+        return f"--expert-model-parallel-size {ep} needs experts; give --num-experts" if ep > 1 else None
+    if experts % ep:
+        return (
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}; "
+            f"use {either(divisors(experts))}"
+        )
+    if topk > experts:
+        return f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
+    return None
+
+
+def _expert_ranks(v: Values, facts: Facts) -> str | None:
+    if v["num_experts"] is None:
+        return None
+    grid = grid_of(v)
+    return expert_size_problem(grid.data, grid.context, grid.tensor, grid.expert, grid.expert_tensor)
+
+
+def _batch(v: Values, facts: Facts) -> str | None:
+    if v["global_batch_size"] is None or v["micro_batch_size"] is None:
+        return None
+    return batch_problem(v["global_batch_size"], v["micro_batch_size"], v["data_parallel_size"])
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    _world,
+    _expected_world,
+    _data_parallel,
+    _processes_here,
+    _heads_per_rank,
+    _groups_per_rank,
+    _mlp_per_rank,
+    _padded_vocabulary,
+    _sequence_per_rank,
+    _layers_per_stage,
+    _virtual_stages,
+    _layers_per_virtual_stage,
+    _division,
+    _schedule,
+    _micro_batch_groups,
+    _experts,
+    _expert_ranks,
+    _batch,
+)

@@ -1,0 +1,97 @@
+"""What a configuration says about its ranks, stages and schedules."""
+
+import pytest
+
+from pentatron.config.run import RunConfig
+from pentatron.config.stages import costs_of
+from pentatron.layout.check import check
+from tests.support import resolved
+
+
+def config(words: str, world: int) -> RunConfig:
+    return resolved(words, world).config
+
+
+def layers(found: RunConfig) -> list[int]:
+    return [len(part.layers) for part in found.stages]
+
+
+def test_grid() -> None:
+    grid = config("--tp_size 4 --pp_size 2 --num-query-groups 2", 16).grid
+    assert (grid.tensor, grid.pipeline, grid.data, grid.context) == (4, 2, 2, 1)
+    assert grid.kv_copies == 2 and grid.expert_data == 8
+    assert config("--tp_size 4 --num-query-groups 1", 4).grid.kv_copies == 4
+    assert config("--tp_size 2 --num-query-groups 2", 2).grid.kv_copies == 1
+    assert config("--tp_size 2 --num-query-groups 4", 2).grid.kv_copies == 1
+
+
+def test_costs_are_the_multiplications_of_a_token() -> None:
+    """hidden 32, 4 heads of 8, 2 groups, MLP 40, 16 tokens, 128 rows of vocabulary."""
+    words = "--num-query-groups 2 --ffn-hidden-size 40"
+    plain = costs_of(config(words, 1).flat())
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 16 * 32
+    assert (plain.layer, plain.embedding, plain.head) == (attention + 2 * 32 * 40, 0, 32 * 128)
+    gated = costs_of(config(f"{words} --swiglu", 1).flat())
+    assert gated.layer - plain.layer == 32 * 40
+
+
+def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
+    assert layers(config("--num-layers 8 --pp_size 2", 2)) == [4, 4]
+    assert layers(config("--num-layers 8 --pp_size 2 --vocab-size 1000", 2)) == [5, 3]
+    assert layers(config("--num-layers 8 --pp_size 2 --vocab-size 1000 --seq-length 4096", 2)) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 6",
+            [1, 2, 2, 1],
+        ),
+        ("--account-for-embedding-in-pipeline-split --num-layers 7", [1, 2, 2, 2]),
+        (
+            "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1 --num-layers 8",
+            [1, 3, 3, 1],
+        ),
+        ("--decoder-last-pipeline-num-layers 2 --num-layers 8", [2, 2, 2, 2]),
+        ("--pipeline-model-parallel-layout E|ttt|tt|L --num-layers 5", [0, 3, 2, 0]),
+        ("--num-layers-per-virtual-pipeline-stage 2 --num-layers 8 --vocab-size 9999", [2, 2, 2, 2]),
+    ],
+)
+def test_the_users_division_counts(words: str, expected: list[int]) -> None:
+    found = config(f"--pp_size 4 {words}", 4)
+    assert layers(found) == expected
+    assert found.stages[0].embedding and found.stages[-1].head
+
+
+def test_wishes_about_the_ends_mean_nothing_to_one_stage() -> None:
+    found = config("--decoder-first-pipeline-num-layers 1 --account-for-loss-in-pipeline-split", 1)
+    assert layers(found) == [2]
+
+
+def test_placement_and_schedule() -> None:
+    found = config(
+        "--pp_size 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1", 2
+    )
+    assert found.placement.rank_of == (0, 1, 0, 1)
+    assert found.virtual_stages == 2
+    assert check(found.schedule(8)).alive == (5, 3)
+    assert check(found.forward_schedule(3)).alive == (0, 0)
+
+
+def test_a_group_of_micro_batches_reaches_the_schedule() -> None:
+    words = "--pp_size 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
+    found = config(f"{words} --microbatch-group-size-per-virtual-pipeline-stage 4", 2)
+    assert check(found.schedule(8)).alive == (7, 5)
+    assert check(found.schedule(3)).alive == (6, 4), "a shorter step has no more than three"
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "interleaved"])
+def test_one_rank_runs_one_micro_batch_after_the_other(kind: str) -> None:
+    actions = config(f"--pipeline-schedule {kind}", 1).schedule(3).actions
+    assert " ".join(map(str, actions[0])) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 R0"
+
+
+@pytest.mark.parametrize(("kind", "alive"), [("1f1b", (2, 1)), ("gpipe", (4, 4))])
+def test_the_schedule_that_was_asked_for_runs(kind: str, alive: tuple[int, int]) -> None:
+    assert check(config(f"--pp_size 2 --pipeline-schedule {kind}", 2).schedule(4)).alive == alive
