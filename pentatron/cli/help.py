@@ -18,12 +18,14 @@ def entry_help(entry: EntryPoint, only: str | None = None) -> str:
         if only is not None and only.lower() != section:
             continue
         lines.append(f"{cls.__doc__}  ({entry.name} --help {section})")
-        lines += [
-            line for item in table().values() if item.section == section for line in _entry(item, entry)
-        ]
-        lines.append("")
+        lines += [*section_help(entry, section), ""]
     lines += _closing(entry)
     return "\n".join(lines)
+
+
+def section_help(entry: EntryPoint, section: str) -> list[str]:
+    """One group of settings, without a title."""
+    return [line for item in table().values() if item.section == section for line in _entry(item, entry)]
 
 
 def _entry(item: Setting, entry: EntryPoint) -> list[str]:

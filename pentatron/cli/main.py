@@ -12,7 +12,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("prepare", "data", "import", "export", "verify", "layout", "plan", "bench", "launch", "doctor")
+PLANNED = ("prepare", "data", "import", "export", "verify", "plan", "bench", "launch", "doctor")
 
 USAGE = """usage: pentatron COMMAND [...]
 
@@ -21,6 +21,7 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   train      train a model; with no flag at all, a small one on this machine's Python library
   generate   continue a text with a trained model
   config     show the settings a training command resolves to, and where each came from
+  layout     show which rank does what, and draw the pipeline's schedule
   presets    list the named models and their shapes
   monitor    watch a run, or look back at a finished one
 
@@ -132,6 +133,12 @@ def _config(words: Sequence[str]) -> int:
     return config_command(words)
 
 
+def _layout(words: Sequence[str]) -> int:
+    from pentatron.cli.layout import layout_command
+
+    return layout_command(words)
+
+
 def _presets(words: Sequence[str]) -> int:
     from pentatron.cli.show import presets_command
 
@@ -148,6 +155,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train_command,
     "generate": _generate,
     "config": _config,
+    "layout": _layout,
     "presets": _presets,
     "monitor": _monitor,
 }

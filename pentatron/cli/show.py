@@ -31,6 +31,7 @@ _PRESET_COLUMNS = {
     "num_query_groups": "groups",
     "vocab_size": "vocab",
 }
+_NAME_WIDTH = 38
 PRESETS_USAGE = """usage: pentatron presets
 
 Lists the named starting points; use one with: pentatron train --preset NAME
@@ -73,14 +74,14 @@ def _print_json(prepared: Prepared) -> None:
 
 def _print_text(prepared: Prepared, everything: bool) -> None:
     values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
+    shown = [name for name in table() if everything or sources[name] != "default"]
+    width = max(_NAME_WIDTH, *(len(name) for name in shown))
     for section, cls in sections().items():
-        shown = [
-            n for n, s in table().items() if s.section == section and (everything or sources[n] != "default")
-        ]
-        if shown:
+        names = [name for name in shown if table()[name].section == section]
+        if names:
             say(f"{cls.__doc__}")
-            for name in shown:
-                say(f"  {name:<38} {_text(values[name]):<28} {sources[name]}")
+            for name in names:
+                say(f"  {name:<{width}} {_text(values[name]):<28} {sources[name]}")
             say("")
     for notice in prepared.resolved.notices:
         say(f"note: {notice}")

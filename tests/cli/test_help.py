@@ -39,6 +39,7 @@ def python(*words: str) -> "subprocess.CompletedProcess[str]":
     "words",
     ["--help", "train --help", "train --help model", "config --nproc-per-node 2",
      "config --device cpu --mock-data --vocab-size 9 --train-iters 3", "config --help", "presets",
+     "layout --tp_size 2 --pp_size 2 --draw", "layout --help",
      "train --num-layer 3", "train --nproc-per-node 2 --hidden-size 7 --num-attention-heads 2", "nonsense", "--version"],
 )  # fmt: skip
 def test_torch_is_not_imported(words: str) -> None:
@@ -99,7 +100,7 @@ def line_of(text: str, flag: str) -> str:
     [
         ("--lr", "--lr, --learning-rate X learning rate; default 0.0003"),
         ("--zero-stage", "--zero-stage 0|1|2|3, --use-distributed-optimizer what data-parallel ranks share: 0 nothing, "
-                         "1 optimizer state, 2 + gradients, 3 + parameters; default 0; not available yet"),
+                         "1 optimizer state, 2 + gradients, 3 + parameters; default 0; 3 not available yet"),
         ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint check the checksums before resuming; default on"),
         ("--bf16", "--bf16 bf16 weights and activations, fp32 master weights and gradients"),
         ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, changes nothing"),

@@ -38,12 +38,12 @@ def show(capsys: pytest.CaptureFixture[str], words: str) -> str:
 
 def rows(text: str) -> dict[str, tuple[str, str]]:
     """Setting → value and source, from the lines of the printed table."""
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("  "):
-            name, value, source = line[2:40].strip(), line[41:69].strip(), line[70:].strip()
-            found[name] = value, source
-    return found
+    lines = [line[2:] for line in text.splitlines() if line.startswith("  ")]
+    width = max(38, *(len(line.split()[0]) for line in lines))
+    return {
+        line[:width].strip(): (line[width + 1 : width + 29].strip(), line[width + 30 :].strip())
+        for line in lines
+    }
 
 
 def test_values_and_their_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(found) == list(table())
     assert found["lr"] == {"value": 1e-3, "source": "flag --lr"}
     assert found["data_path"] == {"value": [], "source": "default"}
-    assert found["num_query_groups"] == {"value": 3, "source": "preset demo"}
+    assert found["num_query_groups"] == {"value": 2, "source": "preset demo"}
 
 
 def test_the_json_can_be_trained_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert list(table_rows) == list(presets())
     assert table_rows["qwen3-8b"] == ["36", "4096", "12288", "32", "8", "151936"]
-    assert table_rows["gpt2"][-4:] == ["--hidden-dropout", "0.0", "--attention-dropout", "0.0"]
+    assert table_rows["gpt2"] == ["12", "768", "-", "12", "-", "50257"]
     assert " ".join(table_rows["mixtral-8x7b"][6:]) == "not available yet: mixture of experts"
 
 
@@ -183,7 +183,8 @@ def test_processes_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> No
     found = prepare("--preset demo --global-batch-size 32".split(), TRAIN)
     assert (found.facts.world_size, found.facts.local_processes, found.facts.launcher) == (8, 2, "torchrun")
     assert not found.facts.has_meeting_point
-    assert found.resolved.config.parallel.data_parallel_size == 8
+    grid = found.resolved.config.grid
+    assert (grid.tensor, grid.pipeline, grid.data) == (2, 2, 2)
 
 
 def test_one_process_on_the_cpu() -> None:

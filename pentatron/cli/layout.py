@@ -1,0 +1,157 @@
+"""`pentatron layout`: which rank does what, shown before anything is started."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pentatron.cli.help import section_help
+from pentatron.cli.layout_report import Report, as_data, as_text
+from pentatron.cli.terminal import say
+from pentatron.cli.timeline import picture, rows
+from pentatron.config.draft import Draft, Facts
+from pentatron.config.entry import LAYOUT
+from pentatron.config.errors import UserError
+from pentatron.config.flags import Assigned, is_flag
+from pentatron.config.resolve import gather, resolve
+from pentatron.layout.stages import written_stages
+
+USAGE = """usage: pentatron layout [--world-size N] [--draw [FILE.svg]] [--all] [--json] [--setting value ...]
+
+Shows which rank sits where, which ranks talk to each other, which layers each pipeline stage holds, and how the
+micro-batches run through the pipeline. Nothing is started and nothing is read; a model that is not named is made up.
+
+  --world-size N    number of processes (the product of the parallel sizes)
+  --draw            draw the schedule here; with a file name, as a picture
+  --all             every rank and every group, however many there are
+  --json            everything, for machines
+
+  pentatron layout --world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --draw
+  pentatron layout --preset llama3-8b --tp_size 2 --pp_size 4 --num-microbatches 8 --draw schedule.svg
+
+All settings of `pentatron train` are understood; those about parallelism are:
+"""
+_PICTURE = ".svg"
+_NARROWEST = 40
+
+
+def layout_command(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
+        return 0
+    as_json, everything = "--json" in words, "--all" in words
+    draw, file, settings = _draw_option([w for w in words if w not in ("--json", "--all")])
+    report = describe(settings)
+    if file is not None:
+        _write(file, picture(report.checked, report.placement, report.schedule_in_words))
+    if as_json:
+        say(json.dumps(as_data(report), indent=1))
+        return 0
+    say(as_text(report, everything))
+    if file is not None:
+        say(f"\nthe schedule is drawn in {file}: open it in any browser")
+    elif draw:
+        say("\n" + "\n".join(rows(report.checked, report.placement, _width(), _has_colours())))
+    elif report.placement.stages > 1:
+        say("\nadd --draw to see the schedule")
+    return 0
+
+
+def _draw_option(words: Sequence[str]) -> tuple[bool, Path | None, list[str]]:
+    """Whether `--draw` is among the words, the file it names, and the other words."""
+    rest = list(words)
+    place = next((i for i, w in enumerate(rest) if w == "--draw" or w.startswith("--draw=")), None)
+    if place is None:
+        return False, None, rest
+    word = rest.pop(place)
+    name = word.partition("=")[2]
+    if not name and place < len(rest) and not is_flag(rest[place]):
+        name = rest.pop(place)
+    if name and not name.endswith(_PICTURE):
+        raise UserError(f"--draw wants the name of a picture that ends in {_PICTURE}, not '{name}'")
+    return True, Path(name) if name else None, rest
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--draw {file}: {error.strerror}; name a file that can be written") from None
+
+
+def _width() -> int:
+    return max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def describe(words: Sequence[str]) -> Report:
+    """The layout that the words ask for; raises every problem at once."""
+    draft = gather(words, LAYOUT)
+    facts = _facts(draft)
+    stands_in = draft["preset"] is None and _stand_in(draft)
+    _settle_batch(draft)
+    resolved = resolve(draft, facts, built_only=False)
+    per_machine = facts.local_processes if draft.given("nproc_per_node") else None
+    return Report(resolved.config, per_machine, tuple(resolved.notices), stands_in)
+
+
+def _facts(draft: Draft) -> Facts:
+    """As many processes as were said, or as one copy of the model takes."""
+    world = draft["world_size"]
+    per_machine = draft["nproc_per_node"] if draft.given("nproc_per_node") else None
+    if world is None:
+        copies = draft["data_parallel_size"] or 1
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        world = per_machine or copies
+        if per_machine is None:
+            for name in sizes:
+                world *= draft[name]
+    # Numbers below 1 are refused later, together with all other problems.
+    world = max(1, world)
+    return Facts(world, max(1, per_machine or world))
+
+
+def _stand_in(draft: Draft) -> bool:
+    """Makes up what was not said of the model, so that it fits the sizes; returns whether the layers are made up."""
+    tensor = max(1, draft["tensor_model_parallel_size"])
+    heads = draft["num_attention_heads"] or 8 * tensor
+    made = {"num_layers": _layers(draft), "num_attention_heads": heads, "hidden_size": 64 * heads}
+    if draft.given("hidden_size"):
+        del made["num_attention_heads"]
+    shape = {name: value for name, value in made.items() if not draft.given(name)}
+    if not draft.given("seq_length"):
+        shape["seq_length"] = 256 * tensor * max(1, draft["context_parallel_size"])
+    for name, value in shape.items():
+        draft.values[name] = Assigned(value, f"default of {LAYOUT.name}")
+    return "num_layers" in shape
+
+
+def _settle_batch(draft: Draft) -> None:
+    """Micro-batches enough to show how the pipeline runs, where nobody says how many there are."""
+    said = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
+    if all(draft[name] is None for name in said):
+        enough = max(4, 2 * draft["pipeline_model_parallel_size"])
+        draft.values["gradient_accumulation_steps"] = Assigned(enough, f"default of {LAYOUT.name}")
+
+
+def _layers(draft: Draft) -> int:
+    """Four for each stage, unless the pipeline's own settings say otherwise."""
+    ranks = max(1, draft["pipeline_model_parallel_size"])
+    virtual = max(1, draft["virtual_pipeline_model_parallel_size"] or 1)
+    each = draft["num_layers_per_virtual_pipeline_stage"]
+    if draft["pipeline_model_parallel_layout"] is not None:
+        try:
+            return max(1, "".join(written_stages(draft["pipeline_model_parallel_layout"])).count("t"))
+        except ValueError:
+            # The rule about layouts written out says what is wrong with it.
+            return ranks * virtual
+    if each is not None and each > 0:
+        return int(ranks * each * (virtual if virtual > 1 else 2))
+    ends = [draft[f"decoder_{end}_pipeline_num_layers"] for end in ("first", "last")]
+    fixed = [count for count in ends if count is not None]
+    return int(sum(fixed) + 4 * virtual * max(0, ranks - len(fixed)))

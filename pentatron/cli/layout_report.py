@@ -1,0 +1,255 @@
+"""What `pentatron layout` shows, as text to read and as data for machines."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pentatron.config.run import RunConfig
+from pentatron.config.stages import costs_of
+from pentatron.layout.actions import Placement
+from pentatron.layout.check import Checked, check
+from pentatron.layout.ranks import Axis, Grid
+
+_MEANINGS: dict[Axis, str] = {
+    "tensor": "share every layer: parts of one matrix product, summed after it",
+    "context": "share every sequence: each holds a part of it",
+    "data": "hold the same weights and see other samples: gradients are summed",
+    "pipeline": "hold the layers one after the other: activations go forth, gradients back",
+    "expert_tensor": "share every expert",
+    "expert": "hold different experts: tokens travel between them",
+    "expert_data": "hold the same experts: their gradients are summed",
+    "kv": "hold the same key/value head: its gradient is summed",
+    "embedding": "first and last stage, which both hold the tied embedding",
+}
+_DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
+_SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data")
+_MOST_ROWS, _MOST_GROUPS = 24, 6
+_BAR = 24
+
+
+@dataclass(frozen=True)
+class Report:
+    """A layout with what follows from it. `stands_in`: the model's shape is made up, as none was named."""
+
+    config: RunConfig
+    per_machine: int | None
+    notices: tuple[str, ...]
+    stands_in: bool
+
+    @property
+    def grid(self) -> Grid:
+        return self.config.grid
+
+    @property
+    def placement(self) -> Placement:
+        return self.config.placement
+
+    @cached_property
+    def checked(self) -> Checked:
+        return check(self.config.schedule(self.config.accumulation))
+
+    @property
+    def has_experts(self) -> bool:
+        return self.grid.expert * self.grid.expert_tensor > 1
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The axes along which any rank has company."""
+        grid = self.grid
+        found: list[Axis] = [axis for axis in _DENSE if getattr(grid, axis) > 1]
+        if self.has_experts:
+            found += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
+        if grid.kv_copies > 1:
+            found.append("kv")
+        if grid.pipeline > 1 and not self.config.model.untie_embeddings_and_output_weights:
+            found.append("embedding")
+        return found
+
+    @property
+    def shares(self) -> list[float]:
+        """What part of the computation each stage does."""
+        costs = costs_of(self.config.flat())
+        each = [costs.of(part) for part in self.config.stages]
+        return [cost / sum(each) for cost in each]
+
+    @property
+    def kind(self) -> str:
+        return self.config.parallel.pipeline_schedule if self.grid.pipeline > 1 else "no pipeline"
+
+    @property
+    def schedule_in_words(self) -> str:
+        stages = self.placement.stages
+        where = f"{self.grid.pipeline} pipeline rank{'s' if self.grid.pipeline > 1 else ''}"
+        if stages > self.grid.pipeline:
+            where += f" with {self.config.virtual_stages} stages each"
+        count = self.config.accumulation
+        return f"{self.kind}: {count} micro-batch{'es' if count > 1 else ''} on {where}"
+
+    def machine(self, rank: int) -> int | None:
+        return None if self.per_machine is None else rank // self.per_machine
+
+
+# --- text ---
+
+
+def as_text(report: Report, everything: bool) -> str:
+    blocks = [_equation(report), _ranks(report, everything), _groups(report, everything)]
+    blocks += [_stages(report), _schedule(report)]
+    blocks += ["\n".join(f"note: {notice}" for notice in report.notices)]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _equation(report: Report) -> str:
+    grid = report.grid
+    lines = [
+        f"{grid.world_size} process{'es' if grid.world_size > 1 else ''} = {grid.tensor} tensor × "
+        f"{grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
+    ]
+    if report.has_experts:
+        lines.append(
+            f"{grid.stage_size} ranks of a stage = {grid.tensor} tensor × {grid.context} context × {grid.data} data = "
+            f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
+        )
+    return "\n".join(lines)
+
+
+def _ranks(report: Report, everything: bool) -> str:
+    grid = report.grid
+    columns = [axis.replace("_", " ") for axis in (*_DENSE, *(_SPARSE if report.has_experts else ()))]
+    if report.per_machine is not None:
+        columns.insert(0, "machine")
+    shown = range(grid.world_size)
+    cut = grid.world_size > _MOST_ROWS and not everything
+    if cut:
+        shown = range(_MOST_ROWS // 2)
+    lines = ["Ranks: tensor neighbours are numbered first, then context, data and pipeline", ""]
+    lines.append("  rank" + "".join(f"  {column:>8}" for column in columns))
+    lines += [_rank(report, rank, columns) for rank in shown]
+    if cut:
+        hidden = grid.world_size - 2 * len(shown)
+        lines.append(f"   ...  {hidden} more ranks (--all shows them)")
+        lines += [
+            _rank(report, rank, columns) for rank in range(grid.world_size - len(shown), grid.world_size)
+        ]
+    return "\n".join(lines)
+
+
+def _rank(report: Report, rank: int, columns: Sequence[str]) -> str:
+    place = {**dataclasses.asdict(report.grid.coordinates(rank)), "machine": report.machine(rank)}
+    cells = ((place[column.replace(" ", "_")], max(8, len(column))) for column in columns)
+    return f"{rank:>6}" + "".join(f"  {value:>{width}}" for value, width in cells)
+
+
+def _groups(report: Report, everything: bool) -> str:
+    if not report.axes:
+        return ""
+    lines = ["Groups: ranks that talk to each other", ""]
+    for axis in report.axes:
+        groups = [members for members in report.grid.groups(axis) if len(members) > 1]
+        shown = groups if everything else groups[:_MOST_GROUPS]
+        more = f"  ... {len(groups)} in all" if len(shown) < len(groups) else ""
+        lines.append(f"  {axis.replace('_', ' '):<14}{_MEANINGS[axis]}")
+        lines.append(f"  {'':<14}{'  '.join(_members(m, everything) for m in shown)}{more}")
+    return "\n".join(lines)
+
+
+def _members(ranks: Sequence[int], everything: bool) -> str:
+    """`0-3` for neighbours, `0,4,8` or `0,4,...,60` for others."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 4 and not everything:
+        return f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def _stages(report: Report) -> str:
+    model, shares = report.config.model, report.shares
+    stands_in = " (no model is named: this shape is made up)" if report.stands_in else ""
+    lines = [f"Stages: {model.num_layers} layers, {model.hidden_size} wide{stands_in}", ""]
+    lines.append(f"  stage  pipeline rank  {'layers':<9}  {'also holds':<14}  share of the computation")
+    for stage, part in enumerate(report.config.stages):
+        layers = (
+            f"{part.layers[0]}-{part.layers[-1]}" if len(part.layers) > 1 else "".join(map(str, part.layers))
+        )
+        holds = " ".join(
+            word for word, there in (("embedding", part.embedding), ("head", part.head)) if there
+        )
+        bar = "█" * max(1, round(_BAR * shares[stage] / max(shares)))
+        lines.append(
+            f"  {stage:>5}  {report.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
+            f"{shares[stage]:>6.1%}  {bar}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _schedule(report: Report) -> str:
+    checked, ranks = report.checked, report.grid.pipeline
+    tokens = f"{report.config.train.micro_batch_size} × {report.config.model.seq_length} tokens"
+    lines = [f"Schedule: {report.schedule_in_words}, {tokens} each", ""]
+    unit = "micro-batches" if report.config.virtual_stages == 1 else "micro-batches of single stages"
+    if ranks == 1:
+        lines.append(f"  {unit} kept for backward at most: {checked.alive[0]}")
+        return "\n".join(lines)
+    lines.append(f"  {unit} kept for backward at most")
+    lines += [
+        f"    pipeline rank {rank:>2}  {alive:>3}  {'▪' * min(alive, 60)}"
+        for rank, alive in enumerate(checked.alive)
+    ]
+    lines.append("")
+    lines.append(
+        f"  waiting: {checked.bubble:.1%} of the ranks' time ({checked.time} steps, a forward taken as 1, a backward as 2)"
+    )
+    if checked.bubble > 0.2:
+        lines.append("  more micro-batches (--global-batch-size) or virtual stages make that smaller")
+    return "\n".join(lines)
+
+
+# --- data ---
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    grid, checked = report.grid, report.checked
+    return {
+        "world_size": grid.world_size,
+        "sizes": {**dataclasses.asdict(grid), "expert_data": grid.expert_data},
+        "ranks": [
+            {"rank": rank, "machine": report.machine(rank), **dataclasses.asdict(grid.coordinates(rank))}
+            for rank in range(grid.world_size)
+        ],
+        "groups": {axis: [list(members) for members in grid.groups(axis)] for axis in report.axes},
+        "stages": [
+            {
+                "stage": stage,
+                "pipeline_rank": report.placement.rank_of[stage],
+                "layers": list(part.layers),
+                "embedding": part.embedding,
+                "head": part.head,
+                "share": share,
+            }
+            for stage, (part, share) in enumerate(zip(report.config.stages, report.shares))
+        ],
+        "schedule": {
+            "kind": report.kind,
+            "micro_batches": report.config.accumulation,
+            "alive": list(checked.alive),
+            "bubble": checked.bubble,
+            "time": checked.time,
+            "timeline": [
+                [
+                    {
+                        "start": slot.start,
+                        "end": slot.end,
+                        "kind": slot.action.kind.value,
+                        "stage": slot.action.stage,
+                        "micro_batch": slot.action.micro_batch,
+                    }
+                    for slot in slots
+                ]
+                for slots in checked.timeline
+            ],
+        },
+        "notes": list(report.notices),
+        "model_is_made_up": report.stands_in,
+    }

@@ -1,0 +1,269 @@
+"""`pentatron layout`: what it shows is what the layout says, it reads well, and nothing is started."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from xml.dom import minidom
+
+import pytest
+
+from pentatron.cli.layout import describe
+from pentatron.cli.main import COMMANDS, PLANNED, main
+from pentatron.cli.timeline import rows
+from pentatron.layout.check import check
+from pentatron.layout.schedules import training_schedule
+
+SIXTEEN = "--world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+
+
+def show(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    assert main(["layout", *words.split()]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def data(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    found = json.loads(show(capsys, f"{words} --json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    assert main(["layout", *words.split()]) == 2
+    return capsys.readouterr().err
+
+
+def test_it_is_a_command() -> None:
+    assert "layout" in COMMANDS and "layout" not in PLANNED
+
+
+def test_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(capsys, f"{SIXTEEN} --draw")
+    assert text.startswith("16 processes = 4 tensor × 2 pipeline × 1 context × 2 data\n")
+    table = re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+) +(\d+)$", text, re.MULTILINE)
+    assert len(table) == 16
+    assert [tuple(map(int, row)) for row in table][:10:3] == [
+        (0, 0, 0, 0, 0), (3, 3, 0, 0, 0), (6, 2, 0, 1, 0), (9, 1, 0, 0, 1),
+    ]  # fmt: skip
+    assert re.search(r"tensor .*\n +0-3  4-7  8-11  12-15\n", text)
+    assert re.search(r"data .*\n +0,4  1,5  2,6  3,7  8,12  9,13  \.\.\. 8 in all\n", text)
+    assert "1f1b: 4 micro-batches on 2 pipeline ranks" in text
+    assert "waiting: 20.0% of the ranks' time (15 steps" in text
+    assert "rank 0 ▕F0 F1 ·  ·  B0─── F2 B1─── F3 B2─── ·  B3─── ▏" in text
+    assert "rank 1 ▕·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── ·  ·  ▏" in text
+    assert "no model is named: this shape is made up" in text
+
+
+def test_no_escape_codes_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\x1b" not in show(capsys, f"{SIXTEEN} --draw")
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, f"{SIXTEEN} --nproc-per-node 8 --num-layers 8 --vocab-size 100 --num-microbatches 6")
+    assert found["world_size"] == 16 == len(found["ranks"])
+    assert {k: found["sizes"][k] for k in ("tensor", "pipeline", "context", "data")} == {
+        "tensor": 4, "pipeline": 2, "context": 1, "data": 2,
+    }  # fmt: skip
+    assert [row["machine"] for row in found["ranks"]] == [0] * 8 + [1] * 8
+    assert found["groups"]["pipeline"][0] == [0, 8]
+    assert [stage["layers"] for stage in found["stages"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sum(stage["share"] for stage in found["stages"]) == pytest.approx(1)
+    schedule = found["schedule"]
+    checked = check(training_schedule("1f1b", 2, 1, 6))
+    assert (schedule["kind"], schedule["micro_batches"], tuple(schedule["alive"])) == (
+        "1f1b",
+        6,
+        checked.alive,
+    )
+    assert schedule["bubble"] == checked.bubble
+    assert len(schedule["timeline"][0]) == 12
+    assert not found["model_is_made_up"]
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        ("", 1),
+        ("--tp_size 2 --pp_size 3", 6),
+        ("--tp_size 2 --data-parallel-size 4", 8),
+        ("--nproc-per-node 4 --tp_size 2", 4),
+        ("--preset demo", 4),
+        ("--preset demo --nproc-per-node 1", 1),
+        ("--preset llama3-8b --tp_size 8", 8),
+    ],
+)
+def test_number_of_processes(words: str, world: int) -> None:
+    assert describe(words.split()).grid.world_size == world
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("pipeline", [1, 2, 7])
+@pytest.mark.parametrize("virtual", [1, 3])
+def test_a_model_that_nobody_named_fits_every_layout(tensor: int, pipeline: int, virtual: int) -> None:
+    words = f"--tp_size {tensor} --pp_size {pipeline} --sequence-parallel"
+    if pipeline > 1:
+        words += f" --virtual-pipeline-model-parallel-size {virtual}"
+    report = describe(words.split())
+    assert report.stands_in
+    assert len(report.config.stages) == pipeline * (virtual if pipeline > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ("--pp_size 2 --pipeline-model-parallel-layout Ettt|ttL", [3, 2]),
+        ("--pp_size 2 --decoder-first-pipeline-num-layers 9", [9, 4]),
+        ("--pp_size 2 --num-layers-per-virtual-pipeline-stage 3", [3, 3, 3, 3]),
+        ("--pp_size 2 --num-layers 3 --vocab-size 10", [2, 1]),
+    ],
+)
+def test_a_model_that_nobody_named_follows_the_pipelines_settings(words: str, layers: list[int]) -> None:
+    assert [len(part.layers) for part in describe(words.split()).config.stages] == layers
+
+
+def test_many_ranks_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--world-size 512 --tp_size 8 --pp_size 4"
+    short, full = show(capsys, words), show(capsys, f"{words} --all")
+    assert "488 more ranks (--all shows them)" in short and "more ranks" not in full
+    assert len(short.splitlines()) < 70 < 512 < len(full.splitlines())
+    assert re.search(r"^ +511 +7 +0 +15 +3$", short, re.MULTILINE)
+    assert "0,8,...,120" in short and "0,8,16,24,32" in full
+
+
+def test_expert_coordinates_are_shown_where_there_are_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--tp_size 2 --world-size 8 --num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    text = show(capsys, words)
+    assert (
+        "8 ranks of a stage = 2 tensor × 1 context × 4 data = 1 expert tensor × 4 expert × 2 expert data"
+        in text
+    )
+    assert "expert data" in next(line for line in text.splitlines() if line.startswith("  rank"))
+    assert "note: --num-experts 8 needs mixture of experts, which this version does not have yet" in text
+    assert "expert" not in show(capsys, "--tp_size 2")
+
+
+def test_machines_are_shown_where_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "machine" in show(capsys, "--world-size 4 --nproc-per-node 2")
+    assert "machine" not in show(capsys, "--world-size 4")
+
+
+def test_replicated_heads_and_tied_embeddings_have_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--tp_size 4 --pp_size 2 --num-attention-heads 8 --num-query-groups 2"
+    groups = data(capsys, words)["groups"]
+    assert groups["kv"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups["embedding"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert "embedding" not in data(capsys, f"{words} --untie-embeddings-and-output-weights")["groups"]
+
+
+# --- the drawing ---
+
+
+def cells(lines: list[str], rank: int) -> str:
+    """What is drawn for one rank, all lines joined."""
+    return "".join(line[line.index("▕") + 1 : -1] for line in lines if line.startswith(f"rank {rank} "))
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize(
+    "words", ["--pp_size 3 --num-microbatches 12", "--pp_size 2 --virtual-pipeline-model-parallel-size 2", ""]
+)
+def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, width: int) -> None:
+    report = describe(words.split())
+    lines = rows(report.checked, report.placement, width, colours=False)
+    assert all(len(line) <= width for line in lines if line.startswith(("rank", " ")))
+    for rank, slots in enumerate(report.checked.timeline):
+        drawn = re.findall(r"[FB]\d+[a-z]?", cells(lines, rank))
+        own = report.placement.stages_of(rank)
+        letters = [""] if len(own) == 1 else ["a", "b"]
+        assert drawn == [
+            f"{s.action.kind.value}{s.action.micro_batch}{letters[own.index(s.action.stage)]}" for s in slots
+        ]
+
+
+def test_columns_are_time() -> None:
+    """The n-th step begins at n times the width of a cell, on every rank."""
+    report = describe("--pp_size 4 --num-microbatches 8".split())
+    lines = rows(report.checked, report.placement, 400, colours=False)
+    for rank, slots in enumerate(report.checked.timeline):
+        drawn = cells(lines, rank)
+        assert len(drawn) == 3 * report.checked.time
+        for slot in slots:
+            label = f"{slot.action.kind.value}{slot.action.micro_batch}"
+            assert drawn[3 * slot.start :].startswith(label)
+
+
+def test_colours_change_nothing_but_colours() -> None:
+    report = describe("--pp_size 2 --virtual-pipeline-model-parallel-size 2".split())
+    painted = rows(report.checked, report.placement, 80, colours=True)
+    plain = rows(report.checked, report.placement, 80, colours=False)
+    assert painted != plain
+    assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in painted] == plain
+
+
+def test_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "a.svg"
+    text = show(capsys, f"--pp_size 3 --num-microbatches 5 --draw {file}")
+    assert f"the schedule is drawn in {file}" in text and "▕" not in text
+    page = minidom.parse(str(file))
+    titles = [node.firstChild.data for node in page.getElementsByTagName("title")]  # type: ignore[union-attr]
+    assert len(titles) == 3 * 5 * 2
+    assert titles.count("forward of micro-batch 4, stage 2") == 1
+    other = tmp_path / "b.svg"
+    show(capsys, f"--draw={other} --pp_size 3 --num-microbatches 5")
+    assert other.read_text() == file.read_text()
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            "--tp_siz 2",
+            "unknown flag --tp_siz (did you mean --tp-size?); pentatron layout --help lists them all",
+        ),
+        ("--draw a.png", "--draw wants the name of a picture that ends in .svg, not 'a.png'"),
+        (
+            "--draw /nowhere/a.svg",
+            "--draw /nowhere/a.svg: No such file or directory; name a file that can be written",
+        ),
+        ("--world-size 6 --tp_size 4", "6 processes cannot be divided into copies of the model"),
+        ("--world-size 0", "--world-size 0 must be more than 0"),
+        ("--pp_size 0", "--pipeline-model-parallel-size 0 must be more than 0"),
+        ("--tp_size -2", "--tensor-model-parallel-size -2 must be more than 0"),
+        ("--num-attention-heads 6 --tp_size 4", "--num-attention-heads 6 is not divisible by"),
+        ("--num-layers 3 --pp_size 4", "--num-layers 3 cannot fill the 4 stages"),
+        (
+            "--pp_size 2 --pipeline-model-parallel-layout Et|m|L",
+            "m (multi-token prediction) is not available",
+        ),
+        ("--preset llama", "unknown preset 'llama'"),
+        ("--batch-size 3", "--batch-size is ambiguous here"),
+    ],
+)
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], words: str, sentence: str) -> None:
+    assert sentence in refused(capsys, words)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(capsys, "--help")
+    assert text.startswith("usage: pentatron layout ")
+    for flag in (
+        "--world-size",
+        "--draw",
+        "--all",
+        "--json",
+        "--tensor-model-parallel-size",
+        "--pipeline-schedule",
+    ):
+        assert flag in text
+
+
+def test_torch_stays_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where it is there: importing it fails here."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    show(capsys, f"{SIXTEEN} --draw")
