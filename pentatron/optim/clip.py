@@ -3,19 +3,20 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _EPSILON = 1e-6
 
 
-def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The L2 norm over all gradients."""
-    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]).norm()
+def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The squared L2 norm over all gradients; zero where there are none."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    return nn.utils.get_total_norm(gradients).square()
 
 
-def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+def clip_(gradients: Sequence[Tensor], norm: float, limit: float) -> None:
     """Scales the gradients down to `limit`; does nothing when they are below it or the limit is 0."""
-    if limit > 0:
-        factor = (limit / (norm + _EPSILON)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor)
+    factor = limit / (norm + _EPSILON)
+    if 0 < factor < 1:
+        torch._foreach_mul_(list(gradients), factor)

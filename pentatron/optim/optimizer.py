@@ -1,95 +1,245 @@
-"""AdamW over flat buffers: fp32 master weights and gradients, one fused kernel per weight-decay group."""
+"""AdamW over what this rank keeps of the flat buffers: fp32 master weights, moments and gradients.
 
+What the replicas divide between them is decided by the ZeRO stage: 0 nothing, 1 master weights and moments, 2 gradients as
+well. Everything below works on stretches of buckets and is the same for all of them, and for one process.
+"""
+
+import dataclasses
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from pentatron.config.parallel import ParallelConfig
 from pentatron.config.training import OptimConfig
-from pentatron.optim.clip import clip_, gradient_norm
-from pentatron.parallel.buckets import FlatBuffers, named_unique_parameters, split_by
-from pentatron.parallel.collectives import Group
+from pentatron.optim.clip import clip_, squared_norm
+from pentatron.parallel.buckets import Bucket, Span, held_bytes, in_few_runs, plan_buckets
+from pentatron.parallel.gathering import WeightGathering
+from pentatron.parallel.partial_sums import PartialSums
+from pentatron.parallel.pieces import Fragment, held_parameters
+from pentatron.parallel.reduction import Reduction, ScatterBuffers, ScatteredReduction, WholeReduction
+from pentatron.parallel.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """Matrices decay; norms and biases, which have one dimension, do not."""
-    return parameter.dim() > 1
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements of a bucket that decay alike: what Adam sees as one parameter."""
+
+    bucket: Bucket
+    gradients: Tensor
+    span: Span
+    decays: bool
+    flat: nn.Parameter
 
 
 class Optimizer:
-    """Owns the model's parameters from the moment it is made."""
+    """Owns the parameters of a rank's stages from the moment it is made."""
 
     def __init__(
-        self, model: nn.Module, config: OptimConfig, dtype: torch.dtype, bucket_elements: int
+        self,
+        chunks: Mapping[int, nn.Module],
+        world: World,
+        config: OptimConfig,
+        parallel: ParallelConfig,
+        dtype: torch.dtype,
     ) -> None:
+        assert parallel.zero_stage in (0, 1, 2), "sharded parameters are not a matter of buckets"
+        self.world = world
         self.config = config
-        self.bucket_elements = bucket_elements
-        kinds = split_by(named_unique_parameters(model), _decays)
-        decays = (config.weight_decay, 0.0)
-        self.buffers = [FlatBuffers(parameters, dtype) for parameters in kinds if parameters]
-        self._flat = [nn.Parameter(b.master, requires_grad=False) for b in self.buffers]
-        groups = [
-            {"params": [flat], "weight_decay": decay}
-            for flat, decay in zip(self._flat, [d for d, kind in zip(decays, kinds) if kind])
+        self._sharded = parallel.zero_stage > 0
+        self._chunks = chunks
+        parameters = [id(p) for chunk in chunks.values() for p in chunk.parameters()]
+        assert len(parameters) == len(set(parameters)), "two stages of a rank hold the same parameter"
+        stages = {stage: self._take_over(chunk, parallel, dtype) for stage, chunk in chunks.items()}
+        self._reductions = _reductions(stages, world, parallel)
+        # Buckets are packed from a model's end to its start.
+        forward = [bucket for stage in sorted(stages) for bucket in reversed(stages[stage])]
+        self._gathering = WeightGathering(
+            forward, chunks.values(), world.replicas, parallel.overlap_param_gather
+        )
+        self._kept = [
+            (bucket, kept)
+            for reduction in self._reductions.values()
+            for bucket, kept in zip(reduction.buckets, reduction.kept)
         ]
-        self._adam = torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
+        self._partial_sums = PartialSums(world, self._kept)
+        self._uncovered = [view for bucket, kept in self._kept for view in _uncovered(bucket, kept)]
+        self._normed = self._runs_counted_here()
+        self._stretches = [s for bucket, kept in self._kept for s in _stretches(bucket, kept)]
+        self._adam = self._make_adam()
+
+    def _take_over(self, chunk: nn.Module, parallel: ParallelConfig, dtype: torch.dtype) -> list[Bucket]:
+        replicas = self.world.replicas
+        plans = plan_buckets(held_parameters(chunk), parallel.ddp_bucket_size, replicas.size)
+        return [Bucket(plan, dtype, replicas, self._sharded) for plan in plans]
+
+    def _make_adam(self) -> torch.optim.AdamW:
+        groups = [
+            {
+                "params": [s.flat for s in self._stretches if s.decays is decays],
+                "weight_decay": self.config.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.config.lr,
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
+            eps=self.config.adam_eps,
             fused=True,
         )
-        for flat in self._flat:
+        for stretch in self._stretches:
             # Made now rather than at the first step, so that saving and loading see one layout at all times.
-            self._adam.state[flat] = {
-                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
-                **{moment: torch.zeros_like(flat) for moment in MOMENTS},
+            adam.state[stretch.flat] = {
+                "step": torch.zeros((), dtype=torch.float32, device=stretch.flat.device),
+                **{moment: torch.zeros_like(stretch.flat) for moment in MOMENTS},
             }
+        return adam
+
+    def _runs_counted_here(self) -> list[Tensor]:
+        """This rank's part of the gradient norm: of its share of every bucket, the pieces it speaks for."""
+        return [
+            run
+            for bucket, kept in self._kept
+            for run in in_few_runs(
+                kept,
+                [
+                    fragment.values
+                    for piece, fragment in bucket.plan.pieces(bucket.own, kept, bucket.kept.first)
+                    if self.world.is_first_of(piece.replicated_over)
+                ],
+            )
+        ]
 
     def zero_gradients(self) -> None:
-        for buffer in self.buffers:
-            buffer.gradients.zero_()
+        for reduction in self._reductions.values():
+            reduction.zero()
 
-    def reduce_gradients(self, group: Group) -> None:
-        for buffer in self.buffers:
-            buffer.reduce_gradients(group, self.bucket_elements)
+    def begin_backward(self, stage: int, last: bool) -> None:
+        """Before each backward pass of a stage; `last`: no other follows in this step."""
+        self._reductions[stage].begin_backward(last)
 
-    def step(self, learning_rate: float) -> float:
-        """Clips, updates the weights, and returns the gradient norm before clipping.
+    def end_backward(self, stage: int, last: bool) -> None:
+        self._reductions[stage].end_backward()
 
-        A norm that is not finite leaves everything as it was: the caller decides what to do about it.
-        """
-        gradients = [b.gradients for b in self.buffers]
-        norm = gradient_norm(gradients)
-        value = float(norm)
-        if not math.isfinite(value):
-            return value
-        clip_(gradients, norm, self.config.clip_grad)
+    def reduce(self, stage: int) -> None:
+        """All backward passes of the stage are done."""
+        self._reductions[stage].reduce()
+
+    def finish_reduction(self) -> None:
+        """Waits until all gradients are summed over the replicas, and adds up what is partial over other axes."""
+        for reduction in self._reductions.values():
+            reduction.finish()
+        if self._uncovered:
+            torch._foreach_zero_(self._uncovered)
+        self._partial_sums.add_up()
+
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
+        return squared_norm(self._normed, self.world.device)
+
+    def step(self, learning_rate: float, norm: float) -> None:
+        """Clips by the norm of all gradients and updates the weights."""
+        assert math.isfinite(norm), "a step with gradients that are no numbers"
+        self.wait_for_weights()
+        clip_([s.gradients for s in self._stretches], norm, self.config.clip_grad)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
-        for flat, gradient in zip(self._flat, gradients):
-            flat.grad = gradient
         self._adam.step()
-        for buffer, flat in zip(self.buffers, self._flat):
-            flat.grad = None
-            buffer.publish_master()
-        return value
+        self._publish()
 
-    def state(self) -> dict[str, Tensor]:
-        """Every tensor a checkpoint must hold, by logical name; views, not copies."""
-        found: dict[str, Tensor] = {}
-        for buffer, flat in zip(self.buffers, self._flat):
-            found |= {f"weights/{name}": t for name, t in buffer.views(buffer.master).items()}
-            for moment in MOMENTS:
-                found |= {
-                    f"{moment}/{name}": t for name, t in buffer.views(self._adam.state[flat][moment]).items()
-                }
-        return found
+    def _publish(self) -> None:
+        """Rounds the master weights into the weights the model computes with, and makes these whole everywhere."""
+        separate = [bucket for bucket, _ in self._kept if bucket.master_is_separate]
+        if separate:
+            torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])
+        if self._sharded:
+            self._gathering.start()
+
+    def wait_for_weights(self) -> None:
+        """To be called before weights are read by any other way than running their module."""
+        self._gathering.wait()
+
+    def fragments(self, owned_only: bool) -> Iterator[Fragment]:
+        """Master weights and moments by logical name: what this rank keeps, to be overwritten, or its part of a save.
+
+        Over all ranks the parts cover every element exactly once.
+        """
+        self.wait_for_weights()
+        for stretch in self._stretches:
+            state = {"weights": stretch.flat, **{m: self._adam.state[stretch.flat][m] for m in MOMENTS}}
+            for kind, values in state.items():
+                yield from self._named(kind, stretch, values.detach(), owned_only)
+
+    def gradients(self, owned_only: bool) -> Iterator[Fragment]:
+        """The gradients, as `fragments` has the rest; for comparisons."""
+        for stretch in self._stretches:
+            yield from self._named("gradients", stretch, stretch.gradients, owned_only)
+
+    def _named(self, kind: str, stretch: _Stretch, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
+        bucket, span = stretch.bucket, stretch.span
+        within = span.within(bucket.own) if owned_only else span
+        for piece, fragment in bucket.plan.pieces(within, values, span.first):
+            if not owned_only or self.world.is_first_of(piece.replicated_over):
+                yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
 
     def loaded(self, updates: int) -> None:
-        """To be called after `state()`'s tensors were overwritten: `updates` steps had been taken by then."""
-        for buffer, flat in zip(self.buffers, self._flat):
-            self._adam.state[flat]["step"].fill_(float(updates))
-            buffer.publish_master()
+        """To be called after the fragments were overwritten: `updates` steps had been taken by then."""
+        for stretch in self._stretches:
+            self._adam.state[stretch.flat]["step"].fill_(float(updates))
+        self._publish()
+        self.wait_for_weights()
+
+    def bytes(self) -> dict[str, int]:
+        """The memory this rank holds. Weights in fp32 are their own master."""
+        buckets = [bucket for bucket, _ in self._kept]
+        return {
+            "parameters": held_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
+            "gradients": held_bytes(t for r in self._reductions.values() for t in r.memory()),
+            "master": held_bytes(b.master for b in buckets if b.master_is_separate),
+            "moments": held_bytes(self._adam.state[s.flat][m] for s in self._stretches for m in MOMENTS),
+        }
+
+
+def _reductions(
+    stages: Mapping[int, Sequence[Bucket]], world: World, parallel: ParallelConfig
+) -> dict[int, Reduction]:
+    overlap = parallel.overlap_grad_reduce
+    if parallel.zero_stage == 2:
+        largest = max((bucket.size for buckets in stages.values() for bucket in buckets), default=0)
+        buffers = ScatterBuffers(largest, world.device, overlap)
+        return {s: ScatteredReduction(b, world.replicas, buffers) for s, b in stages.items()}
+    scatter = parallel.zero_stage == 1
+    return {s: WholeReduction(b, world.replicas, scatter, overlap) for s, b in stages.items()}
+
+
+def _stretches(bucket: Bucket, kept: Tensor) -> Iterator[_Stretch]:
+    for decays, kind in bucket.plan.kinds():
+        span = kind.within(bucket.kept)
+        if len(span):
+            inside = span.relative_to(bucket.kept)
+            flat = nn.Parameter(inside.of(bucket.master), requires_grad=False)
+            flat.grad = inside.of(kept)
+            yield _Stretch(bucket, inside.of(kept), span, decays, flat)
+
+
+def _uncovered(bucket: Bucket, kept: Tensor) -> list[Tensor]:
+    """The elements of parameters that belong to no logical tensor. They stay zero, whatever backward says."""
+    found: list[Tensor] = []
+    for slot in bucket.plan.slots:
+        part = slot.span.within(bucket.kept)
+        if not len(part) or sum(p.elements for p in slot.held.declared.pieces) == len(slot.span):
+            continue
+        covered = torch.zeros(len(slot.span), dtype=torch.bool)
+        for _, fragment in bucket.plan.pieces(slot.span, covered, slot.span.first):
+            fragment.values.fill_(True)
+        local = part.relative_to(slot.span)
+        edges = torch.nn.functional.pad((~covered[local.first : local.last]).to(torch.int8), (1, 1)).diff()
+        starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+        begin = part.first - bucket.kept.first
+        found.extend(kept[begin + i : begin + j] for i, j in zip(starts, stops))
+    return found

@@ -1,89 +1,169 @@
-"""Parameters and gradients as flat buffers.
+"""Parameters as flat buffers: a bucket holds the weights of some parameters, which become views of it.
 
-Parameters become views of one buffer in the model's dtype; gradients are summed in fp32 in a second one, which is
-reduced over the data-parallel ranks in pieces of bounded size. The optimizer then works on a few large tensors
-instead of hundreds of small ones, and sharding it later means slicing these buffers.
+A bucket is what one collective moves, and what the replicas cut into equal shares when they divide optimizer state or
+gradients between them. Parameters are packed from the last to the first, about the order in which backward
+finishes them, so that early buckets are complete while backward still runs. Within a bucket the decayed
+parameters come first: any share of it is then at most two stretches for the optimizer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pentatron.parallel.collectives import Group, all_reduce_
+from pentatron.parallel.collectives import Group
+from pentatron.parallel.pieces import Fragment, Held, Piece, fragments_of
 
-NamedParameter = tuple[str, nn.Parameter]
+# Elements: 32 bytes of fp32, so that vector loads of a parameter start on a boundary.
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements [first, last) of a bucket."""
+
+    first: int
+    last: int
+
+    def within(self, other: "Span") -> "Span":
+        """The part of this span that lies in the other; empty spans start where they end."""
+        first = max(self.first, other.first)
+        return Span(first, max(first, min(self.last, other.last)))
+
+    def relative_to(self, other: "Span") -> "Span":
+        return Span(self.first - other.first, self.last - other.first)
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.first : self.last]
+
+    def __len__(self) -> int:
+        return self.last - self.first
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in the flat buffers."""
+    """Where one parameter lies in a bucket."""
 
-    name: str
-    shape: torch.Size
-    start: int
-    stop: int
+    held: Held
+    span: Span
 
 
-class FlatBuffers:
-    """The parameters of one weight-decay group in fp32 and in the model's dtype, and their fp32 gradients."""
+@dataclass(frozen=True)
+class Plan:
+    """What lies where in a bucket of `size` elements: decayed parameters up to `decayed`, then the others."""
 
-    def __init__(self, parameters: list[NamedParameter], dtype: torch.dtype) -> None:
-        device = parameters[0][1].device
-        self.slots: list[Slot] = []
-        start = 0
-        for name, parameter in parameters:
-            stop = start + parameter.numel()
-            self.slots.append(Slot(name, parameter.shape, start, stop))
-            start = stop
-        self.master = torch.empty(start, dtype=torch.float32, device=device)
-        for view, (_, parameter) in zip(self.views(self.master).values(), parameters):
-            view.copy_(parameter.data)
-        # An fp32 model needs no second copy: its weights are the master weights.
-        self.weights = self.master if dtype == torch.float32 else self.master.to(dtype)
-        self.gradients = torch.zeros_like(self.master)
-        weights, gradients = self.views(self.weights), self.views(self.gradients)
-        for name, parameter in parameters:
-            parameter.data = weights[name]
-            _accumulate_into(parameter, gradients[name])
+    slots: tuple[Slot, ...]
+    decayed: int
+    size: int
 
-    def publish_master(self) -> None:
-        """Rounds the master weights into the weights the model computes with."""
-        if self.weights is not self.master:
-            self.weights.copy_(self.master)
+    def kinds(self) -> tuple[tuple[bool, Span], tuple[bool, Span]]:
+        """The decayed and the undecayed stretch; either may be empty."""
+        return (True, Span(0, self.decayed)), (False, Span(self.decayed, self.size))
 
-    def reduce_gradients(self, group: Group, bucket_elements: int) -> None:
-        """Sums the gradients over the group, a bucket at a time."""
-        for start in range(0, self.gradients.numel(), bucket_elements):
-            all_reduce_(self.gradients[start : start + bucket_elements], group)
+    def share(self, number: int, shares: int) -> Span:
+        """One of the equal shares of the bucket."""
+        length = self.size // shares
+        return Span(number * length, (number + 1) * length)
 
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """A flat tensor laid out like these buffers, as one view per parameter."""
-        return {s.name: flat[s.start : s.stop].view(s.shape) for s in self.slots}
+    def pieces(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Piece, Fragment]]:
+        """The pieces that lie in `within`, as views of `values`, whose first element is element `begin` here."""
+        for slot in self.slots:
+            part = slot.span.within(within)
+            if len(part):
+                local = part.relative_to(slot.span)
+                flat = values[part.first - begin : part.last - begin]
+                yield from fragments_of(slot.held, flat, local.first, local.last)
 
 
-def _accumulate_into(parameter: nn.Parameter, main_gradient: Tensor) -> None:
-    """Adds each new gradient of the parameter to its place in the fp32 buffer and drops it."""
+def plan_buckets(held: Sequence[Held], limit: int, replicas: int) -> list[Plan]:
+    """Packs parameters, given in the order of the model, into buckets of at most `limit` elements.
 
-    def accumulate(p: Tensor) -> None:
-        assert p.grad is not None
-        main_gradient.add_(p.grad)
-        p.grad = None
+    A larger parameter gets a bucket of its own. So does one that the first and the last stage share: what surrounds
+    it differs between the two, and yet both must cut it into the same shares to add up its gradients.
+    """
+    groups: list[list[Held]] = []
+    filled = limit
+    for parameter in reversed(held):
+        room = _aligned(parameter.parameter.numel(), ALIGNMENT)
+        alone = any("embedding" in piece.partial_over for piece in parameter.declared.pieces)
+        if alone or filled + room > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(parameter)
+        filled = limit if alone else filled + room
+    return [_plan(group, replicas) for group in groups]
 
-    parameter.register_post_accumulate_grad_hook(accumulate)
+
+def _plan(group: Sequence[Held], replicas: int) -> Plan:
+    slots: list[Slot] = []
+    end = decayed = 0
+    for held in sorted(group, key=lambda h: not h.decays):
+        slots.append(Slot(held, Span(end, end + held.parameter.numel())))
+        end = _aligned(slots[-1].span.last, ALIGNMENT)
+        if held.decays:
+            decayed = end
+    return Plan(tuple(slots), decayed, _aligned(end, ALIGNMENT * replicas))
 
 
-def named_unique_parameters(model: nn.Module) -> Iterable[NamedParameter]:
-    """Every trained parameter once; tied ones under their first name."""
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+def _aligned(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
-def split_by(
-    parameters: Iterable[NamedParameter], chosen: Callable[[str, nn.Parameter], bool]
-) -> tuple[list[NamedParameter], list[NamedParameter]]:
-    yes: list[NamedParameter] = []
-    no: list[NamedParameter] = []
-    for name, parameter in parameters:
-        (yes if chosen(name, parameter) else no).append((name, parameter))
-    return yes, no
+class Bucket:
+    """Takes the parameters of a plan over: their values move into `weights`, of which they become views.
+
+    `own` is this rank's share among the replicas, `kept` what this rank updates: its share where `sharded`, else
+    everything. `master` holds the fp32 values of what is kept; weights in fp32 are their own master.
+    """
+
+    def __init__(self, plan: Plan, dtype: torch.dtype, replicas: Group, sharded: bool) -> None:
+        self.plan = plan
+        self.own = plan.share(replicas.rank, replicas.size)
+        self.kept = self.own if sharded else Span(0, plan.size)
+        exact = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
+        for slot in plan.slots:
+            slot.span.of(exact).copy_(slot.held.parameter.detach().flatten())
+        if dtype == torch.float32:
+            self.weights, self.master = exact, self.kept.of(exact)
+        else:
+            # A copy of the share, not a view: a view would keep the whole fp32 buffer alive.
+            self.weights, self.master = exact.to(dtype), self.kept.of(exact).clone() if sharded else exact
+        for slot in plan.slots:
+            slot.held.parameter.data = slot.span.of(self.weights).view(slot.held.parameter.shape)
+
+    @property
+    def size(self) -> int:
+        return self.plan.size
+
+    @property
+    def master_is_separate(self) -> bool:
+        return self.master.dtype != self.weights.dtype
+
+
+def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
+    """Disjoint views of a flat tensor, joined where nothing but alignment lies between them.
+
+    Alignment is always zero, so sums over such runs, of squares or over ranks, are those over the views.
+    """
+    runs: list[Tensor] = []
+    open_run: Span | None = None
+    for view in sorted(views, key=lambda v: v.storage_offset()):
+        if not view.is_contiguous():
+            open_run = None
+            runs.append(view)
+            continue
+        first = int(view.storage_offset() - flat.storage_offset())
+        last = first + view.numel()
+        if open_run is not None and first <= _aligned(open_run.last, ALIGNMENT):
+            first = open_run.first
+            runs.pop()
+        open_run = Span(first, last)
+        runs.append(open_run.of(flat))
+    return runs
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """The memory behind some tensors, counted once where they share it."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())

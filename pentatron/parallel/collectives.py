@@ -1,12 +1,12 @@
 """Every collective the package uses, in one place.
 
-A group of one returns at once, so that the callers have one code path. Where torch's names differ between versions,
-it is to be settled here.
+A group of one returns at once, so that the callers have one code path. Torch's names differ between versions; that
+is settled here.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,28 @@ from pentatron.config.errors import AgreedError, UserError
 T = TypeVar("T")
 
 
+# Torch 2.13 renamed them and warns about the old names; 2.11 knows only those.
+_GATHER_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_SCATTER_NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that talk to each other, and this rank's place among them."""
+    """Some ranks that talk to each other, and this rank's place among them.
+
+    `through_host`: messages between two ranks must lie in host memory (gloo cannot send a GPU's).
+    """
 
     rank: int
     size: int
     process_group: Any = None
+    through_host: bool = False
 
 
 def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
@@ -31,6 +46,47 @@ def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
     if group.size > 1:
         dist.all_reduce(tensor, group=group.process_group)
     return tensor
+
+
+def start_all_reduce_(tensor: Tensor, group: Group) -> Pending | None:
+    """Sums in place over the group while the caller goes on; None when there is nothing to wait for."""
+    if group.size == 1:
+        return None
+    return cast(Pending, dist.all_reduce(tensor, group=group.process_group, async_op=True))
+
+
+def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
+    """Fills `whole` with every rank's `part`, one after the other along the first dimension."""
+    pending = start_all_gather_into(whole, part, group)
+    if pending is not None:
+        pending.wait()
+
+
+def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> Pending | None:
+    """`part` may be this rank's place in `whole`."""
+    if group.size == 1:
+        if part.data_ptr() != whole.data_ptr():
+            whole.copy_(part.view_as(whole))
+        return None
+    gather = getattr(dist, _GATHER_NAME)
+    return cast(Pending, gather(whole, part, group=group.process_group, async_op=True))
+
+
+def reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> None:
+    """Sums `whole` over the group; each rank gets its share, cut along the first dimension, in `part`."""
+    pending = start_reduce_scatter_into(part, whole, group)
+    if pending is not None:
+        pending.wait()
+
+
+def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pending | None:
+    """`part` may be this rank's place in `whole`, the rest of which is then undefined."""
+    if group.size == 1:
+        if part.data_ptr() != whole.data_ptr():
+            part.copy_(whole.view_as(part))
+        return None
+    scatter = getattr(dist, _SCATTER_NAME)
+    return cast(Pending, scatter(part, whole, group=group.process_group, async_op=True))
 
 
 def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:

@@ -4,37 +4,65 @@ A `World` is passed to whoever needs it; nothing is global.
 """
 
 import datetime
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from pentatron.config.errors import UserError
-from pentatron.layout.ranks import Coordinates, Grid
+from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.parallel.collectives import Group
+
+ALONE = Group(0, 1)
 
 
 @dataclass(frozen=True)
 class World:
+    """`groups` holds the axes along which this rank has company; on any other axis it is alone."""
+
     grid: Grid
     at: Coordinates
     everyone: Group
-    data: Group
     local_rank: int
     device: torch.device
+    groups: Mapping[Axis, Group] = field(default_factory=dict)
+
+    def group(self, axis: Axis) -> Group:
+        return self.groups.get(axis, ALONE)
+
+    @property
+    def tensor(self) -> Group:
+        return self.group("tensor")
+
+    @property
+    def data(self) -> Group:
+        return self.group("data")
+
+    @property
+    def pipeline(self) -> Group:
+        return self.group("pipeline")
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same weights and see other tokens."""
+        return self.group("replicas")
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.everyone.rank == 0
 
+    def is_first_of(self, axes: typing.Iterable[Axis]) -> bool:
+        """Whether this rank speaks for those that differ from it along `axes` alone."""
+        return all(self.group(axis).rank == 0 for axis in axes)
+
 
 def single_process(device: torch.device | None = None) -> World:
     """A world of one, without any process group."""
-    alone = Group(0, 1)
-    return World(Grid(), Coordinates(0, 0, 0, 0), alone, alone, 0, device or torch.device("cpu"))
+    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"))
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -90,14 +118,28 @@ def connect(grid: Grid, rank: int, local_rank: int, device: torch.device) -> Wor
     """The world of a process group that exists already."""
     if grid.world_size == 1:
         return single_process(device)
-    everyone = Group(rank, grid.world_size, dist.group.WORLD)
-    at = grid.coordinates(rank)
-    if grid.data == grid.world_size:
-        return World(grid, at, everyone, everyone, local_rank, device)
-    data = everyone
-    # Every rank must take part in the making of every group, its own or not.
-    for members in sorted({tuple(grid.data_group(r)) for r in range(grid.world_size)}):
-        made = dist.new_group(list(members))
+    through_host = device.type == "cuda" and dist.get_backend() == "gloo"
+    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host)
+    # Axes often have the same members (data and replicas, say); such axes share one process group.
+    made: dict[tuple[tuple[int, ...], ...], Group | None] = {
+        (tuple(range(grid.world_size)),): everyone,
+    }
+    groups: dict[Axis, Group] = {}
+    for axis in typing.get_args(Axis):
+        divided = tuple(sorted(m for m in grid.groups(axis) if len(m) > 1))
+        if divided and divided not in made:
+            made[divided] = _make(divided, rank, through_host)
+        own = made[divided] if divided else None
+        if own is not None:
+            groups[axis] = own
+    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups)
+
+
+def _make(divided: tuple[tuple[int, ...], ...], rank: int, through_host: bool) -> Group | None:
+    """Every rank must take part in the making of every group, its own or not."""
+    own = None
+    for members in divided:
+        process_group = dist.new_group(list(members))
         if rank in members:
-            data = Group(members.index(rank), len(members), made)
-    return World(grid, at, everyone, data, local_rank, device)
+            own = Group(members.index(rank), len(members), process_group, through_host)
+    return own

@@ -1,58 +1,132 @@
+import itertools
+
+import pytest
 import torch
-from torch import nn
 
-from pentatron.parallel.buckets import FlatBuffers, named_unique_parameters, split_by
+from pentatron.parallel.buckets import ALIGNMENT, Bucket, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.collectives import Group
+from pentatron.parallel.pieces import Held, held_parameters
+from tests.optim.tiny import Prescribed, fill, network, rows
+
+ALONE = Group(0, 1)
 
 
-def test_weights_and_gradients_are_views_of_the_flat_buffers() -> None:
-    torch.manual_seed(0)
-    layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
-    twin.load_state_dict(layer.state_dict())
-    flat = FlatBuffers(list(named_unique_parameters(layer)), torch.float32)
-    x = torch.randn(4, 3)
-    for _ in range(2):
-        layer(x).square().sum().backward()
-        twin(x).square().sum().backward()
-    for name, parameter in twin.named_parameters():
-        assert torch.equal(flat.views(flat.gradients)[name], parameter.grad)
-    assert all(p.grad is None for p in layer.parameters())
-    flat.master.zero_()
-    assert layer(x).abs().sum() == 0
+def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> list[Held]:
+    return held_parameters(
+        Prescribed(
+            {
+                n: (s, rows(s, (0, 0, s[0], (), ("embedding",) if n in tied else ())))
+                for n, s in shapes.items()
+            }
+        )
+    )
 
 
-def test_bf16_keeps_fp32_master_weights_and_gradients() -> None:
-    layer = nn.Linear(8, 8)
-    exact = layer.weight.detach().clone()
-    flat = FlatBuffers(list(named_unique_parameters(layer)), torch.bfloat16)
-    assert layer.weight.dtype == torch.bfloat16
-    assert torch.equal(flat.views(flat.master)["weight"], exact)
-    # Additions below bf16's resolution must survive in the sum.
-    for _ in range(64):
-        layer.weight.grad = None
-        (layer.weight.sum() * 0.001 + layer.bias.sum() * 0).backward()
-    expected = 64 * float(torch.tensor(0.001, dtype=torch.bfloat16))
-    assert torch.allclose(flat.views(flat.gradients)["weight"], torch.full((8, 8), expected), rtol=1e-5)
-    flat.master.add_(1.0)
-    flat.publish_master()
-    assert torch.equal(layer.weight, (exact + 1.0).bfloat16())
+def names(held: list[Held], limit: int, replicas: int = 1) -> list[list[str]]:
+    return [[slot.held.name for slot in plan.slots] for plan in plan_buckets(held, limit, replicas)]
 
 
-def test_reduction_covers_every_element_in_buckets() -> None:
-    layer = nn.Linear(5, 7)
-    flat = FlatBuffers(list(named_unique_parameters(layer)), torch.float32)
-    flat.gradients.copy_(torch.arange(42.0))
-    flat.reduce_gradients(Group(0, 1), bucket_elements=10)
-    assert torch.equal(flat.gradients, torch.arange(42.0))
+def test_buckets_are_filled_from_the_end_with_decayed_parameters_first() -> None:
+    held = packed({"a": (8,), "b": (2, 8), "c": (8,), "d": (1, 8)})
+    assert names(held, limit=32) == [["d", "b", "c"], ["a"]]
+    assert names(held, limit=1000) == [["d", "b", "c", "a"]]
+    assert [plan.decayed for plan in plan_buckets(held, 32, 1)] == [24, 0]
 
 
-def test_tied_parameters_appear_once() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    model["b"].weight = model["a"].weight
-    assert [name for name, _ in named_unique_parameters(model)] == ["a.weight"]
+def test_a_parameter_above_the_limit_is_alone() -> None:
+    held = packed({"a": (8,), "huge": (10, 10), "b": (8,)})
+    assert names(held, limit=32) == [["b"], ["huge"], ["a"]]
 
 
-def test_split_by_keeps_order() -> None:
-    layer = nn.Linear(2, 2)
-    yes, no = split_by(named_unique_parameters(layer), lambda name, p: p.dim() > 1)
-    assert [n for n, _ in yes] == ["weight"] and [n for n, _ in no] == ["bias"]
+def test_alignment_counts_towards_the_limit() -> None:
+    held = packed({"a": (1,), "b": (1,), "c": (1,)})
+    assert names(held, limit=16) == [["c", "b"], ["a"]]
+
+
+def test_each_tied_parameter_has_a_bucket_of_its_own() -> None:
+    first = packed({"table": (4, 4), "positions": (4, 2), "norm": (8,), "x": (8,)}, ("table", "positions"))
+    last = packed({"y": (8,), "table": (4, 4), "z": (8,), "positions": (4, 2)}, ("table", "positions"))
+    assert names(first, limit=1000) == [["x", "norm"], ["positions"], ["table"]]
+    assert names(last, limit=1000) == [["positions"], ["z"], ["table"], ["y"]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_slots_are_aligned_and_shares_tile_the_bucket(replicas: int) -> None:
+    for plan in plan_buckets(packed({"a": (3, 5), "b": (7,), "c": (4, 4), "d": (1,)}), 40, replicas):
+        assert plan.size % (ALIGNMENT * replicas) == 0
+        assert all(slot.span.first % ALIGNMENT == 0 for slot in plan.slots)
+        spans = sorted((slot.span.first, slot.span.last) for slot in plan.slots)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)) and spans[-1][1] <= plan.size
+        shares = [plan.share(number, replicas) for number in range(replicas)]
+        assert [s.first for s in shares] == [0, *(s.last for s in shares[:-1])]
+        assert shares[-1].last == plan.size
+
+
+def test_spans_meet() -> None:
+    assert Span(2, 9).within(Span(5, 20)) == Span(5, 9)
+    assert len(Span(2, 4).within(Span(6, 8))) == 0
+    assert len(Span(6, 8).within(Span(2, 4))) == 0
+    assert Span(5, 9).relative_to(Span(2, 4)) == Span(3, 7)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_become_views_without_changing(sharded: bool) -> None:
+    model, twin = network(), network()
+    plans = plan_buckets(held_parameters(model), 100, 2)
+    buckets = [Bucket(plan, torch.float32, Group(1, 2), sharded) for plan in plans]
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(p, q)
+    for bucket in buckets:
+        assert len(bucket.kept) == bucket.size // (2 if sharded else 1)
+        assert bucket.own == Span(bucket.size // 2, bucket.size)
+        bucket.weights.zero_()
+        assert bucket.master.abs().sum() == 0, "in fp32 the weights are the master"
+    assert all(p.abs().sum() == 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bf16_weights_have_an_exact_master_and_nothing_more(sharded: bool) -> None:
+    model, twin = network(), network()
+    plan = plan_buckets(held_parameters(model), 1000, 2)[0]
+    bucket = Bucket(plan, torch.bfloat16, Group(0, 2), sharded)
+    exact = torch.zeros(plan.size)
+    values = dict(twin.named_parameters())
+    for slot in plan.slots:
+        slot.span.of(exact).copy_(values[slot.held.name].detach().flatten())
+        assert torch.equal(slot.held.parameter, values[slot.held.name].bfloat16())
+    assert torch.equal(bucket.master, bucket.kept.of(exact))
+    assert held_bytes([bucket.master]) == 4 * len(bucket.kept)
+    assert held_bytes([bucket.weights, *model.parameters()]) == 2 * bucket.size
+
+
+def test_views_are_joined_across_alignment_and_nothing_else() -> None:
+    flat = torch.arange(64.0)
+    matrix = flat[32:].view(4, 8)
+    views = [flat[8:13], flat[0:8].view(2, 4), flat[16:20], flat[28:30], matrix[:2], matrix[2:, :3]]
+    runs = in_few_runs(flat, views)
+    assert [(r.storage_offset(), r.numel(), r.is_contiguous()) for r in runs] == [
+        (0, 20, True),
+        (28, 20, True),
+        (50 - 2, 6, False),
+    ]
+    # A slice that starts elsewhere in its storage is joined by its own alignment.
+    shard = flat[24:]
+    assert [r.tolist() for r in in_few_runs(shard, [shard[0:2], shard[3:5], shard[16:17]])] == [
+        [24.0, 25.0, 26.0, 27.0, 28.0],
+        [40.0],
+    ]
+
+
+def test_pieces_of_a_span_are_the_parameters_elements() -> None:
+    model = fill(Prescribed({"w": ((4, 6), rows((9, 6), (5, 0, 2, (), ()), (1, 3, 1, (), ())))}))
+    plan = plan_buckets(held_parameters(model), 100, 1)[0]
+    bucket = Bucket(plan, torch.float32, ALONE, sharded=False)
+    found = torch.zeros(9, 6)
+    for first, last in ((0, 3), (3, 13), (13, 24)):
+        span = Span(first, last)
+        for _, fragment in plan.pieces(span, span.of(bucket.weights), first):
+            index = tuple(slice(i, i + n) for i, n in zip(fragment.start, fragment.values.shape))
+            found[index] += fragment.values
+    expected = torch.zeros(9, 6)
+    expected[5:7], expected[1] = model.w[:2].detach(), model.w[3].detach()
+    assert torch.equal(found, expected) and expected.abs().sum() > 0

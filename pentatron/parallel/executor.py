@@ -1,0 +1,214 @@
+"""Runs one step of a pipeline schedule on this rank: forwards, backwards and what lies between them.
+
+The executor knows nothing of models, batches or optimizers. It walks the rank's list of actions; a model in one piece
+is the list of one stage. What a stage made for the next one waits in a table until it is sent or, when the next stage
+sits on the same rank, taken from there; gradients go the other way alike. A micro-batch lives from its forward to its
+backward on a stage; when a step ends nothing of it may be left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pentatron.layout.actions import Action, Kind, Schedule
+from pentatron.parallel.messages import Announced, Arrival, Messages, Parcel, announced, deliveries
+from pentatron.parallel.pieces import Shape
+
+# A stage and a micro-batch.
+Cell = tuple[int, int]
+
+
+class StageProgram(Protocol):
+    """The computation of a step."""
+
+    def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        """The activation for the next stage or, on the last one, the micro-batch's share of the loss (a scalar).
+
+        `received` is what the stage before made; None on the first stage.
+        """
+        ...
+
+    def message_shape(self, stage: int, micro_batch: int) -> Shape:
+        """The shape of the activation a stage receives; also asked for the stage after one of this rank's."""
+        ...
+
+
+class GradientSink(Protocol):
+    """Who takes the gradients of the parameters. `last`: no other backward of the stage follows in this step."""
+
+    def begin_backward(self, stage: int, last: bool) -> None: ...
+    def end_backward(self, stage: int, last: bool) -> None: ...
+    def reduce(self, stage: int) -> None: ...
+
+
+class Executor:
+    """Runs schedules on one pipeline rank. `dtype` and `device` are those of the activations between stages."""
+
+    def __init__(
+        self, messages: Messages, pipeline_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.messages = messages
+        self.rank = pipeline_rank
+        self.dtype = dtype
+        self.device = device
+
+    def train(self, schedule: Schedule, program: StageProgram, gradients: GradientSink) -> Tensor:
+        """Forward and backward of every micro-batch; the sum of the losses (fp64), 0 on a rank without the last stage."""
+        return _Step(self, schedule, program, gradients).run()
+
+    @torch.no_grad()
+    def evaluate(self, schedule: Schedule, program: StageProgram) -> Tensor:
+        """A schedule of forwards only; the sum of what the last stage returned (fp64), 0 on a rank without it."""
+        return _Step(self, schedule, program, None).run()
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """What a backward needs of the forward: the input, whose gradient it makes, and where in the graph it starts.
+
+    The output itself is not kept. Once it has been sent or used its memory is free, unless the graph needs it.
+    """
+
+    received: Tensor | None
+    start: GradientEdge | None
+
+
+class _Step:
+    """One walk over this rank's actions. A cell (s, m) of `activations` holds what stage s made of micro-batch m, one
+    of `gradients` the gradient of what stage s received; messages on their way are there as arrivals."""
+
+    def __init__(
+        self, executor: Executor, schedule: Schedule, program: StageProgram, gradients: GradientSink | None
+    ) -> None:
+        self.executor = executor
+        self.messages = executor.messages
+        self.program = program
+        self.sink = gradients
+        self.actions = schedule.actions[executor.rank]
+        self.last_stage = schedule.placement.stages - 1
+        self.backwards_left = _count_backwards(self.actions)
+        self.proven = deliveries(schedule, executor.rank)
+        self.activations: dict[Cell, Tensor | Arrival] = {}
+        self.gradients: dict[Cell, Tensor | Arrival] = {}
+        self.passed: dict[Cell, _Passed] = {}
+        self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
+
+    def run(self) -> Tensor:
+        perform: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_ACTIVATION: self._send,
+            Kind.RECEIVE_ACTIVATION: self._receive,
+            Kind.SEND_GRADIENT: self._send,
+            Kind.RECEIVE_GRADIENT: self._receive,
+            Kind.REDUCE: self._reduce,
+        }
+        self.messages.agree(self._announced(Kind.SEND_ACTIVATION), self._announced(Kind.RECEIVE_ACTIVATION))
+        for action in self.actions:
+            perform[action.kind](action)
+        self.messages.finish()
+        left = [*self.activations, *self.gradients, *self.passed]
+        assert not left, f"left over at the end of a step (stage, micro-batch): {left}"
+        return self.total
+
+    def _forward(self, action: Action) -> None:
+        stage, micro_batch = cell = (action.stage, action.micro_batch)
+        training = self.sink is not None
+        received = self._take(self.activations, False, (stage - 1, micro_batch)) if stage > 0 else None
+        if received is not None:
+            received.requires_grad_(training)
+        output = self.program.forward(stage, micro_batch, received)
+        if stage == self.last_stage:
+            self.total += output.detach()
+        else:
+            self._require_shape(output, cell)
+            self.activations[cell] = output.detach()
+        if training:
+            # An output without a graph: nothing up to this stage is trained.
+            start = get_gradient_edge(output) if output.requires_grad else None
+            self.passed[cell] = _Passed(received, start)
+
+    def _backward(self, action: Action) -> None:
+        assert self.sink is not None, "a schedule for evaluation has no backward"
+        stage, micro_batch = cell = (action.stage, action.micro_batch)
+        gradient = None
+        if stage < self.last_stage:
+            gradient = self._take(self.gradients, True, (stage + 1, micro_batch))
+        passed = self.passed.pop(cell)
+        self.backwards_left[stage] -= 1
+        last = self.backwards_left[stage] == 0
+        self.sink.begin_backward(stage, last)
+        if passed.start is not None:
+            torch.autograd.backward(passed.start, gradient)
+        self.sink.end_backward(stage, last)
+        if passed.received is not None:
+            made = passed.received.grad
+            # A stage that does not use its input still owes its gradient.
+            self.gradients[cell] = torch.zeros_like(passed.received) if made is None else made
+
+    def _send(self, action: Action) -> None:
+        table = self.activations if action.kind is Kind.SEND_ACTIVATION else self.gradients
+        value = table.pop((action.stage, action.micro_batch))
+        assert isinstance(value, Tensor) and action.peer is not None, f"{action}: nothing to send"
+        self.messages.post_send(value.detach(), action.peer, action)
+
+    def _receive(self, action: Action) -> None:
+        assert action.peer is not None, f"{action}: from nobody"
+        # An activation goes into the stage after the one that sends it; a gradient is that of the sender's own input.
+        activation = action.kind is Kind.RECEIVE_ACTIVATION
+        table, receiver = (
+            (self.activations, action.stage + 1) if activation else (self.gradients, action.stage)
+        )
+        shape = self.program.message_shape(receiver, action.micro_batch)
+        table[action.stage, action.micro_batch] = self.messages.post_receive(
+            shape, self.executor.dtype, self.executor.device, action.peer, action
+        )
+
+    def _reduce(self, action: Action) -> None:
+        assert self.sink is not None, "a schedule for evaluation reduces nothing"
+        self.sink.reduce(action.stage)
+
+    def _take(self, table: dict[Cell, Tensor | Arrival], gradient: bool, cell: Cell) -> Tensor:
+        value = table.pop(cell)
+        if isinstance(value, Tensor):
+            return value
+        tensor = value.wait()
+        parcel: Parcel = (gradient, *cell)
+        for arrived in self.proven.get(parcel, ()):
+            self.messages.delivered(arrived)
+        return tensor
+
+    def _require_shape(self, output: Tensor, cell: Cell) -> None:
+        """What leaves a stage must be what the next one was promised."""
+        stage, micro_batch = cell
+        expected, dtype = self.program.message_shape(stage + 1, micro_batch), self.executor.dtype
+        if tuple(output.shape) != tuple(expected) or output.dtype != dtype:
+            raise RuntimeError(
+                f"stage {stage} made a {output.dtype} tensor of shape {tuple(output.shape)} of micro-batch "
+                f"{micro_batch}, but stage {stage + 1} expects {dtype} of shape {tuple(expected)}"
+            )
+
+    def _announced(self, kind: Kind) -> dict[int, Announced]:
+        """The activations that travel between this rank and each peer in this step."""
+        cells: dict[int, list[Cell]] = {}
+        for action in self.actions:
+            if action.kind is kind and action.peer is not None:
+                cells.setdefault(action.peer, []).append((action.stage + 1, action.micro_batch))
+        return {
+            peer: announced(
+                [self.program.message_shape(*cell) for cell in sorted(found)], self.executor.dtype
+            )
+            for peer, found in cells.items()
+        }
+
+
+def _count_backwards(actions: tuple[Action, ...]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for action in actions:
+        if action.kind is Kind.BACKWARD:
+            found[action.stage] = found.get(action.stage, 0) + 1
+    return found

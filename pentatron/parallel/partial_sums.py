@@ -1,0 +1,50 @@
+"""Gradients that are parts of a sum over other axes than the replicas: added up once a step."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pentatron.layout.ranks import Axis
+from pentatron.parallel.buckets import Bucket, in_few_runs
+from pentatron.parallel.collectives import all_reduce_
+from pentatron.parallel.world import World
+
+
+class PartialSums:
+    """Which stretches of the kept gradients are parts of a sum, and over which axes.
+
+    The ranks of such an axis hold the same pieces at the same places of equal buckets, and thus of their shares. Only
+    the buckets of the first and the last stage come in another order (a tied parameter is alone in its
+    bucket); going through them by name makes the two agree.
+    """
+
+    def __init__(self, world: World, gradients: Iterable[tuple[Bucket, Tensor]]) -> None:
+        self.world = world
+        self._runs: dict[tuple[Axis, ...], list[Tensor]] = {}
+        for bucket, kept in sorted(gradients, key=lambda pair: pair[0].plan.slots[0].held.tensor):
+            found: dict[tuple[Axis, ...], list[Tensor]] = {}
+            for piece, fragment in bucket.plan.pieces(bucket.kept, kept, bucket.kept.first):
+                axes = tuple(sorted(a for a in piece.partial_over if world.group(a).size > 1))
+                if axes:
+                    found.setdefault(axes, []).append(fragment.values)
+            for axes, views in found.items():
+                self._runs.setdefault(axes, []).extend(in_few_runs(kept, views))
+
+    def add_up(self) -> None:
+        """One collective for every axis of every set of axes, in an order that all ranks share."""
+        for axes in sorted(self._runs):
+            runs = self._runs[axes]
+            packed = _packed(runs)
+            for axis in axes:
+                all_reduce_(packed, self.world.group(axis))
+            if packed is not runs[0]:
+                parts = packed.split([run.numel() for run in runs])
+                torch._foreach_copy_(runs, [part.view_as(run) for part, run in zip(parts, runs)])
+
+
+def _packed(runs: list[Tensor]) -> Tensor:
+    """All runs in one tensor; the run itself where there is one, which may be a large embedding."""
+    if len(runs) == 1 and runs[0].is_contiguous():
+        return runs[0]
+    return torch.cat([run.reshape(-1) for run in runs])

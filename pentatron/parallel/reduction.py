@@ -1,0 +1,247 @@
+"""Gradients of one stage: collected in fp32 as backward makes them, and summed over the replicas.
+
+`WholeReduction` keeps all of them and reduces once a step (ZeRO 0 and 1), `ScatteredReduction` keeps this rank's share
+and reduces in every backward pass (ZeRO 2). Both reduce the buckets strictly in their order: a bucket
+that is complete early waits for those before it. Replicas run the same schedule over the same buckets, so all of them
+start the same collectives in the same order, even where a parameter gets no gradient on some of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pentatron.parallel.buckets import Bucket, Span
+from pentatron.parallel.collectives import (
+    Group,
+    Pending,
+    start_all_reduce_,
+    start_reduce_scatter_into,
+)
+
+
+class Reduction(ABC):
+    """`kept` holds, bucket by bucket, the gradients this rank keeps; they are reduced after `finish`."""
+
+    kept: list[Tensor]
+
+    def __init__(self, buckets: Sequence[Bucket], replicas: Group) -> None:
+        self.buckets = buckets
+        self.replicas = replicas
+        # Buckets before this one are reduced already, in this step or, where that is the rule, in this pass.
+        self._next = 0
+        # Where buckets are reduced as they fill: the parameters of each whose gradient has not come in this pass.
+        self._missing: list[set[int]] | None = None
+        for number, bucket in enumerate(buckets):
+            for slot in bucket.plan.slots:
+                slot.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot.span))
+
+    def _collector(self, number: int, span: Span) -> Callable[[Tensor], None]:
+        """Adds each new gradient of a parameter to its place in an fp32 buffer and drops it."""
+
+        def collect(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            assert number >= self._next, "a gradient came after its bucket was reduced"
+            span.of(self._buffer(number)).view(parameter.shape).add_(parameter.grad)
+            parameter.grad = None
+            if self._missing is not None:
+                self._missing[number].discard(span.first)
+                while self._next < len(self.buckets) and not self._missing[self._next]:
+                    self._reduce_next()
+
+        return collect
+
+    def _reduce_next(self) -> None:
+        self._start(self._next)
+        self._next += 1
+
+    def _reduce_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._reduce_next()
+
+    def _reduce_as_filled(self) -> None:
+        self._missing = [{slot.span.first for slot in bucket.plan.slots} for bucket in self.buckets]
+
+    def _stop_reducing_as_filled(self) -> None:
+        """Parameters that got no gradient on this rank count as zeros."""
+        if self._missing is not None:
+            self._missing = None
+            self._reduce_rest()
+
+    @abstractmethod
+    def _buffer(self, number: int) -> Tensor:
+        """Where the fp32 gradients of a bucket lie, from the first element on, to be added to."""
+
+    @abstractmethod
+    def _start(self, number: int) -> None:
+        """Starts to sum a bucket over the replicas."""
+
+    @abstractmethod
+    def zero(self) -> None:
+        """A new step begins."""
+
+    @abstractmethod
+    def begin_backward(self, last: bool) -> None: ...
+
+    def end_backward(self) -> None:
+        self._stop_reducing_as_filled()
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """All backward passes of the step are done."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits until everything is reduced."""
+
+    @abstractmethod
+    def memory(self) -> list[Tensor]:
+        """All gradient buffers, for counting."""
+
+
+class WholeReduction(Reduction):
+    """Full fp32 gradients, reduced once a step: all-reduced, or scattered so that each rank has its share.
+
+    With `overlap` that happens during the last backward pass, else after it.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], replicas: Group, scatter: bool, overlap: bool) -> None:
+        super().__init__(buckets, replicas)
+        self.scatter = scatter
+        self.overlap = overlap
+        self._whole = [
+            torch.zeros(bucket.size, dtype=torch.float32, device=bucket.weights.device) for bucket in buckets
+        ]
+        self.kept = [bucket.kept.of(whole) for bucket, whole in zip(buckets, self._whole)]
+        self._pending: list[Pending] = []
+
+    def _buffer(self, number: int) -> Tensor:
+        return self._whole[number]
+
+    def _start(self, number: int) -> None:
+        whole = self._whole[number]
+        if self.scatter:
+            pending = start_reduce_scatter_into(self.kept[number], whole, self.replicas)
+        else:
+            pending = start_all_reduce_(whole, self.replicas)
+        if pending is not None:
+            self._pending.append(pending)
+
+    def zero(self) -> None:
+        self._next = 0
+        for whole in self._whole:
+            whole.zero_()
+
+    def begin_backward(self, last: bool) -> None:
+        if last and self.overlap:
+            self._reduce_as_filled()
+
+    def reduce(self) -> None:
+        self._reduce_rest()
+        if not self.overlap:
+            self._wait()
+
+    def finish(self) -> None:
+        assert self._next == len(self.buckets), "the stage was never reduced"
+        self._wait()
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
+    def memory(self) -> list[Tensor]:
+        return self._whole
+
+
+@dataclass(frozen=True)
+class _Scattering:
+    """A reduce-scatter under way; `part` is this rank's place in `buffer`, `share` where it is to be added."""
+
+    buffer: Tensor
+    part: Tensor
+    share: Tensor
+    pending: Pending | None
+
+
+class ScatterBuffers:
+    """The few buffers in which buckets of gradients live between their first gradient and their reduction.
+
+    Shared by the stages of a rank. With `overlap` one reduction runs while the next bucket fills.
+    """
+
+    def __init__(self, elements: int, device: torch.device, overlap: bool) -> None:
+        self.elements = elements
+        self.device = device
+        self.overlap = overlap
+        self.made: list[Tensor] = []
+        self._free: list[Tensor] = []
+        self._running: _Scattering | None = None
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """A buffer that begins with as many zeros as the bucket has elements."""
+        if not self._free:
+            self.made.append(torch.empty(self.elements, dtype=torch.float32, device=self.device))
+            self._free.append(self.made[-1])
+        buffer = self._free.pop()
+        buffer[: bucket.size].zero_()
+        return buffer
+
+    def scatter(self, buffer: Tensor, bucket: Bucket, share: Tensor, replicas: Group) -> None:
+        """Sums a bucket's gradients over the replicas, adds this rank's part of the sum to `share`, frees the buffer."""
+        self.finish()
+        part = bucket.own.of(buffer)
+        pending = start_reduce_scatter_into(part, buffer[: bucket.size], replicas)
+        self._running = _Scattering(buffer, part, share, pending)
+        if not self.overlap:
+            self.finish()
+
+    def finish(self) -> None:
+        if self._running is not None:
+            done, self._running = self._running, None
+            if done.pending is not None:
+                done.pending.wait()
+            done.share.add_(done.part)
+            self._free.append(done.buffer)
+
+
+class ScatteredReduction(Reduction):
+    """Only this rank's share of the gradients lives through the step; every backward pass adds to it."""
+
+    def __init__(self, buckets: Sequence[Bucket], replicas: Group, buffers: ScatterBuffers) -> None:
+        super().__init__(buckets, replicas)
+        self.buffers = buffers
+        self.kept = [torch.zeros_like(bucket.master, dtype=torch.float32) for bucket in buckets]
+        self._filling: dict[int, Tensor] = {}
+
+    def _buffer(self, number: int) -> Tensor:
+        assert self._missing is not None, "a gradient came outside begin_backward and end_backward"
+        if number not in self._filling:
+            self._filling[number] = self.buffers.take(self.buckets[number])
+        return self._filling[number]
+
+    def _start(self, number: int) -> None:
+        bucket = self.buckets[number]
+        buffer = self._filling.pop(number, None)
+        if buffer is None:
+            buffer = self.buffers.take(bucket)
+        self.buffers.scatter(buffer, bucket, self.kept[number], self.replicas)
+
+    def zero(self) -> None:
+        for share in self.kept:
+            share.zero_()
+
+    def begin_backward(self, last: bool) -> None:
+        self._next = 0
+        self._reduce_as_filled()
+
+    def reduce(self) -> None:
+        assert not self._filling, "a backward pass was not ended"
+
+    def finish(self) -> None:
+        self.buffers.finish()
+
+    def memory(self) -> list[Tensor]:
+        return [*self.kept, *self.buffers.made]

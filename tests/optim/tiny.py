@@ -1,0 +1,197 @@
+"""A small network of declared layers, trained in every way the optimizer knows, and twins of it in plain torch."""
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pentatron.config.parallel import ParallelConfig
+from pentatron.config.training import OptimConfig
+from pentatron.layout.ranks import Axis, Grid
+from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.collectives import all_reduce_
+from pentatron.parallel.pieces import (
+    ONES,
+    Declared,
+    DeclaringModule,
+    Fragment,
+    Initial,
+    Piece,
+    Shape,
+    held_parameters,
+    region,
+    whole,
+)
+from pentatron.parallel.world import World, connect
+
+Model = TypeVar("Model", bound=nn.Module)
+
+CPU = torch.device("cpu")
+BATCH = 12
+WIDTHS = (6, 9, 4)
+RATE = 1e-2
+OPTIM = OptimConfig(lr=RATE, weight_decay=0.3, adam_beta2=0.95, adam_eps=1e-6, clip_grad=0.5)
+# Makes five buckets of the network: matrices with vectors, vectors alone, and matrices above the limit.
+BUCKET = 60
+
+
+class Linear(DeclaringModule):
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__()
+        self.weight = self.declare("weight", (out, into), whole((out, into), Initial()))
+        self.bias = self.declare("bias", (out,), whole((out,), Initial()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Scale(DeclaringModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = self.declare("weight", (width,), whole((width,), ONES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.weight
+
+
+def network(seed: int = 3) -> nn.Sequential:
+    model = nn.Sequential(Linear(6, 9), Scale(9), Linear(9, 9), Scale(9), Linear(9, 4))
+    return fill(model, seed)
+
+
+def fill(model: Model, seed: int = 3) -> Model:
+    """Values that depend on the logical tensor alone, whoever holds which part of it."""
+    for held in held_parameters(model):
+        held.parameter.data.zero_()
+        logical = torch.randn(
+            held.declared.shape,
+            generator=torch.Generator().manual_seed(seed + zlib.crc32(held.tensor.encode())),
+        )
+        for piece in held.declared.pieces:
+            region(held.parameter.data, piece.local, piece.size).copy_(
+                0.3 * region(logical, piece.start, piece.size)
+            )
+    return model
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 4, generator=generator)
+
+
+def micro_batches(step: int, count: int, rank: int, ranks: int) -> Iterable[tuple[Tensor, Tensor]]:
+    x, y = data(step)
+    mine = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    return zip(x[mine].chunk(count), y[mine].chunk(count))
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    like = next(model.parameters())
+    return (model(x.to(like)).float() - y.to(like.device)).square().sum() * (10 / (BATCH * 4))
+
+
+def here(grid: Grid, device: torch.device = CPU) -> World:
+    return connect(grid, dist.get_rank(), dist.get_rank(), device)
+
+
+def parallel(zero: int = 0, grad: bool = False, param: bool = False, bucket: int = BUCKET) -> ParallelConfig:
+    return ParallelConfig(
+        zero_stage=zero, overlap_grad_reduce=grad, overlap_param_gather=param, ddp_bucket_size=bucket
+    )
+
+
+def global_norm(optimizer: Optimizer) -> float:
+    return math.sqrt(float(all_reduce_(optimizer.squared_norm(), optimizer.world.everyone)))
+
+
+def one_step(model: nn.Module, optimizer: Optimizer, step: int, count: int = 1, rate: float = RATE) -> float:
+    replicas = optimizer.world.replicas
+    optimizer.zero_gradients()
+    for number, (x, y) in enumerate(micro_batches(step, count, replicas.rank, replicas.size), 1):
+        loss = loss_of(model, x, y)
+        optimizer.begin_backward(0, last=number == count)
+        loss.backward()
+        optimizer.end_backward(0, last=number == count)
+    optimizer.reduce(0)
+    optimizer.finish_reduction()
+    norm = global_norm(optimizer)
+    optimizer.step(rate, norm)
+    return norm
+
+
+def trajectory(
+    world: World,
+    config: ParallelConfig,
+    count: int = 1,
+    steps: int = 5,
+    dtype: torch.dtype = torch.float32,
+    optim: OptimConfig = OPTIM,
+) -> dict[str, Any]:
+    """What some steps computed: norms, weights, and the clipped gradients of the last one."""
+    model = network().to(world.device)
+    optimizer = Optimizer({0: model}, world, optim, config, dtype)
+    norms = [one_step(model, optimizer, step, count, RATE / (step + 1)) for step in range(steps)]
+    with torch.no_grad():
+        output = model(data(99)[0].to(world.device, dtype)).float().cpu()
+    optimizer.wait_for_weights()
+    return {
+        "norms": norms,
+        "output": output,
+        "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters()},
+        "gradients": collected(optimizer.gradients(owned_only=True), world),
+        "state": collected(optimizer.fragments(owned_only=True), world),
+    }
+
+
+def collected(fragments: Iterable[Fragment], world: World) -> dict[str, Tensor]:
+    """The logical tensors made of all ranks' fragments, which must cover each element once."""
+    mine = [(f.tensor, f.shape, f.start, f.values.clone().cpu()) for f in fragments]
+    found: list[Any] = [mine]
+    if world.everyone.size > 1:
+        found = [None] * world.everyone.size
+        dist.all_gather_object(found, mine)
+    return assembled(itertools.chain.from_iterable(found))
+
+
+def assembled(pieces: Iterable[tuple[str, Shape, Shape, Tensor]]) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for name, shape, start, part in pieces:
+        values.setdefault(name, torch.zeros(shape))
+        times.setdefault(name, torch.zeros(shape))
+        assert values[name].shape == shape
+        region(values[name], start, tuple(part.shape)).copy_(part)
+        region(times[name], start, tuple(part.shape)).add_(1)
+    for name, count in times.items():
+        assert torch.equal(count, torch.ones_like(count)), f"{name} is not covered exactly once"
+    return values
+
+
+class Prescribed(DeclaringModule):
+    """Parameters whose gradients are whatever one asks for."""
+
+    def __init__(self, parameters: dict[str, tuple[Shape, Declared]]) -> None:
+        super().__init__()
+        for name, (local, declared) in parameters.items():
+            self.declare(name, local, declared)
+
+    def loss(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(getattr(self, n) * g).sum() for n, g in gradients.items()]).sum()
+
+
+def rows(
+    shape: Shape, *blocks: tuple[int, int, int, Sequence[Axis], Sequence[Axis]], tensor: str | None = None
+) -> Declared:
+    """Blocks of whole rows: (row in the logical tensor, row here, how many, replicated over, partial over)."""
+    rest = shape[1:]
+    zeros = (0,) * len(rest)
+    pieces = tuple(
+        Piece((start, *zeros), (local, *zeros), (count, *rest), frozenset(replicated), frozenset(partial))
+        for start, local, count, replicated, partial in blocks
+    )
+    return Declared(shape, pieces, Initial(), tensor)

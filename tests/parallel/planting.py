@@ -1,0 +1,39 @@
+"""Breaks the executor in this process, to see that the tests notice: one place in its source is changed."""
+
+import inspect
+
+import pentatron.parallel.executor as executor_module
+
+BUGS = {
+    "a micro-batch is dropped": (
+        "if passed.start is not None:",
+        "if passed.start is not None and micro_batch != 1:",
+    ),
+    "gradients of two micro-batches are swapped": (
+        "self.messages.post_send(value.detach(), action.peer, action)",
+        "swapped = Action(action.kind, action.stage, action.micro_batch ^ (action.kind is Kind.SEND_GRADIENT))\n"
+        "        self.messages.post_send(value.detach(), action.peer, swapped)",
+    ),
+    "the gradient of the input is lost": ("if made is None else made", ""),
+    "the loss is taken twice": ("self.total += output.detach()", "self.total += 2 * output.detach()"),
+    "the hand-over is not detached": (
+        "self.activations[cell] = output.detach()",
+        "self.activations[cell] = output",
+    ),
+    "the last flag comes early": ("self.backwards_left[stage] == 0", "self.backwards_left[stage] == 1"),
+    "nothing is released": ("passed = self.passed.pop(cell)", "passed = self.passed[cell]"),
+    "the output is kept": (
+        "self.passed[cell] = _Passed(received, start)",
+        "self.passed[cell] = _Passed(received, start); self.program.kept.append(output)",
+    ),
+    "sends are kept to the end": ("self.messages.delivered(arrived)", "pass"),
+    "no agreement": ("self.messages.agree(", "(lambda *ignored: None)("),
+}
+
+
+def plant(bug: str) -> None:
+    right, wrong = BUGS[bug]
+    source = inspect.getsource(executor_module)
+    assert source.count(right) == 1, f"{bug}: the place to break is there {source.count(right)} times"
+    changed = compile(source.replace(right, wrong), executor_module.__file__, "exec")
+    exec(changed, executor_module.__dict__)

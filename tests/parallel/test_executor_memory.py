@@ -1,0 +1,125 @@
+"""What is alive while a step runs: graphs, outputs that were sent, tensors under way; measured, against the checker."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import pentatron.parallel.executor as executor_module
+from pentatron.layout.check import check
+from pentatron.layout.schedules import training_schedule
+from pentatron.parallel.messages import Messages, open_messages
+from tests.harness import run_distributed
+from tests.harness.report import RanksFailed
+from tests.parallel.planting import plant
+from tests.parallel.stage_network import CPU, Program, Record, build_stage, pipeline_world
+
+MICRO_BATCHES = 7
+
+
+class Mark:
+    """Lives as long as the graph it was put into."""
+
+
+class Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mark: Mark) -> Tensor:
+        ctx.mark = mark
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class WatchedProgram(Program):
+    """Counts the graphs and the outputs that are alive."""
+
+    def watch(self, messages: Messages) -> None:
+        self.messages = messages
+        self.graphs: weakref.WeakSet[Mark] = weakref.WeakSet()
+        self.outputs: dict[tuple[int, int], StorageWeakRef] = {}
+        self.kept: list[Tensor] = []
+        self.most_graphs = self.most_under_way = 0
+
+    def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        output = super().forward(stage, micro_batch, received)
+        self.outputs[stage, micro_batch] = StorageWeakRef(output.untyped_storage())
+        mark = Mark()
+        self.graphs.add(mark)
+        self.most_graphs = max(self.most_graphs, len(self.graphs))
+        self.most_under_way = max(self.most_under_way, self.messages.under_way)
+        return Marked.apply(output, mark)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class WatchedSink(Record):
+    """Counts outputs whose memory is still there when their backward begins."""
+
+    def __init__(self, program: WatchedProgram) -> None:
+        super().__init__()
+        self.program = program
+        self.kept_outputs = 0
+        self.backwards: dict[int, int] = {}
+
+    def begin_backward(self, stage: int, last: bool) -> None:
+        micro_batch = self.backwards.get(stage, 0)
+        self.backwards[stage] = micro_batch + 1
+        if stage < self.program.last_stage:
+            self.kept_outputs += not self.program.outputs[stage, micro_batch].expired()
+
+
+def measured(kind: str, virtual: int, bug: str = "") -> dict[str, int]:
+    if bug:
+        plant(bug)
+    world = pipeline_world()
+    rank, ranks = world.pipeline.rank, world.pipeline.size
+    schedule = training_schedule(kind, ranks, virtual, MICRO_BATCHES)
+    stages = {s: build_stage(s) for s in schedule.placement.stages_of(rank)}
+    messages = open_messages(world)
+    program = WatchedProgram(stages, schedule.placement.stages - 1, (3,) * MICRO_BATCHES, 0)
+    program.watch(messages)
+    sink = WatchedSink(program)
+    executor_module.Executor(messages, rank, torch.float32, CPU).train(schedule, program, sink)
+    return {
+        "graphs": program.most_graphs,
+        "left": len(program.graphs),
+        "outputs": sink.kept_outputs,
+        "under way": program.most_under_way,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "virtual"),
+    [("gpipe", 2, 1), ("1f1b", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("interleaved", 4, 2)],
+)
+def test_as_many_micro_batches_live_as_the_checker_promises(kind: str, ranks: int, virtual: int) -> None:
+    found = run_distributed(measured, ranks, kind=kind, virtual=virtual)
+    promised = check(training_schedule(kind, ranks, virtual, MICRO_BATCHES)).alive
+    assert tuple(rank["graphs"] for rank in found) == promised
+    if virtual == 1:
+        by_formula = [
+            MICRO_BATCHES if kind == "gpipe" else min(MICRO_BATCHES, ranks - r) for r in range(ranks)
+        ]
+        assert list(promised) == by_formula
+    assert all(rank["left"] == 0 for rank in found)
+    assert all(rank["outputs"] == 0 for rank in found), "a sent output was kept until its backward"
+
+
+def test_an_output_that_is_kept_is_noticed() -> None:
+    found = run_distributed(measured, 2, kind="1f1b", virtual=1, bug="the output is kept")
+    assert found[0]["outputs"] == MICRO_BATCHES
+
+
+def test_sent_tensors_are_let_go_as_the_step_goes_on() -> None:
+    right = run_distributed(measured, 2, kind="1f1b", virtual=1)
+    assert max(rank["under way"] for rank in right) <= 2
+    kept = run_distributed(measured, 2, kind="1f1b", virtual=1, bug="sends are kept to the end")
+    assert min(rank["under way"] for rank in kept) >= MICRO_BATCHES - 1
+
+
+def test_what_is_left_over_ends_the_step_with_an_error() -> None:
+    with pytest.raises(RanksFailed, match="left over at the end of a step"):
+        run_distributed(measured, 2, kind="1f1b", virtual=1, bug="nothing is released")

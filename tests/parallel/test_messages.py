@@ -1,0 +1,219 @@
+"""Messages between pipeline ranks: none is taken for another, none is let go too early, sizes are agreed on."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pentatron.layout.actions import Action, Kind, Schedule
+from pentatron.layout.ranks import Grid
+from pentatron.layout.schedules import forward_schedule, looped_placement, training_schedule
+from pentatron.parallel.messages import (
+    MOST_MICRO_BATCHES,
+    MOST_STAGES,
+    Messages,
+    Parcel,
+    announced,
+    deliveries,
+    open_channels,
+    open_messages,
+    tag_of,
+)
+from pentatron.parallel.world import connect
+from tests.harness import distributed, run_distributed
+from tests.parallel.stage_network import CPU, Found, in_pipeline, one_process, pipeline_world
+from tests.parallel.test_executor import assert_same
+
+SENT = (
+    Action(Kind.SEND_ACTIVATION, 0, 0, 1),
+    Action(Kind.SEND_ACTIVATION, 0, 1, 1),
+    Action(Kind.SEND_GRADIENT, 2, 0, 1),
+)
+
+
+def values_of(action: Action) -> torch.Tensor:
+    return (
+        torch.arange(4.0) + 100 * action.stage + 10 * action.micro_batch + (action.kind is Kind.SEND_GRADIENT)
+    )
+
+
+def received_backwards(tagged: bool = True, own_channels: bool = False) -> bool:
+    """Rank 0 sends three messages, rank 1 asks for the gradient first; whether each one got what it asked for."""
+    world = pipeline_world()
+    messages = Messages(world.pipeline, open_channels(world)) if own_channels else open_messages(world)
+    if not tagged:
+        forget_tags()
+    if world.pipeline.rank == 0:
+        for action in SENT:
+            messages.post_send(values_of(action), 1, action)
+        messages.finish()
+        return messages.under_way == 0
+    order = (SENT[2], SENT[0], SENT[1]) if own_channels else SENT[::-1]
+    kinds = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
+    arrivals = [
+        messages.post_receive((4,), torch.float32, CPU, 0, Action(kinds[a.kind], a.stage, a.micro_batch, 0))
+        for a in order
+    ]
+    return all(torch.equal(arrival.wait(), values_of(a)) for arrival, a in zip(arrivals, order))
+
+
+def forget_tags() -> None:
+    """Messages come in the order in which they were sent, as with NCCL."""
+    for name in ("isend", "irecv"):
+        original = getattr(dist, name)
+
+        def untagged(*arguments: Any, original: Any = original, tag: int = 0, **options: Any) -> Any:
+            return original(*arguments, **options)
+
+        setattr(dist, name, untagged)
+
+
+def test_tags_tell_messages_apart() -> None:
+    assert run_distributed(received_backwards, 2) == [True, True]
+    assert run_distributed(received_backwards, 2, tagged=False) == [True, False]
+
+
+def test_without_tags_channels_keep_the_kinds_apart() -> None:
+    assert run_distributed(received_backwards, 2, tagged=False, own_channels=True) == [True, True]
+
+
+def test_every_tag_is_there_once_and_small_enough() -> None:
+    parcels = list(itertools.product((False, True), range(40), range(200)))
+    tags = {tag_of(parcel) for parcel in parcels}
+    assert len(tags) == len(parcels) and 0 not in tags
+    assert tag_of((True, MOST_STAGES - 1, MOST_MICRO_BATCHES - 1)) < 2**31
+    with pytest.raises(AssertionError):
+        tag_of((False, MOST_STAGES, 0))
+
+
+LENGTHS = ((3, 1, 2, 5, 4, 2),)
+
+
+def in_order_only(kind: str, virtual: int) -> Found:
+    """A step in which nothing but the order of the messages on each one-way channel tells them apart."""
+    world = pipeline_world()
+    messages = Messages(world.pipeline, open_channels(world))
+    forget_tags()
+    ranks = world.pipeline.size
+    training = [training_schedule(kind, ranks, virtual, len(now)) for now in LENGTHS]
+    evaluation = forward_schedule(looped_placement(ranks, virtual), len(LENGTHS[0]))
+    return in_pipeline(world, training, evaluation, LENGTHS, messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "virtual"), [("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 4, 2)]
+)
+def test_the_order_on_each_channel_is_enough(kind: str, ranks: int, virtual: int) -> None:
+    assert_same(
+        run_distributed(in_order_only, ranks, kind=kind, virtual=virtual),
+        one_process(ranks * virtual - 1, LENGTHS),
+    )
+
+
+@distributed(world=4)
+def test_channels_join_the_ranks_of_one_pipeline() -> None:
+    rank = dist.get_rank()
+    world = connect(Grid(tensor=2, pipeline=2), rank, rank, CPU)
+    channels = open_channels(world)
+    assert set(channels) == set(itertools.product((False, True), repeat=2))
+    assert len(set(map(id, channels.values()))) == 4
+    for process_group in channels.values():
+        assert dist.get_process_group_ranks(process_group) == [rank % 2, rank % 2 + 2]
+    assert open_messages(world)._channels == {}, "gloo has tags and needs no channels"
+
+
+def test_a_reply_proves_that_a_message_arrived() -> None:
+    schedule = training_schedule("1f1b", 2, 1, 3)
+    activation, gradient = (lambda m: (False, 0, m)), (lambda m: (True, 1, m))
+    assert deliveries(schedule, 0) == {gradient(m): [activation(m)] for m in range(3)}
+    # Rank 0 runs two forwards before it asks for a gradient: the third activation proves the first gradient.
+    assert deliveries(schedule, 1) == {activation(0): [], activation(1): [], activation(2): [gradient(0)]}
+
+
+ALL_SCHEDULES = [
+    *(training_schedule(k, r, 1, m) for k in ("gpipe", "1f1b") for r in (2, 3, 4) for m in (1, 4, 9)),
+    *(training_schedule("interleaved", r, v, m) for r in (2, 3, 4) for v in (2, 3) for m in (4, 9)),
+]
+
+
+@pytest.mark.parametrize(
+    "schedule", ALL_SCHEDULES, ids=lambda s: f"{s.placement.ranks}x{s.placement.stages}x{s.micro_batches}"
+)
+def test_nothing_is_let_go_before_it_arrived(schedule: Schedule) -> None:
+    """Against a simulation in which every rank goes as far as it can and remembers what it has used."""
+    used_when_sent = simulate(schedule)
+    for rank in range(schedule.placement.ranks):
+        proven = deliveries(schedule, rank)
+        sends = {p for p, sender in senders(schedule).items() if sender == rank}
+        named = [parcel for parcels in proven.values() for parcel in parcels]
+        assert len(named) == len(set(named)) and set(named) <= sends
+        for reply, parcels in proven.items():
+            assert set(parcels) <= used_when_sent[reply]
+        activations = {p for p in sends if not p[0]}
+        assert activations <= set(named), "the gradient of an activation proves that it arrived"
+
+
+def senders(schedule: Schedule) -> dict[Parcel, int]:
+    return {
+        (action.kind is Kind.SEND_GRADIENT, action.stage, action.micro_batch): rank
+        for rank, actions in enumerate(schedule.actions)
+        for action in actions
+        if action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+    }
+
+
+def simulate(schedule: Schedule) -> dict[Parcel, set[Parcel]]:
+    """For each message, all those its sender had used by then."""
+    found: dict[Parcel, set[Parcel]] = {}
+    for actions in schedule.actions:
+        used: set[Parcel] = set()
+        for action in actions:
+            if action.kind is Kind.FORWARD:
+                used.add((False, action.stage - 1, action.micro_batch))
+            elif action.kind is Kind.BACKWARD:
+                used.add((True, action.stage + 1, action.micro_batch))
+            elif action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
+                found[action.kind is Kind.SEND_GRADIENT, action.stage, action.micro_batch] = set(used)
+    return found
+
+
+@distributed(world=2)
+def test_sizes_are_agreed_on() -> None:
+    messages = open_messages(pipeline_world())
+    peer = 1 - dist.get_rank()
+    shapes = [(3, 2, 5), (1, 2, 5)]
+    same = announced(shapes, torch.float32)
+    messages.agree({peer: same}, {peer: same})
+    for other, dtype in (
+        (shapes[:1], torch.float32),
+        (shapes[::-1], torch.float32),
+        (shapes, torch.bfloat16),
+    ):
+        expected = announced(other, dtype)
+        assert expected != same
+        with pytest.raises(RuntimeError, match="must see the same micro-batches"):
+            messages.agree({peer: same}, {peer: expected})
+    messages.finish()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gloo_carries_the_tensors_of_a_gpu_through_host_memory() -> None:
+    assert run_distributed(through_host, 2) == [True, True]
+
+
+def through_host() -> bool:
+    device = torch.device("cuda", 0)
+    rank = dist.get_rank()
+    world = connect(Grid(pipeline=2), rank, 0, device)
+    assert world.pipeline.through_host
+    messages = open_messages(world)
+    sent = torch.arange(6.0, device=device).view(2, 3).t().bfloat16()
+    messages.post_send(sent, 1 - rank, Action(Kind.SEND_ACTIVATION, rank, 3, 1 - rank))
+    arrival = messages.post_receive(
+        (3, 2), torch.bfloat16, device, 1 - rank, Action(Kind.RECEIVE_ACTIVATION, 1 - rank, 3, 1 - rank)
+    )
+    found = arrival.wait()
+    messages.finish()
+    return found.device == device and torch.equal(found, sent)
