@@ -1,48 +1,145 @@
-"""Reading a checkpoint into tensors that already exist."""
+"""Reading a checkpoint into memory that already exists, whatever layout wrote it and whatever layout reads it."""
 
-from collections.abc import Mapping
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.manifest import Manifest
+from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, StoredPiece, TensorRecord
+from pentatron.checkpoint.tensor_file import DTYPES, blocks
 from pentatron.config.errors import UserError
+from pentatron.parallel.pieces import Fragment, Shape, overlap, region
 
 
-def load_into(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
-    """Overwrites every target with the stored tensor of its name; nothing missing, nothing of another shape."""
-    missing = [name for name in targets if name not in manifest.tensors]
+@dataclass(frozen=True)
+class _Read:
+    """What to fetch from one stored piece: the rectangle `start`, counted within the piece, and where it goes."""
+
+    piece: StoredPiece
+    start: Shape
+    into: Tensor
+
+
+def load_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment]) -> None:
+    """Overwrites every target with what is stored of its rectangle; nothing missing, nothing of another shape.
+
+    Only what a target needs is read, a block at a time, and every file is opened once.
+    """
+    wanted: dict[str, list[Fragment]] = {}
+    for target in targets:
+        wanted.setdefault(target.tensor, []).append(target)
+    _require(folder, manifest, wanted)
+    reads = [read for name, of_name in wanted.items() for read in _plan(manifest.tensors[name], of_name)]
+    reads.sort(key=lambda read: (read.piece.file, read.piece.key))
+    for file, of_file in itertools.groupby(reads, key=attrgetter("piece.file")):
+        _read_file(folder / file, list(of_file))
+
+
+def load_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
+    """One whole tensor, such as the state of a random generator."""
+    if name not in manifest.tensors:
+        raise UserError(f"checkpoint {folder} holds no {name}; was it made by another version?")
+    record = manifest.tensors[name]
+    tensor = torch.empty(record.shape, dtype=DTYPES[record.dtype])
+    load_fragments(folder, manifest, [Fragment(name, record.shape, (0,) * len(record.shape), tensor)])
+    return tensor
+
+
+def _require(folder: Path, manifest: Manifest, wanted: dict[str, list[Fragment]]) -> None:
+    missing = [name for name in wanted if name not in manifest.tensors]
     if missing:
         raise UserError(
             f"checkpoint {folder} lacks {len(missing)} tensors of this model, the first being {missing[0]}; "
             f"was it made with another architecture?"
         )
-    by_file: dict[str, list[str]] = {}
-    for name, target in targets.items():
-        record = manifest.tensors[name]
+    for target in itertools.chain.from_iterable(wanted.values()):
+        name, record = target.tensor, manifest.tensors[target.tensor]
         if tuple(target.shape) != record.shape:
             raise UserError(
                 f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
                 f"use the architecture it was made with"
             )
-        stored = str(target.dtype).removeprefix("torch.")
-        if stored != record.dtype:
+        kept = str(target.values.dtype).removeprefix("torch.")
+        if kept != record.dtype:
             raise UserError(
-                f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {stored}"
+                f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {kept}"
             )
-        by_file.setdefault(record.pieces[0].file, []).append(name)
-    for file, names in by_file.items():
-        _load_file(folder / file, {name: targets[name] for name in names})
 
 
-def _load_file(path: Path, targets: Mapping[str, Tensor]) -> None:
+def _plan(record: TensorRecord, targets: Sequence[Fragment]) -> Iterator[_Read]:
+    """What the targets, all of one tensor, need from which stored piece."""
+    stored = _Overlaps(record.pieces)
+    for target in targets:
+        size, found = tuple(target.values.shape), 0
+        for piece, (start, common) in stored.find(target.start, size):
+            inside = tuple(i - j for i, j in zip(start, target.start, strict=True))
+            into = region(target.values.detach(), inside, common)
+            yield _Read(piece, tuple(i - j for i, j in zip(start, piece.start, strict=True)), into)
+            found += math.prod(common)
+        assert found == math.prod(size), f"{target.tensor}: {found} elements are stored of {size}"
+
+
+class _Overlaps:
+    """Finds the pieces that overlap a rectangle, without asking every one of them."""
+
+    def __init__(self, pieces: Sequence[StoredPiece]) -> None:
+        dimensions = len(pieces[0].start) if pieces else 0
+        # Along the dimension in which most of them differ; a number has no dimension, and one piece.
+        self._along = max(range(dimensions), key=lambda d: len({p.start[d] for p in pieces}), default=None)
+        self._pieces = sorted(pieces, key=lambda piece: self._first(piece.start))
+        self._firsts = [self._first(piece.start) for piece in self._pieces]
+        # How far the pieces reach up to here only grows, so that it can be searched too.
+        ends = (self._end(piece.start, piece.shape) for piece in self._pieces)
+        self._reach = list(itertools.accumulate(ends, max))
+
+    def _first(self, start: Shape) -> int:
+        return 0 if self._along is None else start[self._along]
+
+    def _end(self, start: Shape, size: Shape) -> int:
+        return 1 if self._along is None else start[self._along] + size[self._along]
+
+    def find(self, start: Shape, size: Shape) -> Iterator[tuple[StoredPiece, tuple[Shape, Shape]]]:
+        """Each such piece with the (start, size) of what it shares with the rectangle."""
+        first = bisect_right(self._reach, self._first(start))
+        last = bisect_left(self._firsts, self._end(start, size))
+        for piece in self._pieces[first:last]:
+            common = overlap(start, size, piece.start, piece.shape)
+            if common is not None:
+                yield piece, common
+
+
+def _read_file(path: Path, reads: Sequence[_Read]) -> None:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise UserError(
             "loading a checkpoint needs the safetensors library: pip install safetensors"
         ) from None
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(file.get_tensor(name))
+    try:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            for piece, of_piece in itertools.groupby(reads, key=attrgetter("piece")):
+                _read_piece(file.get_slice(piece.key), piece, of_piece)
+    except (SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
+        raise UserError(
+            f"{path} is damaged ({error}); resume with --verify-checkpoint to fall back to an older step"
+        ) from None
+
+
+def _read_piece(stored: Any, piece: StoredPiece, reads: Iterable[_Read]) -> None:
+    """`stored` gives any rectangle of the piece as a view of the file, of which no more is read."""
+    if tuple(stored.get_shape()) != piece.shape:
+        raise DamagedCheckpoint(f"{piece.key} is {stored.get_shape()} there, not {list(piece.shape)}")
+    for read in reads:
+        for start, size in blocks(tuple(read.into.shape), read.into.element_size()):
+            at = (i + j for i, j in zip(read.start, start, strict=True))
+            values = stored[tuple(slice(i, i + n) for i, n in zip(at, size, strict=True))]
+            if values.dtype != read.into.dtype:
+                raise DamagedCheckpoint(f"{piece.key} is {values.dtype} there, not {read.into.dtype}")
+            region(read.into, start, size).copy_(values)

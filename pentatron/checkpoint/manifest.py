@@ -1,4 +1,8 @@
-"""The manifest: what a checkpoint consists of. Written last, so that a folder without one is no checkpoint."""
+"""The manifest: what a checkpoint consists of. Written last, so that a folder without one is no checkpoint.
+
+Version 1 stored every tensor in one piece under its own name; such manifests are read as what they are, a special
+case of version 2.
+"""
 
 import hashlib
 import json
@@ -7,11 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.tensor_file import FileRecord, hash_file
+from pentatron.checkpoint.cover import cover_problem
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, hash_file
 from pentatron.config.errors import UserError
+from pentatron.parallel.pieces import Shape
 
 FORMAT = "pentatron-checkpoint"
-VERSION = 1
+VERSION = 2
 FILE_NAME = "manifest.json"
 
 
@@ -20,19 +26,40 @@ class DamagedCheckpoint(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One stored part of a logical tensor: `shape` elements starting at `start`, in `file`."""
+class StoredPiece:
+    """One stored rectangle of a logical tensor: `shape` elements from `start` on, in `file` under `key`."""
 
     file: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    key: str
+    start: Shape
+    shape: Shape
 
 
 @dataclass(frozen=True)
 class TensorRecord:
     dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shape: Shape
+    pieces: tuple[StoredPiece, ...]
+
+    def problem(self, name: str) -> str | None:
+        """Why the pieces are not this tensor, each element once and under the right key; or None."""
+        if self.dtype not in DTYPES:
+            return f"its type {self.dtype} is unknown"
+        problem = cover_problem(self.shape, ((piece.start, piece.shape) for piece in self.pieces))
+        if problem is not None:
+            return problem
+        for piece in self.pieces:
+            # The key repeats where the piece lies: a start that is not the one it was saved with shows here.
+            if piece.key != (expected := piece_key(name, self.shape, piece.start, piece.shape)):
+                return f"the piece {piece.key} stands where {expected} should be"
+        return None
+
+
+def piece_key(name: str, whole: Shape, start: Shape, shape: Shape) -> str:
+    """What a piece is called in its file; the whole tensor keeps its name."""
+    if shape == whole:
+        return name
+    return f"{name}[{','.join(f'{i}:{i + n}' for i, n in zip(start, shape, strict=True))}]"
 
 
 @dataclass(frozen=True)
@@ -44,8 +71,32 @@ class Manifest:
     config: dict[str, Any]
 
     def to_json(self) -> str:
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+        """One line for each file and each tensor: short enough for many pieces, and still readable."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "files": {name: asdict(record) for name, record in self.files.items()},
+            "tensors": {name: _plain(record) for name, record in self.tensors.items()},
+            "run_state": self.run_state,
+            "config": self.config,
+        }
+        signed = {**content, "sha256": _digest(content)}
+        return "{\n" + ",\n".join(f"{json.dumps(k)}: {_lines(v)}" for k, v in signed.items()) + "\n}\n"
+
+    def tensors_in(self, file: str) -> list[str]:
+        return [name for name, record in self.tensors.items() if any(p.file == file for p in record.pieces)]
+
+
+def _plain(record: TensorRecord) -> dict[str, Any]:
+    # `asdict` copies everything deeply, which takes seconds where there are many thousand pieces.
+    return {"dtype": record.dtype, "shape": record.shape, "pieces": [vars(piece) for piece in record.pieces]}
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, Mapping) or not value:
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n}"
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -68,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(
             step=int(content["step"]),
             files={name: FileRecord(**record) for name, record in content["files"].items()},
-            tensors={name: _tensor(record) for name, record in content["tensors"].items()},
+            tensors={name: _tensor(name, record) for name, record in content["tensors"].items()},
             run_state=content["run_state"],
             config=content["config"],
         )
@@ -81,30 +132,42 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path} is no manifest ({type(error).__name__}: {error})") from None
-    _check_pieces(folder, manifest)
-    for record in manifest.files.values():
-        _check_size(folder, record)
+    _check_tensors(folder, manifest)
+    for name, record in manifest.files.items():
+        _check_file(folder, name, record)
     return manifest
 
 
-def _check_pieces(folder: Path, manifest: Manifest) -> None:
-    for name, tensor in manifest.tensors.items():
-        if len(tensor.pieces) != 1 or tensor.pieces[0].shape != tensor.shape:
-            raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name} is not stored in one piece")
-        if tensor.pieces[0].file not in manifest.files:
+def _tensor(name: str, record: Mapping[str, Any]) -> TensorRecord:
+    pieces = tuple(
+        StoredPiece(p["file"], p.get("key", name), _shape(p["start"]), _shape(p["shape"]))
+        for p in record["pieces"]
+    )
+    return TensorRecord(record["dtype"], _shape(record["shape"]), pieces)
+
+
+def _shape(numbers: list[Any]) -> Shape:
+    if not all(type(n) is int for n in numbers):
+        raise ValueError(f"{numbers} is no shape")
+    return tuple(numbers)
+
+
+def _check_tensors(folder: Path, manifest: Manifest) -> None:
+    for name, record in manifest.tensors.items():
+        problem = record.problem(name)
+        if problem is not None:
+            raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name}: {problem}")
+        if not all(piece.file in manifest.files for piece in record.pieces):
             raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name} lies in a file that is not listed")
 
 
-def _tensor(record: dict[str, Any]) -> TensorRecord:
-    pieces = tuple(Piece(p["file"], tuple(p["start"]), tuple(p["shape"])) for p in record["pieces"])
-    return TensorRecord(record["dtype"], tuple(record["shape"]), pieces)
-
-
-def _check_size(folder: Path, record: FileRecord) -> None:
+def _check_file(folder: Path, name: str, record: FileRecord) -> None:
     # A name from a file is not to be trusted with a path.
-    if Path(record.name).name != record.name:
-        raise DamagedCheckpoint(f"{folder / FILE_NAME} names a file outside its folder: {record.name}")
-    path = folder / record.name
+    if record.name != name or Path(name).name != name:
+        raise DamagedCheckpoint(
+            f"{folder / FILE_NAME} lists {name} under another name or outside its folder: {record.name}"
+        )
+    path = folder / name
     if not path.is_file():
         raise DamagedCheckpoint(f"{path} is missing")
     if path.stat().st_size != record.bytes:
@@ -116,7 +179,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for record in manifest.files.values():
         found = hash_file(folder / record.name)
         if found != record.sha256:
-            names = [n for n, t in manifest.tensors.items() if any(p.file == record.name for p in t.pieces)]
+            names = manifest.tensors_in(record.name)
             raise DamagedCheckpoint(
                 f"{folder / record.name}: sha256 is {found[:12]}…, not {record.sha256[:12]}…; "
                 f"it holds {len(names)} tensors, from {names[0] if names else 'none'} on"

@@ -1,6 +1,6 @@
 """The checkpoints of one run: a folder of steps, each complete or not there at all.
 
-Saving: every rank writes its files into a fresh temporary folder; rank 0 writes the manifest last, renames the
+Saving: every rank writes its file into a fresh temporary folder; rank 0 writes the manifest last, renames the
 folder into place and then moves the `latest` pointer. Whatever is killed in between leaves older steps untouched.
 """
 
@@ -8,8 +8,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from pentatron.checkpoint.manifest import (
     FILE_NAME,
     DamagedCheckpoint,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorRecord,
+    piece_key,
     read_manifest,
     verify_files,
 )
-from pentatron.checkpoint.tensor_file import FileRecord, sync_folder, write_tensors
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, sync_folder, write_tensors
 from pentatron.config.errors import AgreedError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
+from pentatron.parallel.pieces import Fragment
 
 _STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?")
 _DAMAGED = ".damaged"
@@ -38,6 +40,25 @@ class Found:
 
     folder: Path
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank put into the temporary folder, or why it could not: for lack of means, or by our mistake."""
+
+    file: FileRecord | None = None
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    failure: str = ""
+    mistake: str = ""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What became of a save: where the step lies, or what went wrong."""
+
+    final: str = ""
+    failure: str = ""
+    mistake: str = ""
 
 
 def step_name(step: int) -> str:
@@ -52,30 +73,30 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor],
+        fragments: Iterable[Fragment],
         own: Mapping[str, Tensor],
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
         group: Group,
     ) -> Path:
-        """Saves one step. `tensors` are the same on every rank and shared out; `own` belong to this rank alone."""
+        """Saves one step. Over the group, the fragments make up every tensor exactly; `own` is this rank's alone."""
         temporary = self._agree_on_temporary(step, group)
-        writers = _writers(tensors, group.size)
-        mine = {name: t for name, t in tensors.items() if writers[name] == group.rank}
-        outcome = _write(temporary / f"rank-{group.rank:05d}.safetensors", {**mine, **own})
-        outcomes = gather_objects(outcome, group)
-        failures = [f"rank {rank}: {o}" for rank, o in enumerate(outcomes) if isinstance(o, str)]
-        final = ""
-        if not failures and group.rank == 0:
-            final, failures = self._commit(temporary, _manifest(step, outcomes, run_state, config))
-        final, failures = broadcast_object((final, failures), group)
-        if failures:
-            if group.rank == 0:
+        whole = (Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in own.items())
+        written = _write(temporary / f"rank-{group.rank:05d}.safetensors", (*fragments, *whole))
+        everyone = gather_objects(written, group)
+        verdict = _Verdict()
+        if group.rank == 0:
+            verdict = self._decide(step, temporary, everyone, run_state, config)
+            if not verdict.final:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise self._not_saved(step, failures[0])
+        verdict = broadcast_object(verdict, group)
+        if verdict.mistake:
+            raise ValueError(f"the checkpoint of step {step} would be wrong: {verdict.mistake}")
+        if verdict.failure:
+            raise self._not_saved(step, verdict.failure)
         if group.rank == 0:
             self._remove_old(step)
-        return Path(final)
+        return Path(verdict.final)
 
     def _agree_on_temporary(self, step: int, group: Group) -> Path:
         """A fresh folder made by rank 0; if it could not be made, every rank hears why."""
@@ -98,21 +119,40 @@ class CheckpointStore:
             f"earlier checkpoints are intact"
         )
 
-    def _commit(self, temporary: Path, manifest: Manifest) -> tuple[str, list[str]]:
-        """Gives the step its name; returns where it now lies, or what went wrong."""
+    def _decide(
+        self,
+        step: int,
+        temporary: Path,
+        everyone: Sequence[_Written],
+        run_state: Mapping[str, Any],
+        config: Mapping[str, Any],
+    ) -> _Verdict:
+        """Commits the step if every rank wrote its part and the parts fit together."""
+        for rank, written in enumerate(everyone):
+            if written.mistake:
+                return _Verdict(mistake=f"rank {rank}: {written.mistake}")
+            if written.failure:
+                return _Verdict(failure=f"rank {rank}: {written.failure}")
         try:
-            final = self._free_step(manifest.step)
-            _write_text(temporary / FILE_NAME, manifest.to_json())
-            sync_folder(temporary)
-            temporary.rename(final)
-            sync_folder(self.folder)
-            pointer = self.folder / f".latest.{secrets.token_hex(4)}"
-            _write_text(pointer, final.name + "\n")
-            pointer.replace(self.folder / "latest")
-            sync_folder(self.folder)
+            final = self._commit(temporary, _manifest(step, everyone, run_state, config))
         except OSError as error:
-            return "", [f"rank 0: {error.strerror or error}"]
-        return str(final), []
+            return _Verdict(failure=f"rank 0: {error.strerror or error}")
+        except (ValueError, TypeError) as error:
+            return _Verdict(mistake=str(error))
+        return _Verdict(final=str(final))
+
+    def _commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """Gives the step its name; returns where it now lies."""
+        final = self._free_step(manifest.step)
+        _write_text(temporary / FILE_NAME, manifest.to_json())
+        sync_folder(temporary)
+        temporary.rename(final)
+        sync_folder(self.folder)
+        pointer = self.folder / f".latest.{secrets.token_hex(4)}"
+        _write_text(pointer, final.name + "\n")
+        pointer.replace(self.folder / "latest")
+        sync_folder(self.folder)
+        return final
 
     def _free_step(self, step: int) -> Path:
         """A name newer than any of this step: saved again after a rollback, it stands beside the old one."""
@@ -175,38 +215,69 @@ def _order(folder: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def _writers(tensors: Mapping[str, Tensor], size: int) -> dict[str, int]:
-    """Which rank writes which tensor: the largest first, each to the rank with least to write."""
-    load = [0] * size
-    chosen = {}
-    for name in sorted(tensors, key=lambda n: (-tensors[n].nbytes, n)):
-        rank = load.index(min(load))
-        chosen[name] = rank
-        load[rank] += tensors[name].nbytes
-    return chosen
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, dict[str, TensorRecord]] | str:
-    """Writes one rank's file; an error comes back as text, so that the other ranks can hear of it."""
+def _write(path: Path, fragments: Sequence[Fragment]) -> _Written:
+    """Writes one rank's file, if it has anything; errors come back as text, so that the other ranks hear of them."""
+    values: dict[str, Tensor] = {}
+    records: list[tuple[str, TensorRecord]] = []
     try:
-        record = write_tensors(path, tensors)
+        for fragment in fragments:
+            record = _describe(fragment, path.name)
+            for piece in record.pieces:
+                if piece.key in values:
+                    raise ValueError(f"{piece.key} is given twice")
+                values[piece.key] = fragment.values
+            records.append((fragment.tensor, record))
+        tensors = _collect(records)
+        return _Written(write_tensors(path, values) if values else None, tensors)
     except OSError as error:
-        return error.strerror or str(error)
-    described = {
-        name: TensorRecord(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            pieces=(Piece(path.name, (0,) * tensor.dim(), tuple(tensor.shape)),),
-        )
-        for name, tensor in tensors.items()
+        return _Written(failure=error.strerror or str(error))
+    except ValueError as error:
+        return _Written(mistake=str(error))
+
+
+def _describe(fragment: Fragment, file: str) -> TensorRecord:
+    """The record of a fragment's tensor with this one piece; nothing is stored of an empty part."""
+    dtype = str(fragment.values.dtype).removeprefix("torch.")
+    whole, start, size = tuple(fragment.shape), tuple(fragment.start), tuple(fragment.values.shape)
+    if not len(whole) == len(start) == len(size):
+        raise ValueError(f"{fragment.tensor} of {list(whole)} has a part {list(size)} at {list(start)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"{fragment.tensor} is {dtype}, which a checkpoint cannot hold")
+    if fragment.values.numel() == 0 and size != whole:
+        return TensorRecord(dtype, whole, ())
+    key = piece_key(fragment.tensor, whole, start, size)
+    return TensorRecord(dtype, whole, (StoredPiece(file, key, start, size),))
+
+
+def _collect(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    """One record for each tensor, with the pieces of all its records in the order in which they lie."""
+    pieces: dict[str, list[StoredPiece]] = {}
+    first: dict[str, TensorRecord] = {}
+    for name, record in records:
+        known = first.setdefault(name, record)
+        if (known.dtype, known.shape) != (record.dtype, record.shape):
+            raise ValueError(
+                f"{name} is {known.dtype} {list(known.shape)} in one part and "
+                f"{record.dtype} {list(record.shape)} in another"
+            )
+        pieces.setdefault(name, []).extend(record.pieces)
+    return {
+        name: TensorRecord(r.dtype, r.shape, tuple(sorted(pieces[name], key=lambda piece: piece.start)))
+        for name, r in sorted(first.items())
     }
-    return record, described
 
 
-def _manifest(step: int, outcomes: Any, run_state: Mapping[str, Any], config: Mapping[str, Any]) -> Manifest:
-    tensors = {name: record for _, described in outcomes for name, record in described.items()}
-    files = {record.name: record for record, _ in outcomes}
-    return Manifest(step, files, dict(sorted(tensors.items())), dict(run_state), dict(config))
+def _manifest(
+    step: int, everyone: Sequence[_Written], run_state: Mapping[str, Any], config: Mapping[str, Any]
+) -> Manifest:
+    """What all ranks wrote, once it is sure that the pieces make up every tensor exactly."""
+    files = {written.file.name: written.file for written in everyone if written.file is not None}
+    tensors = _collect(record for written in everyone for record in written.tensors.items())
+    for name, record in tensors.items():
+        problem = record.problem(name)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
+    return Manifest(step, files, tensors, dict(run_state), dict(config))
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -1,13 +1,10 @@
-"""The commit protocol: a step is complete or not there, and damage is found and named."""
+"""The commit protocol: a step is complete or not there."""
 
-import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +13,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from pentatron.checkpoint.load import load_into
+from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
 from pentatron.parallel.collectives import Group
+from pentatron.parallel.pieces import Fragment
+from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tensors, whole
 from tests.harness import distributed
-
-ALONE = Group(0, 1)
-
-
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {
-        "weights/a": torch.full((3, 4), value),
-        "weights/b": torch.full((5,), value, dtype=torch.bfloat16),
-        "exp_avg/a": torch.full((3, 4), -value),
-        "scalar": torch.tensor(value, dtype=torch.float64),
-        "empty": torch.zeros(0, 7),
-    }
-
-
-def save(store: CheckpointStore, step: int, group: Group = ALONE, **own: torch.Tensor) -> Path:
-    return store.save(step, tensors(float(step)), own, {"step": step}, {"model": {"n": 1}}, group)
-
-
-def newest(store: CheckpointStore, verify: bool = True) -> tuple[int | None, list[str]]:
-    found, complaints = store.newest_valid(verify, set_aside=True)
-    return (found.manifest.step if found else None), complaints
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
@@ -50,9 +28,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     found, complaints = store.newest_valid(verify=True, set_aside=True)
     assert found is not None and not complaints
     assert found.manifest.run_state == {"step": 7} and found.manifest.config == {"model": {"n": 1}}
-    targets = {name: torch.empty_like(t) for name, t in tensors(0.0).items()}
-    load_into(found.folder, found.manifest, targets)
-    assert all(torch.equal(targets[name], t) for name, t in tensors(7).items())
+    expected = {**tensors(7), "rng": torch.arange(4, dtype=torch.uint8)}
+    loaded = load(found, *expected)
+    assert all(torch.equal(loaded[name], t) and loaded[name].dtype == t.dtype for name, t in expected.items())
     assert (store.folder / "latest").read_text() == "step-00000007\n"
 
 
@@ -71,11 +49,72 @@ def test_every_rank_writes_its_share(tmp_path: Path) -> None:
     dist.barrier()
     found, _ = CheckpointStore(tmp_path, keep=None).newest_valid(verify=True, set_aside=True)
     assert found is not None and set(found.manifest.files) == {f"rank-0000{r}.safetensors" for r in range(3)}
-    targets = {name: torch.empty_like(t) for name, t in tensors(0.0).items()}
-    targets |= {f"own/{r}": torch.zeros(1, dtype=torch.int64) for r in range(3)}
-    load_into(found.folder, found.manifest, targets)
-    assert [int(targets[f"own/{r}"]) for r in range(3)] == [0, 1, 2]
-    assert torch.equal(targets["weights/a"], tensors(5)["weights/a"])
+    loaded = load(found, *tensors(5), *(f"own/{r}" for r in range(3)))
+    assert [int(loaded[f"own/{r}"]) for r in range(3)] == [0, 1, 2]
+    assert all(torch.equal(loaded[name], t) for name, t in tensors(5).items())
+    row = load_file(found.folder / f"rank-0000{rank}.safetensors")[f"weights/a[{rank}:{rank + 1},0:4]"]
+    assert torch.equal(row, tensors(5)["weights/a"][rank : rank + 1])
+
+
+@distributed(world=2)
+def test_a_rank_without_fragments_writes_nothing(tmp_path: Path) -> None:
+    group = Group(dist.get_rank(), 2, dist.group.WORLD)
+    mine = [whole(name, t) for name, t in tensors(1).items()] if group.rank == 1 else []
+    CheckpointStore(tmp_path, keep=None).save(1, mine, {}, {}, {}, group)
+    found, _ = CheckpointStore(tmp_path, keep=None).newest_valid(verify=True, set_aside=False)
+    assert found is not None and list(found.manifest.files) == ["rank-00001.safetensors"]
+    assert torch.equal(load(found, "weights/a")["weights/a"], tensors(1)["weights/a"])
+
+
+def rows(first: int, last: int, of: int = 6, dtype: torch.dtype = torch.float32) -> Fragment:
+    return Fragment("weights/w", (of, 2), (first, 0), torch.zeros(last - first, 2, dtype=dtype))
+
+
+WRONG = {
+    "a gap": ([rows(0, 2)], [rows(3, 6)], r"element \[2, 0\] of \[6, 2\] is missing"),
+    "a gap at the end": ([rows(0, 2)], [rows(2, 5)], r"element \[5, 0\] of \[6, 2\] is missing"),
+    "an overlap": ([rows(0, 4)], [rows(3, 6)], r"element \[3, 0\] of \[6, 2\] is there 2 times"),
+    "the same twice": ([rows(0, 6)], [rows(0, 6)], r"element \[0, 0\] of \[6, 2\] is there 2 times"),
+    "as much as needed, not as it should": ([rows(0, 3)], [rows(1, 4)], r"element \[1, 0\] .* 2 times"),
+    "outside": ([rows(0, 3)], [rows(3, 7)], r"lies outside \[6, 2\]"),
+    "two types": ([rows(0, 3)], [rows(3, 6, dtype=torch.float64)], "float32 .* and float64"),
+    "two shapes": ([rows(0, 3)], [rows(3, 5, of=5)], r"float32 \[6, 2\] in one part and float32 \[5, 2\]"),
+    "twice in one rank": ([rows(0, 3)], [rows(3, 6), rows(3, 6)], r"rank 1: .*\[3:6,0:2\] is given twice"),
+    "a type unknown to the format": (
+        [rows(0, 3, dtype=torch.complex64)],
+        [],
+        "rank 0: weights/w is complex64, which a checkpoint cannot hold",
+    ),
+    "other dimensions": (
+        [Fragment("weights/w", (6, 2), (0,), torch.zeros(6))],
+        [],
+        r"has a part \[6\] at \[0\]",
+    ),
+}
+
+
+@distributed(world=2)
+def test_fragments_that_do_not_fit_together_are_not_committed(tmp_path: Path) -> None:
+    group = Group(dist.get_rank(), 2, dist.group.WORLD)
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 1, group)
+    for kind, (first, second, message) in WRONG.items():
+        with pytest.raises(ValueError, match=message):
+            store.save(2, second if group.rank else first, {}, {}, {}, group)
+        dist.barrier()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"], kind
+        dist.barrier()
+    store.save(2, [rows(3, 6) if group.rank else rows(0, 3)], {}, {}, {}, group)
+    assert newest(store) == (2, []), "control: what fits together is committed"
+
+
+def test_a_name_may_not_be_used_for_two_things(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    with pytest.raises(ValueError, match="weights/w is given twice"):
+        store.save(1, [rows(0, 6)], {"weights/w": torch.zeros(6, 2)}, {}, {}, ALONE)
+    with pytest.raises(ValueError, match="not JSON serializable"):
+        store.save(1, [rows(0, 6)], {}, {"step": torch.tensor(1)}, {}, ALONE)
+    assert store.steps() == [] and list(tmp_path.iterdir()) == []
 
 
 @distributed(world=2)
@@ -120,102 +159,11 @@ def test_the_same_step_can_be_saved_again_and_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 4)
     for value in (44.0, 45.0, 46.0):
-        store.save(4, tensors(value), {}, {"step": 4}, {}, ALONE)
+        store.save(4, share(ALONE, value), {}, {"step": 4}, {}, ALONE)
         found, _ = store.newest_valid(verify=True, set_aside=True)
         assert found is not None
-        target = torch.empty(3, 4)
-        load_into(found.folder, found.manifest, {"weights/a": target})
-        assert target[0, 0] == value
+        assert load(found, "weights/a")["weights/a"][0, 0] == value
         assert store.steps() == [found.folder], "what it replaces is gone"
-
-
-def flip_bit(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
-DATA = "rank-00000.safetensors"
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Alters a manifest as someone who knows how to sign it."""
-    content = json.loads((folder / "manifest.json").read_text())
-    del content["sha256"]
-    change(content)
-    signed = {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(signed))
-
-
-DAMAGE = {
-    "payload bit": lambda d: flip_bit(d / DATA, -3),
-    "header bit": lambda d: flip_bit(d / DATA, 20),
-    "truncated by one": lambda d: os.truncate(d / DATA, (d / DATA).stat().st_size - 1),
-    "truncated to half": lambda d: os.truncate(d / DATA, (d / DATA).stat().st_size // 2),
-    "emptied": lambda d: os.truncate(d / DATA, 0),
-    "missing file": lambda d: (d / DATA).unlink(),
-    "missing manifest": lambda d: (d / "manifest.json").unlink(),
-    "manifest cut": lambda d: os.truncate(d / "manifest.json", 100),
-    "manifest of another program": lambda d: (d / "manifest.json").write_text(
-        '{"format": "x", "version": 1}'
-    ),
-    "manifest without files": lambda d: (d / "manifest.json").write_text(
-        '{"format": "pentatron-checkpoint", "version": 1}'
-    ),
-    "another step in the run state": lambda d: (d / "manifest.json").write_text(
-        (d / "manifest.json").read_text().replace('"step": 2', '"step": 3')
-    ),
-    "no files listed": lambda d: rewrite(d, lambda m: m.update(files={})),
-    "another step, well signed": lambda d: rewrite(d, lambda m: m.update(step=3)),
-    "piece outside, well signed": lambda d: rewrite(
-        d, lambda m: m["tensors"]["weights/a"]["pieces"][0].update(file=f"../step-00000001/{DATA}")
-    ),
-    "file outside, well signed": lambda d: rewrite(
-        d, lambda m: m["files"][DATA].update(name=f"../step-00000001/{DATA}")
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_the_step_before_is_used(tmp_path: Path, kind: str) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    save(store, 1)
-    DAMAGE[kind](save(store, 2))
-    step, complaints = newest(store)
-    assert step == 1
-    assert len(complaints) == 1 and "step-00000002" in complaints[0] and "set aside" in complaints[0]
-    assert (tmp_path / "step-00000002.damaged").is_dir()
-    assert newest(store) == (1, []), "a step set aside is not met again"
-
-
-def test_a_swapped_file_of_another_step_is_refused(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    first, second = save(store, 1), save(store, 2)
-    (second / DATA).write_bytes((first / DATA).read_bytes())
-    assert newest(store)[0] == 1
-
-
-def test_without_verification_only_structure_is_checked(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    DAMAGE["payload bit"](save(store, 2))
-    assert newest(store, verify=False) == (2, [])
-
-
-def test_a_newer_format_is_refused_but_not_set_aside(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    rewrite(save(store, 1), lambda m: m.update(version=2))
-    with pytest.raises(UserError, match=r"format version 2, this program knows 1"):
-        newest(store)
-    assert [p.name for p in store.steps()] == ["step-00000001"]
-
-
-def test_a_mere_reader_renames_nothing(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    save(store, 1)
-    DAMAGE["payload bit"](save(store, 2))
-    found, complaints = store.newest_valid(verify=True, set_aside=False)
-    assert found is not None and found.manifest.step == 1 and len(complaints) == 1
-    assert len(store.steps()) == 2 and store.damaged() == []
 
 
 def test_the_step_just_saved_is_never_removed(tmp_path: Path) -> None:
@@ -234,19 +182,25 @@ def test_wrong_shape_and_missing_tensor_are_named(tmp_path: Path) -> None:
     save(store, 1)
     found, _ = store.newest_valid(verify=True, set_aside=True)
     assert found is not None
+
+    def want(name: str, tensor: torch.Tensor) -> None:
+        load_fragments(found.folder, found.manifest, [whole(name, tensor)])
+
     with pytest.raises(UserError, match=r"weights/a as \[3, 4\], this model wants \[4, 4\]"):
-        load_into(found.folder, found.manifest, {"weights/a": torch.empty(4, 4)})
+        want("weights/a", torch.empty(4, 4))
     with pytest.raises(UserError, match="holds weights/a as float32, this run keeps it as bfloat16"):
-        load_into(found.folder, found.manifest, {"weights/a": torch.empty(3, 4, dtype=torch.bfloat16)})
+        want("weights/a", torch.empty(3, 4, dtype=torch.bfloat16))
     with pytest.raises(UserError, match="lacks 1 tensors of this model, the first being weights/z"):
-        load_into(found.folder, found.manifest, {"weights/z": torch.empty(1)})
+        want("weights/z", torch.empty(1))
+    with pytest.raises(UserError, match="holds no rng"):
+        load(found, "rng")
 
 
 KILLED = textwrap.dedent(
     """
     import os, signal, sys
     from pathlib import Path
-    import tests.checkpoint.test_store as t
+    import tests.checkpoint.steps as t
     import pentatron.checkpoint.store as module
 
     folder, where = Path(sys.argv[1]), sys.argv[2]
@@ -302,6 +256,6 @@ def test_the_manifest_is_json_without_surprises(tmp_path: Path) -> None:
     assert manifest["tensors"]["weights/a"] == {
         "dtype": "float32",
         "shape": [3, 4],
-        "pieces": [{"file": DATA, "start": [0, 0], "shape": [3, 4]}],
+        "pieces": [{"file": DATA, "key": "weights/a", "start": [0, 0], "shape": [3, 4]}],
     }
     assert manifest["files"][DATA]["bytes"] == (folder / DATA).stat().st_size
