@@ -1,67 +1,95 @@
-"""The decoder-only language model: embedding, a loop over layers, a norm and a head."""
+"""The decoder-only language model: embedding, a loop over layers, a norm and a head.
 
-from typing import Protocol, runtime_checkable
+A pipeline stage is the same class with parts missing: no embedding, some of the layers, no head.
+"""
+
+from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentatron.config.model import TransformerConfig
+from pentatron.layout.stages import StagePart
 from pentatron.nn.attention import SelfAttention, attention_kernels
-from pentatron.nn.linear import Table
+from pentatron.nn.dropout import DropoutKeys, hidden_dropout
+from pentatron.nn.init import draw_weights
+from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
 from pentatron.nn.loss import token_losses
 from pentatron.nn.mlp import MLP
 from pentatron.nn.norm import build_norm
 from pentatron.nn.rope import RotaryEmbedding
+from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.tensor_axis import TensorAxis
 
-
-@runtime_checkable
-class DrawsWeights(Protocol):
-    """A layer that fills its own parameters, given the name it has in the model."""
-
-    def init_weights(self, seed: int, name: str, std: float) -> None: ...
+_TIED_TENSOR = "embedding.word.weight"
 
 
 class TransformerLayer(nn.Module):
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, number: int, axis: TensorAxis) -> None:
         super().__init__()
-        norm = (config.normalization, config.hidden_size, config.layernorm_epsilon)
+        norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, axis.partial_in_stream)
+        self.dropout = config.hidden_dropout
+        self.first_site = 2 * number + 1
         self.input_norm = build_norm(*norm)
-        self.attention = SelfAttention(config)
+        self.attention = SelfAttention(config, axis)
         self.mlp_norm = build_norm(*norm)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, axis)
 
     def forward(
-        self, x_BSD: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
+        self,
+        x_BSD: Tensor,
+        rope: RotaryEmbedding | None,
+        angles: tuple[Tensor, Tensor] | None,
+        keys: DropoutKeys | None,
     ) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.input_norm(x_BSD), rope, angles)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        attended = self.attention(self.input_norm(x_BSD), rope, angles)
+        x_BSD = x_BSD + self._drop(attended, keys, self.first_site)
+        return x_BSD + self._drop(self.mlp(self.mlp_norm(x_BSD)), keys, self.first_site + 1)
+
+    def _drop(self, x_BSD: Tensor, keys: DropoutKeys | None, site: int) -> Tensor:
+        return x_BSD if keys is None else hidden_dropout(x_BSD, keys, site, self.dropout)
 
 
 class Embedding(nn.Module):
     """Word vectors, plus learned positions where the family has them."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, axis: TensorAxis, tied_elsewhere: bool) -> None:
         super().__init__()
-        assert config.padded_vocab_size and config.max_position_embeddings
-        self.word = Table(config.padded_vocab_size, config.hidden_size, config.vocab_size)
+        assert config.padded_vocab_size and config.vocab_size and config.max_position_embeddings
+        self.axis = axis
+        self.dropout = config.hidden_dropout
+        self.word = VocabularyTable(
+            config.padded_vocab_size, config.vocab_size, config.hidden_size, axis, tied=tied_elsewhere
+        )
         learned = config.position_embedding_type == "learned_absolute"
-        self.position = Table(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.position = (
+            PositionTable(config.max_position_embeddings, config.hidden_size, axis) if learned else None
+        )
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor, keys: DropoutKeys | None) -> Tensor:
         x_BSD = self.word(tokens_BS)
-        return x_BSD if self.position is None else x_BSD + self.position(positions_BS)
+        if self.position is not None:
+            x_BSD = x_BSD + self.position(self.axis.own_sequence(positions_BS))
+        return x_BSD if keys is None else hidden_dropout(x_BSD, keys, 0, self.dropout)
 
 
 class CausalLM(nn.Module):
-    """Returns logits, or the loss of every token when labels are given."""
+    """One stage of the model, or all of it."""
 
-    def __init__(self, config: TransformerConfig, attention_backend: str = "auto") -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        part: StagePart,
+        axis: TensorAxis,
+        attention_backend: str = "auto",
+    ) -> None:
         super().__init__()
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
         self.attention_backend = attention_backend
-        self.embedding = Embedding(config)
+        self.axis = axis
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding = Embedding(config, axis, tied and not part.head) if part.embedding else None
         self.rope = (
             RotaryEmbedding(
                 config.kv_channels, config.rotary_base, config.rotary_percent, config.rotary_interleaved
@@ -70,36 +98,75 @@ class CausalLM(nn.Module):
             else None
         )
         # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config) for i in range(config.num_layers)})
-        self.final_norm = build_norm(config.normalization, config.hidden_size, config.layernorm_epsilon)
-        untied = config.untie_embeddings_and_output_weights
-        self.head = Table(config.padded_vocab_size, config.hidden_size, config.vocab_size) if untied else None
+        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, axis) for i in part.layers})
+        self.final_norm: nn.Module | None = None
+        self.head: VocabularyHead | None = None
+        if part.head:
+            self.final_norm = build_norm(
+                config.normalization, config.hidden_size, config.layernorm_epsilon, axis.partial_in_stream
+            )
+            sizes = (config.padded_vocab_size, config.vocab_size, config.hidden_size)
+            if not tied:
+                self.head = VocabularyHead(*sizes, axis)
+            elif not part.embedding:
+                self.head = VocabularyHead(*sizes, axis, tied_to=_TIED_TENSOR)
 
-    def draw_weights(self, seed: int, std: float) -> None:
-        """Fills every parameter from its own name, in whatever order and on whatever ranks the parts are built."""
-        for name, module in self.named_modules():
-            if isinstance(module, DrawsWeights):
-                module.init_weights(seed, name, std)
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        received_BSD: Tensor | None = None,
+        keys: DropoutKeys | None = None,
+    ) -> Tensor:
+        """The stream for the next stage; where the head is, logits, or the loss of every token if labels are given.
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        x_BSD = self.embedding(tokens_BS, positions_BS)
+        `received_BSD` is what the stage before made; `keys` choose what dropout drops, without them it is off.
+        """
+        if self.embedding is not None:
+            x_BSD = self.embedding(tokens_BS, positions_BS, keys)
+        else:
+            assert received_BSD is not None, "a stage without embedding goes on from the stage before"
+            x_BSD = received_BSD
         angles = self.rope(positions_BS) if self.rope is not None else None
         with attention_kernels(self.attention_backend):
             for layer in self.layers.values():
-                x_BSD = layer(x_BSD, self.rope, angles)
-        logits_BSV = F.linear(self.final_norm(x_BSD), self.output_weight)
-        return logits_BSV if labels_BS is None else token_losses(logits_BSV, labels_BS, self.vocab_size)
+                x_BSD = layer(x_BSD, self.rope, angles, keys)
+        if self.final_norm is None:
+            return x_BSD
+        logits_BSV, first_word = self._logits(self.final_norm(x_BSD))
+        if labels_BS is None:
+            return logits_BSV
+        return token_losses(logits_BSV, labels_BS, self.vocab_size, first_word, self.axis.group)
 
-    @property
-    def output_weight(self) -> Tensor:
-        return self.embedding.word.weight if self.head is None else self.head.weight
+    def _logits(self, x_BSD: Tensor) -> tuple[Tensor, int]:
+        """This rank's part of the logits, and the number of the first word in it."""
+        if self.head is not None:
+            return self.head(x_BSD), self.head.first
+        assert self.embedding is not None, "a tied head without a copy of its own is beside the embedding"
+        return self.embedding.word.logits(x_BSD), self.embedding.word.first
+
+
+def build_stages(
+    config: TransformerConfig,
+    parts: Mapping[int, StagePart],
+    axis: TensorAxis,
+    seed: int,
+    device: torch.device,
+    attention_backend: str = "auto",
+) -> dict[int, CausalLM]:
+    """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else."""
+    stages = {}
+    for number, part in parts.items():
+        with device:
+            stages[number] = CausalLM(config, part, axis, attention_backend)
+        draw_weights(held_parameters(stages[number]), seed, config.init_method_std)
+    return stages
 
 
 def build_model(
     config: TransformerConfig, seed: int, device: torch.device, attention_backend: str = "auto"
 ) -> CausalLM:
-    """An fp32 model with its initial weights, which depend on the seed and on nothing else."""
-    with device:
-        model = CausalLM(config, attention_backend)
-    model.draw_weights(seed, config.init_method_std)
-    return model
+    """The whole model on one process."""
+    part = StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
+    return build_stages(config, {0: part}, TensorAxis(), seed, device, attention_backend)[0]

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries."""
+"""Causal self-attention with grouped queries, its heads spread over the tensor axis."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pentatron.config.model import TransformerConfig
+from pentatron.layout.ranks import Axis
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import Linear
+from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import build_norm
 from pentatron.nn.rope import RotaryEmbedding
+from pentatron.parallel.tensor_axis import TensorAxis
 
 # Megatron's names for kernels, beside torch's own.
 _BACKENDS = {
@@ -33,41 +35,72 @@ def attention_kernels(backend: str) -> Iterator[None]:
 
 
 class SelfAttention(nn.Module):
-    """One fused QKV projection; its rows are grouped by key/value head: the queries of a group, its key, its value."""
+    """One fused QKV projection; its rows are grouped by key/value head: the queries of a group, its key, its value.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    A rank has whole groups; where there are more ranks than groups, it has a part of a group's queries, and its key
+    and value like its neighbours.
+    """
+
+    def __init__(self, config: TransformerConfig, axis: TensorAxis) -> None:
         super().__init__()
         assert config.num_attention_heads and config.num_query_groups and config.kv_channels
-        self.groups = config.num_query_groups
-        self.queries_per_group = config.num_attention_heads // config.num_query_groups
-        self.head_width = config.kv_channels
-        attended = config.num_attention_heads * config.kv_channels
+        groups, width = config.num_query_groups, config.kv_channels
+        queries = config.num_attention_heads // groups
+        self.head_width = width
+        self.groups = max(1, groups // axis.size)
+        self.queries_per_group = queries // axis.kv_copies
+        self.dropout = config.attention_dropout
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.linear_qkv = Linear(config.hidden_size, attended + 2 * self.groups * self.head_width, qkv_bias)
-        self.linear_proj = Linear(
-            attended, config.hidden_size, config.add_bias_linear, residual_scale(config.num_layers)
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            groups * (queries + 2) * width,
+            _qkv_rows(groups, queries, width, axis),
+            qkv_bias,
+            axis,
         )
         self.q_norm, self.k_norm = self._query_key_norms(config)
+        attended = config.num_attention_heads * width
+        scale = residual_scale(config.num_layers)
+        self.linear_proj = RowParallelLinear(
+            attended, config.hidden_size, config.add_bias_linear, axis, scale
+        )
 
     def _query_key_norms(self, config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
         if not config.qk_layernorm:
             return nn.Identity(), nn.Identity()
-        kind, width, epsilon = config.normalization, self.head_width, config.layernorm_epsilon
-        return build_norm(kind, width, epsilon), build_norm(kind, width, epsilon)
+        # Every rank norms its own heads with the same weights, sequence parallelism or not.
+        norm = (config.normalization, self.head_width, config.layernorm_epsilon, frozenset[Axis]({"tensor"}))
+        return build_norm(*norm), build_norm(*norm)
 
     def forward(
         self, x_BSD: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        batch, length, _ = x_BSD.shape
-        per_group = self.linear_qkv(x_BSD).view(
-            batch, length, self.groups, self.queries_per_group + 2, self.head_width
-        )
+        qkv = self.linear_qkv(x_BSD)
+        batch, length, _ = qkv.shape
+        per_group = qkv.view(batch, length, self.groups, self.queries_per_group + 2, self.head_width)
         q, k, v = per_group.split((self.queries_per_group, 1, 1), dim=3)
         q_BNSH, k_BKSH, v_BKSH = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
         q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = rope.rotate(q_BNSH, *angles), rope.rotate(k_BKSH, *angles)
         out_BNSH = F.scaled_dot_product_attention(
-            q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=self.queries_per_group > 1
+            q_BNSH,
+            k_BKSH,
+            v_BKSH,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.queries_per_group > 1,
         )
         return self.linear_proj(out_BNSH.transpose(1, 2).flatten(2))
+
+
+def _qkv_rows(groups: int, queries: int, width: int, axis: TensorAxis) -> tuple[Rows, ...]:
+    """The rows of the fused projection that this rank holds."""
+    rows_of_group = (queries + 2) * width
+    if axis.kv_copies == 1:
+        own = axis.share(groups)
+        return (Rows(axis.rank * own * rows_of_group, own * rows_of_group),)
+    group, part = divmod(axis.rank, axis.kv_copies)
+    own = queries // axis.kv_copies * width
+    start = group * rows_of_group
+    return Rows(start + part * own, own), Rows(start + queries * width, 2 * width, copies=True)

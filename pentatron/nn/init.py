@@ -1,13 +1,22 @@
-"""Initial weights from a generator seeded by (seed, parameter name).
+"""Initial weights from generators seeded by (seed, logical tensor, block).
 
-Whoever needs a parameter, or a slice of it, draws the same logical tensor: the result does not depend on how many
-ranks there are, which of them asks, or in which order the model was built.
+A logical tensor is drawn in blocks of a fixed number of elements, each from a generator of its own. Whoever needs a
+rectangle of it draws the blocks it touches: the result does not depend on how many ranks there are, which of them
+asks, or in which order the model was built, and no rank holds more than a bounded part of a tensor it does not own.
 """
 
 import hashlib
+import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from pentatron.parallel.pieces import Held, Shape, region
+
+_BLOCK = 2**14
+# Rows are drawn together until they have about this many elements.
+_AT_ONCE = 2**22
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
@@ -16,12 +25,43 @@ def named_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def normal_(tensor: Tensor, seed: int, name: str, std: float) -> None:
-    """Fills a tensor from its name's generator. Drawn on the CPU in fp32, so that every device gets the same bits."""
-    drawn = torch.empty(tensor.shape, dtype=torch.float32)
-    drawn.normal_(0.0, std, generator=named_generator(seed, name))
+def _normal_run(seed: int, name: str, first: int, last: int) -> Tensor:
+    """Elements [first, last) of the flat standard-normal tensor of that name, in fp32 on the CPU."""
+    blocks = [
+        torch.empty(_BLOCK).normal_(generator=named_generator(seed, f"{name}:{block}"))
+        for block in range(first // _BLOCK, math.ceil(last / _BLOCK))
+    ]
+    start = first // _BLOCK * _BLOCK
+    return torch.cat(blocks)[first - start : last - start]
+
+
+def normal_region(seed: int, name: str, shape: Shape, start: Shape, size: Shape, out: Tensor) -> None:
+    """Fills `out` with a rectangle of the standard-normal tensor of that name and shape. Drawn on the CPU in fp32,
+    so that every device gets the same bits."""
+    row = math.prod(shape[1:])
+    rows_at_once = max(1, _AT_ONCE // row)
+    for begin in range(0, size[0], rows_at_once):
+        rows = min(rows_at_once, size[0] - begin)
+        first = (start[0] + begin) * row
+        drawn = _normal_run(seed, name, first, first + rows * row).view(rows, *shape[1:])
+        with torch.no_grad():
+            out[begin : begin + rows].copy_(region(drawn, (0, *start[1:]), (rows, *size[1:])))
+
+
+def draw_weights(parameters: Iterable[Held], seed: int, std: float) -> None:
+    """Gives every parameter its initial values; what no piece covers becomes zero."""
     with torch.no_grad():
-        tensor.copy_(drawn)
+        for held in parameters:
+            initial = held.declared.initial
+            held.parameter.zero_()
+            for piece in held.declared.pieces:
+                target = region(held.parameter.data, piece.local, piece.size)
+                if initial.constant is not None:
+                    target.fill_(initial.constant)
+                    continue
+                shape = held.declared.shape
+                normal_region(seed, held.tensor, shape, piece.start, piece.size, target)
+                target.mul_(std * initial.scale)
 
 
 def residual_scale(num_layers: int) -> float:

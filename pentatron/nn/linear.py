@@ -1,42 +1,142 @@
-"""Linear layers and embeddings."""
+"""Linear layers and tables, split over the tensor axis. With one rank on it they are the ordinary ones."""
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from pentatron.nn.init import normal_
+from pentatron.layout.ranks import Axis
+from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
+from pentatron.parallel.tensor_axis import TensorAxis
 
 
-class Linear(nn.Module):
-    """`y = x Wᵀ + b`, left uninitialised: the model fills its weights by name."""
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a logical matrix, on this rank; with `copies`, neighbours on the kv axis hold them too."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, init_scale: float = 1.0) -> None:
+    start: int
+    count: int
+    copies: bool = False
+
+
+def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
+    """The rank's equal share of the rows."""
+    share = axis.share(total)
+    return (Rows(axis.rank * share, share),)
+
+
+class ColumnParallelLinear(DeclaringModule):
+    """`y = x Wᵀ + b` with the outputs, which are the rows of W, spread over the ranks; the input is the stream."""
+
+    def __init__(self, inputs: int, outputs: int, rows: Sequence[Rows], bias: bool, axis: TensorAxis) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.init_scale = init_scale
-
-    def init_weights(self, seed: int, name: str, std: float) -> None:
-        normal_(self.weight, seed, f"{name}.weight", std * self.init_scale)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.axis = axis
+        local = sum(r.count for r in rows)
+        self.weight = self.declare(
+            "weight", (local, inputs), Declared((outputs, inputs), _row_pieces(rows, (inputs,)), Initial())
+        )
+        self.bias = (
+            self.declare("bias", (local,), Declared((outputs,), _row_pieces(rows, ()), ZEROS))
+            if bias
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(self.axis.enter(x), self.weight, self.bias)
 
 
-class Table(nn.Module):
-    """Rows looked up by number. Rows beyond `meaningful` are padding: zero, never drawn, never looked up."""
+def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:
+    """The same rows of a matrix (`rest` is its width) or of a bias; a row held twice has a share of its gradient."""
+    pieces, local = [], 0
+    for held in rows:
+        shared: frozenset[Axis] = frozenset({"kv"}) if held.copies else frozenset()
+        zeros = (0,) * len(rest)
+        pieces.append(
+            Piece((held.start, *zeros), (local, *zeros), (held.count, *rest), shared, partial_over=shared)
+        )
+        local += held.count
+    return tuple(pieces)
 
-    def __init__(self, rows: int, width: int, meaningful: int | None = None) -> None:
+
+class RowParallelLinear(DeclaringModule):
+    """`y = x Wᵀ + b` with the inputs, which are the columns of W, spread over the ranks; the output is the stream."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, axis: TensorAxis, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
-        self.meaningful = rows if meaningful is None else meaningful
+        self.axis = axis
+        share = axis.share(inputs)
+        piece = Piece((0, axis.rank * share), (0, 0), (outputs, share))
+        self.weight = self.declare(
+            "weight", (outputs, share), Declared((outputs, inputs), (piece,), Initial(scale))
+        )
+        # Added once, after the sum; with sequence parallelism each rank adds it to its own tokens.
+        self.bias = (
+            self.declare("bias", (outputs,), whole((outputs,), ZEROS, axis.partial_in_stream))
+            if bias
+            else None
+        )
 
-    def init_weights(self, seed: int, name: str, std: float) -> None:
-        # Padding depends on the layout, so it must not take part in the drawing.
-        normal_(self.weight[: self.meaningful], seed, f"{name}.weight", std)
-        nn.init.zeros_(self.weight[self.meaningful :])
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.axis.leave(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        return F.embedding(numbers, self.weight)
+
+class VocabularyTable(DeclaringModule):
+    """Word vectors, the rows spread over the ranks, looked up by token.
+
+    Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked up.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        vocabulary: int,
+        width: int,
+        axis: TensorAxis,
+        tied_to: str | None = None,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        share = axis.share(rows)
+        self.first = axis.rank * share
+        meaningful = max(0, min(vocabulary - self.first, share))
+        # A tied table has a second copy on the last stage; the gradients of both make one.
+        both_ends: frozenset[Axis] = frozenset({"embedding"}) if tied or tied_to else frozenset()
+        piece = Piece((self.first, 0), (0, 0), (meaningful, width), both_ends, both_ends)
+        declared = Declared((vocabulary, width), (piece,) if meaningful else (), Initial(), tied_to)
+        self.weight = self.declare("weight", (share, width), declared)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Each rank finds the tokens among its rows; the sum over the ranks is the stream."""
+        if self.axis.size == 1:
+            return F.embedding(tokens_BS, self.weight)
+        local = tokens_BS - self.first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.axis.leave(found.masked_fill(elsewhere[..., None], 0))
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Of this rank's part of the vocabulary, for every token of the stream."""
+        return F.linear(self.axis.enter(x_BSD), self.weight)
+
+
+class VocabularyHead(VocabularyTable):
+    """Word vectors that are multiplied with the stream."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.logits(x_BSD)
+
+
+class PositionTable(DeclaringModule):
+    """Learned positions: whole on every rank."""
+
+    def __init__(self, rows: int, width: int, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight = self.declare(
+            "weight", (rows, width), whole((rows, width), Initial(), axis.partial_in_stream)
+        )
+
+    def forward(self, positions_BS: Tensor) -> Tensor:
+        return F.embedding(positions_BS, self.weight)

@@ -5,21 +5,25 @@ from torch import Tensor, nn
 
 from pentatron.config.model import TransformerConfig
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import Linear
+from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows
+from pentatron.parallel.tensor_axis import TensorAxis
 
 
 class MLP(nn.Module):
-    """Gated SiLU (`fc1` holds gate and up as [2, F, D]) or GELU."""
+    """Gated SiLU (`fc1` holds the gate's rows, then the up projection's) or GELU; the inner width is split."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, axis: TensorAxis) -> None:
         super().__init__()
         assert config.ffn_hidden_size
         self.gated = config.gated_linear_unit
-        inner = config.ffn_hidden_size
-        self.linear_fc1 = Linear(config.hidden_size, inner * (2 if self.gated else 1), config.add_bias_linear)
-        self.linear_fc2 = Linear(
-            inner, config.hidden_size, config.add_bias_linear, residual_scale(config.num_layers)
+        inner, hidden, bias = config.ffn_hidden_size, config.hidden_size, config.add_bias_linear
+        gate = even_rows(inner, axis)
+        # A rank needs the same share of gate and up: not a contiguous share of the two together.
+        up = tuple(Rows(inner + rows.start, rows.count) for rows in gate) if self.gated else ()
+        self.linear_fc1 = ColumnParallelLinear(
+            hidden, inner * (2 if self.gated else 1), gate + up, bias, axis
         )
+        self.linear_fc2 = RowParallelLinear(inner, hidden, bias, axis, residual_scale(config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.linear_fc1(x)

@@ -1,8 +1,9 @@
 import torch
 
-from pentatron.nn.init import named_generator, normal_
+from pentatron.nn.init import draw_weights, named_generator, normal_region
 from pentatron.nn.norm import build_norm
 from pentatron.nn.rope import RotaryEmbedding
+from pentatron.parallel.pieces import held_parameters
 
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
@@ -22,7 +23,7 @@ def test_norms_compute_in_fp32_and_answer_in_the_dtype_of_the_stream() -> None:
     x = torch.randn(4, 64) * 300
     for kind in ("RMSNorm", "LayerNorm"):
         norm = build_norm(kind, 64, 1e-6)
-        norm.init_weights(0, "", 0.0)  # type: ignore[operator]
+        draw_weights(held_parameters(norm), seed=0, std=0.0)
         exact = norm(x)
         rounded = norm.to(torch.bfloat16)(x.bfloat16())
         assert rounded.dtype == torch.bfloat16
@@ -33,9 +34,22 @@ def test_drawing_does_not_touch_the_global_generator() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first, second, other = torch.empty(50), torch.empty(50), torch.empty(50)
-    normal_(first, 1, "a", 0.1)
-    normal_(second, 1, "a", 0.1)
-    normal_(other, 1, "b", 0.1)
+    for name, out in (("a", first), ("a", second), ("b", other)):
+        normal_region(1, name, (50,), (0,), (50,), out)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first, second) and not torch.equal(first, other)
     assert named_generator(1, "12").initial_seed() != named_generator(11, "2").initial_seed()
+
+
+def test_any_rectangle_of_a_tensor_is_drawn_alike() -> None:
+    """Rows and columns that cross the blocks in which numbers are drawn."""
+    shape = (300, 170)
+    everything = torch.empty(shape)
+    normal_region(3, "w", shape, (0, 0), shape, everything)
+    for start, size in (((0, 0), (1, 1)), ((95, 0), (4, 170)), ((0, 160), (300, 10)), ((299, 169), (1, 1))):
+        part = torch.empty(size)
+        normal_region(3, "w", shape, start, size, part)
+        assert torch.equal(part, everything[start[0] : start[0] + size[0], start[1] : start[1] + size[1]])
+    assert abs(everything.std() - 1) < 0.02 and abs(everything.mean()) < 0.02
+    halves = everything.flatten()[:16384], everything.flatten()[16384:32768]
+    assert not torch.equal(*halves), "every block has a generator of its own"

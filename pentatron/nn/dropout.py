@@ -1,0 +1,120 @@
+"""Dropout whose choices do not depend on the layout.
+
+Whether an element is dropped is a pure function of the seed, the step, the place in the model, the sample's number in
+the global batch, the position and the channel. Whichever rank computes an element, alone or beside others, forward
+or again in backward, it finds the same answer; no generator has a state that could run out of step.
+
+Keys form a tree: the seed has a key for every step, a step for every sample, and so on down to the row (one position
+of one sample) at a place of the model. A row numbers its pairs of channels; a pair's number, scrambled with the key,
+has 32 bits for each of the two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WORD = 1 << 64
+
+# How many elements have their bits made at a time: the numbers in between stay in a CPU's cache, and on a GPU, where
+# every operation costs a launch, take a bounded part of its memory.
+_BLOCK_CPU = 1 << 17
+_BLOCK_GPU = 1 << 23
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as a signed number, which is all that torch calculates with."""
+    return (number + _WORD // 2) % _WORD - _WORD // 2
+
+
+# The golden ratio's share of all numbers: neighbouring counts lie far apart.
+_INCREMENT = _signed(0x9E3779B97F4A7C15)
+# The factor of degski's 64-bit finaliser.
+_FACTOR = _signed(0xD6E8FEB86659FD93)
+
+
+@dataclass(frozen=True)
+class DropoutKeys:
+    """What identifies each row of a micro-batch, whatever rank computes it: int64 [B, S]."""
+
+    rows: Tensor
+
+
+def dropout_keys(
+    seed: int, step: int, first_sample: int, batch: int, positions: Tensor, device: torch.device
+) -> DropoutKeys:
+    """Keys of the samples `first_sample` … `first_sample + batch − 1` of the step's global batch.
+
+    `positions` are the positions in the whole sequence that this rank computes.
+    """
+    samples = torch.arange(first_sample, first_sample + batch, dtype=torch.int64, device=device)
+    of_step = _child(_child(samples.new_zeros(1), seed), step)
+    return DropoutKeys(_child(_child(of_step, samples)[:, None], positions.to(samples)))
+
+
+def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int, probability: float) -> Tensor:
+    """Drops elements and scales up the rest. `site` numbers the places of the model where this happens.
+
+    The embedding is 0, the attention output of layer i is 2i + 1, its MLP output 2i + 2.
+    """
+    assert 0 <= probability < 1, f"a dropout probability of {probability}"
+    assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
+    if probability == 0:
+        return x_BSD
+    dropped: Tensor = _Dropout.apply(x_BSD, _child(keys.rows, site), probability)
+    return dropped
+
+
+def _child(parent: Tensor, number: int | Tensor) -> Tensor:
+    """The key below `parent` with this number."""
+    if isinstance(number, int):
+        return _scramble_((parent + _signed((number + 1) * _INCREMENT)).contiguous())
+    return _scramble_((parent + (number + 1) * _INCREMENT).contiguous())
+
+
+def _scramble_(z: Tensor) -> Tensor:
+    """Makes every bit of a number depend on all of its bits, in place.
+
+    `z ^= z >> 32` moves the upper half of a number over the lower one. Said of the halves, it needs neither a shift,
+    which in torch would draw the sign along, nor a copy. CPUs and GPUs alike store the lower half first.
+    """
+    halves = z.view(torch.int32)
+    lower, upper = halves[..., 0::2], halves[..., 1::2]
+    for _ in range(2):
+        lower.bitwise_xor_(upper)
+        z.mul_(_FACTOR)
+    lower.bitwise_xor_(upper)
+    return z
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps the row keys alone for backward, which finds the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
+        ctx.save_for_backward(rows_BS)
+        ctx.probability = probability
+        result = torch.empty(x_BSD.shape, dtype=x_BSD.dtype, device=x_BSD.device)
+        torch.mul(x_BSD, 1 / (1 - probability), out=result)
+        for block, dropped in _dropped(result.flatten(0, 1), rows_BS.flatten(), probability):
+            block.masked_fill_(dropped, 0)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (rows_BS,) = ctx.saved_tensors
+        return _Dropout.apply(gradients[0], rows_BS, ctx.probability), None, None
+
+
+def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of `x_ND` after the other, each with the mask of what is dropped there."""
+    channels = x_ND.shape[1]
+    pairs = torch.arange(1, (channels + 1) // 2 + 1, dtype=torch.int64, device=x_ND.device) * _INCREMENT
+    # A number below the limit is dropped; the numbers have a sign, so all of them move down by half their range.
+    limit = min(round(probability * 2**32), 2**32 - 1) - 2**31
+    size = max(1, (_BLOCK_GPU if x_ND.is_cuda else _BLOCK_CPU) // max(1, channels))
+    for block, keys in zip(x_ND.split(size), rows_N.split(size), strict=True):
+        numbers = _scramble_(keys[:, None] + pairs).view(torch.int32)
+        yield block, numbers[:, :channels] < limit
