@@ -1,12 +1,13 @@
 """Text from a model: of a run under way, or from the newest checkpoint of a run folder."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pentatron.checkpoint.load import load_into
+from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
@@ -14,6 +15,7 @@ from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.generate import generate
+from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters
 from pentatron.train.datasets import configured_tokenizer
 
 
@@ -41,7 +43,7 @@ def continuation(
 
 
 def open_continuation(
-    folder: Path, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int
+    folder: Path, prompt: str, max_tokens: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0
 ) -> Iterator[str]:
     """Loads the newest checkpoint, or says why it cannot; the text then comes as it is made."""
     inside = folder / "checkpoints"
@@ -55,8 +57,15 @@ def open_continuation(
     config = TransformerConfig(**found.manifest.config["model"])
     tokenizer = _tokenizer(folder, found.manifest.config)
     model = build_model(config, seed=0, device=torch.device("cpu")).eval()
-    load_into(found.folder, found.manifest, {f"weights/{n}": p.data for n, p in model.named_parameters()})
+    load_fragments(found.folder, found.manifest, weight_fragments(model))
     return continuation(model, tokenizer, prompt, config.seq_length, max_tokens, temperature, top_k, seed)
+
+
+def weight_fragments(model: CausalLM) -> Iterator[Fragment]:
+    """The weights of a model that has no optimizer, under the names checkpoints give them."""
+    for held in held_parameters(model):
+        for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
+            yield replace(fragment, tensor=f"weights/{fragment.tensor}")
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -1,29 +1,36 @@
 """What a run shows for itself: a line at the start, a picture, and what the user came for at the end."""
 
+from pathlib import Path
+
 import torch
 
 from pentatron.config.run import RunConfig
-from pentatron.models.causal_lm import CausalLM
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import read_metrics
 from pentatron.parallel.world import World
-from pentatron.train.continue_text import continuation
+from pentatron.train.continue_text import open_continuation
 from pentatron.train.datasets import Datasets
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.trainer import Output
 
 
-def describe(config: RunConfig, world: World, model: CausalLM) -> str:
+def describe(config: RunConfig, world: World, parameters: int) -> str:
     """One line on what is about to run, and where."""
-    parameters = sum(p.numel() for p in model.parameters())
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     size = world.everyone.size
     precision = "bf16" if config.precision.bf16 else "fp32"
     return (
         f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
-        f"{size} process{'es' if size > 1 else ''} ({world.grid.data} data-parallel) on {device}, {precision}; "
+        f"{size} process{'es' if size > 1 else ''} ({_axes(world)}) on {device}, {precision}; "
         f"{config.train.global_batch_size} × {config.model.seq_length} tokens a step"
     )
+
+
+def _axes(world: World) -> str:
+    """`2 tensor × 2 pipeline`: the axes that have more than one rank."""
+    sizes = {"tensor": world.grid.tensor, "pipeline": world.grid.pipeline, "data": world.grid.data}
+    shown = [f"{size} {name}" for name, size in sizes.items() if size > 1]
+    return f"{' × '.join(shown) or 'no'} parallel"
 
 
 def _count(number: int) -> str:
@@ -42,7 +49,7 @@ def draw_curve(folder: RunFolder) -> None:
         folder.curve.write_text(loss_curve(title, training, validation), encoding="utf-8")
 
 
-def finish(config: RunConfig, folder: RunFolder, model: CausalLM, datasets: Datasets, output: Output) -> None:
+def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """How far the loss fell, a taste of the model, and where everything lies."""
     rows = list(read_metrics(folder.metrics))
     if rows:
@@ -50,13 +57,10 @@ def finish(config: RunConfig, folder: RunFolder, model: CausalLM, datasets: Data
         output.say(f"finished: loss {first:.3f} → {last:.3f} (down {100 * (1 - last / first):.0f} %)")
     if datasets.tokenizer is not None and config.run.sample_prompt is not None:
         prompt = config.run.sample_prompt
-        pieces = continuation(
-            model.eval(),
-            datasets.tokenizer,
-            prompt,
-            config.model.seq_length,
-            config.run.sample_tokens,
-            seed=config.run.seed,
+        assert config.checkpoint.save is not None
+        # The ranks hold parts of the model; its last checkpoint has it whole.
+        pieces = open_continuation(
+            Path(config.checkpoint.save), prompt, config.run.sample_tokens, seed=config.run.seed
         )
         sample = prompt + "".join(pieces)
         folder.sample.write_text(sample + "\n", encoding="utf-8")

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pentatron.checkpoint.load import load_into
+from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.resolve import Resolved
@@ -14,12 +12,19 @@ from pentatron.config.run import RunConfig
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.train.random_state import restore_random_state
 from pentatron.train.state import TrainState
 
 # These belong to the machine or to the output, not to the numbers a run computes.
 _FREE_SECTIONS = frozenset({"launch", "log", "checkpoint", "parallel"})
 _DRAW_THE_ORDER = frozenset({"train_iters", "global_batch_size", "seed", "split", "seq_length"})
-_FREE_SETTINGS = frozenset({"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens"})
+_FREE_SETTINGS = frozenset(
+    {"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens", "padded_vocab_size"}
+)
+# They belong to the architecture's settings but leave no trace in the weights.
+_NOT_IN_THE_WEIGHTS = frozenset(
+    {"padded_vocab_size", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout"}
+)
 
 
 def starting_point(
@@ -72,8 +77,8 @@ def _resume(
 
     def load() -> None:
         _require_same_model(found.folder, found.manifest.config, config)
-        load_into(found.folder, found.manifest, optimizer.state())
-        _restore_random_state(found, world.everyone.rank)
+        load_fragments(found.folder, found.manifest, optimizer.fragments(owned_only=False))
+        restore_random_state(found, world)
 
     on_some_ranks(True, load, world.everyone)
     optimizer.loaded(state.step)
@@ -93,23 +98,11 @@ def _resume(
     return state, changes
 
 
-def random_state_name(rank: int) -> str:
-    return f"rng/torch_cpu/rank-{rank:05d}"
-
-
-def _restore_random_state(found: Found, rank: int) -> None:
-    """A rank the saving run did not have keeps the state it was started with."""
-    name = random_state_name(rank)
-    if name in found.manifest.tensors:
-        state = torch.get_rng_state()
-        load_into(found.folder, found.manifest, {name: state})
-        torch.set_rng_state(state)
-
-
 def _require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     # Positions that are not learned leave no trace in the weights: such a model may go on with longer sequences.
     length = {"seq_length", "max_position_embeddings"}
-    free = length if config.model.position_embedding_type != "learned_absolute" else {"seq_length"}
+    learned = config.model.position_embedding_type == "learned_absolute"
+    free = _NOT_IN_THE_WEIGHTS | ({"seq_length"} if learned else length)
     different = [d for d in _differences(saved, config.nested()) if d[0] == "model" and d[1] not in free]
     if different:
         shown = "; ".join(f"{name} was {before}, is {now}" for _, name, before, now in different)

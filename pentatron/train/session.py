@@ -11,7 +11,6 @@ from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
-from pentatron.models.causal_lm import build_model
 from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.metrics import MetricsFile
 from pentatron.optim.optimizer import Optimizer
@@ -19,6 +18,7 @@ from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.datasets import build_datasets
 from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.results import describe, draw_curve, finish
 from pentatron.train.resume import starting_point
 from pentatron.train.run_folder import RunFolder
@@ -88,15 +88,15 @@ def _run(
         True, lambda: build_datasets(config, world, folder.data, display), world.everyone
     )
     assert datasets is not None
-    model = build_model(config.model, config.run.seed, world.device, config.kernels.attention_backend)
-    optimizer = Optimizer(model, config.optim, _dtype(config), config.parallel.ddp_bucket_size)
+    model = build_parallel_model(config, world)
+    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
     state, notes = starting_point(resolved, world, optimizer, store, datasets.fingerprint)
     output = on_some_ranks(
         True, lambda: _open_output(resolved, world, folder, display, state, cleanup), world.everyone
     )
     assert output is not None
-    output.say(describe(config, world, model))
+    output.say(describe(config, world, model.count_parameters()))
     for note in notes:
         output.say(f"note: {note}")
     _say_where_it_stands(config, state, output)
@@ -105,14 +105,10 @@ def _run(
     if world.is_first:
         draw_curve(folder)
         if stopped_by is None:
-            finish(config, folder, model, datasets, output)
+            finish(config, folder, datasets, output)
         else:
             output.say(_farewell(stopped_by, state))
     return stopped_by
-
-
-def _dtype(config: RunConfig) -> torch.dtype:
-    return torch.bfloat16 if config.precision.bf16 else torch.float32
 
 
 def _open_output(

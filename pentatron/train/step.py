@@ -1,16 +1,18 @@
 """One training step, and one validation: the part of the loop that computes."""
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pentatron.data.loader import Batch
-from pentatron.models.causal_lm import CausalLM
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.collectives import Group, all_reduce_
+from pentatron.parallel.world import World
+from pentatron.train.parallel_model import MicroBatches, ParallelModel
 
 
 @dataclass(frozen=True)
@@ -21,44 +23,59 @@ class StepResult:
 
 
 def train_step(
-    model: CausalLM, optimizer: Optimizer, batches: Sequence[Batch], learning_rate: float, data: Group
+    model: ParallelModel, optimizer: Optimizer, batches: Sequence[Batch], learning_rate: float, step: int
 ) -> StepResult:
-    """Forward and backward over every micro-batch, one reduction, one update.
+    """Forward and backward over every micro-batch as the schedule says, one reduction, one update.
 
     The valid tokens of the whole step are counted before the first backward and every loss is divided by that one
-    number: how the step is cut into ranks and micro-batches then changes nothing.
+    number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0.
     """
-    valid = count_valid(batches, data)
+    world = model.world
+    valid = count_valid(batches, world.replicas)
     optimizer.zero_gradients()
-    total = torch.zeros((), device=valid.device)
-    for batch in batches:
-        loss = summed_loss(model, batch) / valid
-        loss.backward()
-        total += loss.detach()
-    optimizer.reduce_gradients(data)
-    mean_loss = float(all_reduce_(total, data))
-    # With a loss that is no number the weights are left alone, as the optimizer does for such a gradient norm.
-    norm = optimizer.step(learning_rate) if math.isfinite(mean_loss) else math.nan
+    program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid)
+    loss = model.executor.train(model.config.schedule(len(batches)), program, optimizer)
+    optimizer.finish_reduction()
+    totals = torch.stack((_said_once(loss, world), optimizer.squared_norm().double()))
+    mean_loss, squared_norm = all_reduce_(totals, world.everyone).tolist()
+    norm = math.sqrt(squared_norm)
+    # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
+    if math.isfinite(mean_loss) and math.isfinite(norm):
+        optimizer.step(learning_rate, norm)
     return StepResult(mean_loss, norm, int(valid))
 
 
-def count_valid(batches: Sequence[Batch], data: Group) -> Tensor:
-    """Labels that count in the loss, over all micro-batches and data-parallel ranks; at least 1."""
+def _said_once(loss: Tensor, world: World) -> Tensor:
+    """Ranks of the tensor axis compute the same loss; one of them says it."""
+    return loss.double() if world.is_first_of(("tensor",)) else torch.zeros_like(loss, dtype=torch.float64)
+
+
+def count_valid(batches: Sequence[Batch], replicas: Group) -> Tensor:
+    """Labels that count in the loss, over all micro-batches and replicas; at least 1."""
     local = torch.stack([batch.valid_tokens.double() for batch in batches]).sum()
-    return all_reduce_(local, data).clamp(min=1).float()
-
-
-def summed_loss(model: CausalLM, batch: Batch) -> Tensor:
-    return (model(batch.tokens, batch.position_ids, batch.labels) * batch.loss_mask).sum()
+    return all_reduce_(local, replicas).clamp(min=1).float()
 
 
 @torch.no_grad()
-def validation_loss(model: CausalLM, batches: Iterable[Batch], data: Group) -> float:
-    """The mean loss per valid token over all batches of all data-parallel ranks."""
-    totals = torch.zeros(2, dtype=torch.float64)
-    model.eval()
-    for batch in batches:
-        totals += torch.stack((summed_loss(model, batch).double(), batch.valid_tokens.double())).to(totals)
+def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> float:
+    """The mean loss per valid token over all batches of all data-parallel ranks, `at_once` micro-batches at a time."""
+    world = model.world
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    one = torch.ones((), device=world.device)
+    counts_tokens = world.is_first_of(("tensor", "pipeline"))
+    model.train(False)
+    for chunk in _chunks(batches, at_once):
+        program = MicroBatches(model, chunk, [None] * len(chunk), one)
+        loss = model.executor.evaluate(model.config.forward_schedule(len(chunk)), program)
+        totals[0] += _said_once(loss, world)
+        if counts_tokens:
+            totals[1] += torch.stack([b.valid_tokens.double() for b in chunk]).sum()
     model.train()
-    loss, valid = all_reduce_(totals, data).tolist()
-    return float(loss / max(valid, 1.0))
+    loss_sum, valid = all_reduce_(totals, world.everyone).tolist()
+    return float(loss_sum / max(valid, 1.0))
+
+
+def _chunks(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    source = iter(batches)
+    while chunk := list(itertools.islice(source, size)):
+        yield chunk

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TextIO
 
-import torch
-
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch, build_loader
-from pentatron.models.causal_lm import CausalLM
 from pentatron.models.flops import step_flops
 from pentatron.monitor.display import Display
 from pentatron.monitor.memory import memory_bytes
@@ -27,7 +24,8 @@ from pentatron.parallel.collectives import largest, raise_together
 from pentatron.parallel.world import World
 from pentatron.train.datasets import Datasets
 from pentatron.train.interrupt import StopRequest
-from pentatron.train.resume import random_state_name
+from pentatron.train.parallel_model import ParallelModel
+from pentatron.train.random_state import random_state
 from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step, validation_loss
 
@@ -59,7 +57,7 @@ class Trainer:
         self,
         config: RunConfig,
         world: World,
-        model: CausalLM,
+        model: ParallelModel,
         optimizer: Optimizer,
         datasets: Datasets,
         store: CheckpointStore,
@@ -88,7 +86,7 @@ class Trainer:
                 self.save()
                 return stopped_by
             rate = self.rate(self.state.consumed_samples)
-            result = train_step(self.model, self.optimizer, micro_batches, rate, self.world.data)
+            result = train_step(self.model, self.optimizer, micro_batches, rate, self.state.step)
             self._refuse_bad_numbers(result)
             self.state.step += 1
             self.state.consumed_samples += self.batch_size
@@ -120,8 +118,8 @@ class Trainer:
             return
         folder = self.store.save(
             self.state.step,
-            self.optimizer.state(),
-            {random_state_name(self.world.everyone.rank): torch.get_rng_state()},
+            self.optimizer.fragments(owned_only=True),
+            random_state(self.world),
             self.state.to_json(),
             self.config.nested(),
             self.world.everyone,
@@ -135,7 +133,7 @@ class Trainer:
             return None
         count = self.config.train.eval_iters * self.config.accumulation
         batches = itertools.islice(self._micro_batches(self.datasets.valid, 0), count)
-        return validation_loss(self.model, batches, self.world.data)
+        return validation_loss(self.model, batches, self.config.accumulation)
 
     def _micro_batches(self, dataset: Any, consumed_samples: int) -> Iterator[Batch]:
         assert self.config.train.micro_batch_size

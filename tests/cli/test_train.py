@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TINY = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --seq-length 32 --vocab-size 400 "
     "--corpus-bytes 300000 --micro-batch-size 2 --global-batch-size 4 --train-iters 60 --eval-interval 20 --eval-iters 1 "
-    "--save-interval 25 --sample-tokens 10"
+    "--save-interval 25 --sample-tokens 10 --nproc-per-node 2 --tensor-model-parallel-size 1"
 ).split()
 
 

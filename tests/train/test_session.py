@@ -228,13 +228,13 @@ def test_foreign_files_are_neither_moved_nor_overwritten(tmp_path: Path) -> None
 def test_a_stop_before_the_first_step_promises_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = session_module.build_model
+    original = session_module.build_parallel_model
 
     def interrupted(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGHUP)
         return original(*args)
 
-    monkeypatch.setattr(session_module, "build_model", interrupted)
+    monkeypatch.setattr(session_module, "build_parallel_model", interrupted)
     assert run(tmp_path / "a").stopped_by == signal.SIGHUP
     assert "stopped by SIGHUP before the first step; nothing was trained yet" in capsys.readouterr().out
 

@@ -1,0 +1,103 @@
+"""The model as it is spread over ranks: the stages this rank holds, and how a step runs through them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pentatron.config.run import RunConfig
+from pentatron.data.loader import Batch
+from pentatron.models.causal_lm import CausalLM, build_stages
+from pentatron.nn.dropout import DropoutKeys, dropout_keys
+from pentatron.parallel.collectives import all_reduce_
+from pentatron.parallel.executor import Executor
+from pentatron.parallel.messages import open_messages
+from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.tensor_axis import TensorAxis, tensor_axis
+from pentatron.parallel.world import World
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    config: RunConfig
+    world: World
+    axis: TensorAxis
+    stages: Mapping[int, CausalLM]
+    executor: Executor
+
+    def train(self, mode: bool = True) -> None:
+        for stage in self.stages.values():
+            stage.train(mode)
+
+    def count_parameters(self) -> int:
+        """Elements of the whole model, each counted once. Every rank must ask."""
+        own = sum(
+            piece.elements
+            for stage in self.stages.values()
+            for held in held_parameters(stage)
+            for piece in held.declared.pieces
+            if self.world.is_first_of({"replicas", *piece.replicated_over})
+        )
+        return int(all_reduce_(torch.tensor(own, device=self.world.device), self.world.everyone))
+
+    def dropout_keys(self, batches: Sequence[Batch], step: int) -> list[DropoutKeys | None]:
+        """For every micro-batch what its dropout is drawn from, or None where there is no dropout."""
+        if self.config.model.hidden_dropout == 0:
+            return [None] * len(batches)
+        keys: list[DropoutKeys | None] = []
+        for number, batch in enumerate(batches):
+            samples, length = batch.tokens.shape
+            positions = torch.arange(length, device=batch.tokens.device)[None]
+            keys.append(
+                dropout_keys(
+                    self.config.run.seed,
+                    step,
+                    first_sample=(number * self.world.data.size + self.world.data.rank) * samples,
+                    batch=samples,
+                    positions=self.axis.own_sequence(positions)[0],
+                    device=batch.tokens.device,
+                )
+            )
+        return keys
+
+
+def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
+    axis = tensor_axis(world, config.parallel.sequence_parallel)
+    own = config.placement.stages_of(world.at.pipeline)
+    parts = {number: config.stages[number] for number in own}
+    stages = build_stages(
+        config.model, parts, axis, config.run.seed, world.device, config.kernels.attention_backend
+    )
+    executor = Executor(open_messages(world), world.at.pipeline, model_dtype(config), world.device)
+    return ParallelModel(config, world, axis, stages, executor)
+
+
+def model_dtype(config: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if config.precision.bf16 else torch.float32
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What the executor runs: this rank's stages over the micro-batches of one step.
+
+    The last stage gives each micro-batch's summed loss divided by `divisor`.
+    """
+
+    model: ParallelModel
+    batches: Sequence[Batch]
+    keys: Sequence[DropoutKeys | None]
+    divisor: Tensor
+
+    def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        batch = self.batches[micro_batch]
+        made: Tensor = self.model.stages[stage](
+            batch.tokens, batch.position_ids, batch.labels, received, self.keys[micro_batch]
+        )
+        if not self.model.config.stages[stage].head:
+            return made
+        return (made * batch.loss_mask).sum() / self.divisor
+
+    def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+        samples, length = self.batches[micro_batch].tokens.shape
+        return samples, self.model.axis.sequence_in_stream(length), self.model.config.model.hidden_size
