@@ -1,0 +1,1 @@
+"""The parity net: every layout against the same model on one process."""

@@ -1,0 +1,230 @@
+"""Mistakes that real frameworks have made, planted one at a time to see that the net catches them.
+
+Each one breaks this process for good, which is why it runs on forked ranks only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import pentatron.parallel.gathering as gathering_module
+import pentatron.parallel.reduction as reduction_module
+import pentatron.parallel.tensor_axis as axis_module
+import pentatron.train.parallel_model as model_module
+import pentatron.train.step as step_module
+from pentatron.data.loader import Batch
+from pentatron.nn.attention import SelfAttention
+from pentatron.nn.linear import (
+    ColumnParallelLinear,
+    PositionTable,
+    RowParallelLinear,
+    Rows,
+    VocabularyTable,
+    even_rows,
+)
+from pentatron.nn.loss import _SplitCrossEntropy
+from pentatron.nn.norm import LayerNorm, RMSNorm
+from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.collectives import Group
+from pentatron.parallel.pieces import Declared, DeclaringModule
+from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.train.parallel_model import MicroBatches
+
+
+def row_output_not_summed() -> None:
+    axis_module._Sum.forward = staticmethod(lambda ctx, x, group: x.clone())  # type: ignore[method-assign]
+
+
+def column_input_gradient_not_summed() -> None:
+    axis_module._Copy.backward = staticmethod(lambda ctx, *g: (g[0].clone(), None))  # type: ignore[method-assign]
+
+
+def _forget_partial(chosen: Callable[[Any, str], bool]) -> None:
+    """Layers that `chosen` picks declare their gradients complete although they are parts of a sum."""
+    declare = DeclaringModule.declare
+
+    def forgetful(self: Any, name: str, shape: tuple[int, ...], declared: Declared) -> Any:
+        if chosen(self, name):
+            pieces = tuple(
+                type(p)(p.start, p.local, p.size, p.replicated_over, frozenset()) for p in declared.pieces
+            )
+            declared = Declared(declared.shape, pieces, declared.initial, declared.tensor)
+        return declare(self, name, shape, declared)
+
+    DeclaringModule.declare = forgetful  # type: ignore[method-assign]
+
+
+def norm_gradients_not_summed() -> None:
+    _forget_partial(lambda layer, name: isinstance(layer, RMSNorm | LayerNorm))
+
+
+def row_bias_gradient_not_summed() -> None:
+    _forget_partial(lambda layer, name: isinstance(layer, RowParallelLinear) and name == "bias")
+
+
+def position_gradients_not_summed() -> None:
+    _forget_partial(lambda layer, name: isinstance(layer, PositionTable))
+
+
+def shared_key_value_gradients_not_summed() -> None:
+    _forget_partial(lambda layer, name: isinstance(layer, ColumnParallelLinear))
+
+
+def tied_weights_not_summed() -> None:
+    _forget_partial(lambda layer, name: isinstance(layer, VocabularyTable))
+
+
+def loss_divided_by_a_local_count() -> None:
+    def local(batches: list[Batch], replicas: Group) -> Tensor:
+        return torch.stack([b.valid_tokens for b in batches]).sum().float()
+
+    step_module.count_valid = local  # type: ignore[assignment]
+
+
+def bias_added_on_every_rank() -> None:
+    def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
+        return self.axis.leave(F.linear(x, self.weight, self.bias))
+
+    RowParallelLinear.forward = forward  # type: ignore[method-assign]
+
+
+def gate_and_up_cut_as_one() -> None:
+    """Rank r takes the r-th share of [gate; up] instead of the r-th share of each."""
+    build = ColumnParallelLinear.__init__
+
+    def contiguous(
+        self: Any, inputs: int, outputs: int, rows: Sequence[Rows], bias: bool, axis: TensorAxis
+    ) -> None:
+        if len(rows) == 2 and not any(r.copies for r in rows):
+            rows = even_rows(outputs, axis)
+        build(self, inputs, outputs, rows, bias, axis)
+
+    ColumnParallelLinear.__init__ = contiguous  # type: ignore[method-assign]
+
+
+def micro_batch_dropped() -> None:
+    forward = MicroBatches.forward
+
+    def dropping(self: MicroBatches, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        made = forward(self, stage, micro_batch, received)
+        return made * 0.0 if made.dim() == 0 and micro_batch == len(self.batches) - 1 else made
+
+    MicroBatches.forward = dropping  # type: ignore[method-assign]
+
+
+def wrong_micro_batch_labels() -> None:
+    """The last stage pairs each activation with the labels of the micro-batch before."""
+    forward = MicroBatches.forward
+
+    def shifted(self: MicroBatches, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        if received is not None:
+            micro_batch = max(0, micro_batch - 1)
+        return forward(self, stage, micro_batch, received)
+
+    MicroBatches.forward = shifted  # type: ignore[method-assign]
+
+
+def gradients_not_reduced() -> None:
+    for name in ("start_all_reduce_", "start_reduce_scatter_into"):
+        assert hasattr(reduction_module, name)
+        setattr(reduction_module, name, lambda *tensors_and_group: None)
+
+
+def replicated_norm_counted_everywhere() -> None:
+    def everything(self: Optimizer) -> Tensor:
+        return torch.stack([s.gradients.square().sum() for s in self._stretches]).sum()
+
+    Optimizer.squared_norm = everything  # type: ignore[method-assign]
+
+
+def stale_shard() -> None:
+    """Weights updated by other ranks never arrive."""
+    assert hasattr(gathering_module, "start_all_gather_into")
+    gathering_module.start_all_gather_into = lambda whole, part, group: None  # type: ignore[assignment]
+
+
+def dropout_by_local_position() -> None:
+    keys = model_module.dropout_keys
+
+    def local(seed: int, step: int, first_sample: int, batch: int, positions: Tensor, device: Any) -> Any:
+        return keys(seed, step, first_sample, batch, torch.arange(len(positions)), device)
+
+    model_module.dropout_keys = local
+
+
+def dropout_by_local_sample() -> None:
+    keys = model_module.dropout_keys
+
+    def local(seed: int, step: int, first_sample: int, batch: int, positions: Tensor, device: Any) -> Any:
+        return keys(seed, step, 0, batch, positions, device)
+
+    model_module.dropout_keys = local
+
+
+def padding_takes_probability() -> None:
+    forward = _SplitCrossEntropy.forward
+
+    def unmasked(
+        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: int, first: int, group: Group
+    ) -> Tensor:
+        return forward(ctx, logits, labels, first + logits.shape[-1], first, group)
+
+    _SplitCrossEntropy.forward = staticmethod(unmasked)  # type: ignore[method-assign]
+
+
+def clipped_by_a_local_norm() -> None:
+    step = Optimizer.step
+
+    def local(self: Optimizer, learning_rate: float, norm: float) -> None:
+        step(self, learning_rate, float(self.squared_norm()) ** 0.5)
+
+    Optimizer.step = local  # type: ignore[method-assign]
+
+
+def heads_interleaved() -> None:
+    """Queries are dealt out to ranks head by head while the output projection expects blocks of heads."""
+    forward = SelfAttention.forward
+
+    def swapped(self: SelfAttention, x: Tensor, rope: Any, angles: Any) -> Tensor:
+        weight = self.linear_proj.weight
+        self.linear_proj.weight = torch.nn.Parameter(weight.detach().flip(1))
+        out = forward(self, x, rope, angles)
+        self.linear_proj.weight = weight
+        return out
+
+    SelfAttention.forward = swapped  # type: ignore[method-assign]
+
+
+# Each bug with a family and a layout on which it acts.
+BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
+    "row output not summed": (row_output_not_summed, "llama", "tp2"),
+    "column input gradient not summed": (column_input_gradient_not_summed, "llama", "tp2"),
+    "norm gradients not summed": (norm_gradients_not_summed, "llama", "tp2 sp"),
+    "QK-norm gradients not summed": (norm_gradients_not_summed, "qwen3", "tp2"),
+    "row bias gradient not summed": (row_bias_gradient_not_summed, "gpt", "tp2 sp"),
+    "position gradients not summed": (position_gradients_not_summed, "gpt", "tp2 sp"),
+    "shared key/value gradients not summed": (shared_key_value_gradients_not_summed, "qwen2.5", "tp4"),
+    "tied weights not summed": (tied_weights_not_summed, "qwen2.5", "pp2"),
+    "loss divided by a local count": (loss_divided_by_a_local_count, "llama", "dp2"),
+    "bias added on every rank": (bias_added_on_every_rank, "gpt", "tp2 sp"),
+    "gate and up cut as one": (gate_and_up_cut_as_one, "llama", "tp2"),
+    "micro-batch dropped": (micro_batch_dropped, "llama", "pp2"),
+    "labels of another micro-batch": (wrong_micro_batch_labels, "llama", "pp2 gpipe"),
+    "gradients not reduced": (gradients_not_reduced, "llama", "dp2"),
+    "replicated norm counted everywhere": (replicated_norm_counted_everywhere, "llama", "tp2"),
+    "stale ZeRO shard": (stale_shard, "llama", "dp2 zero1"),
+    "dropout by local position": (dropout_by_local_position, "gpt", "tp2 sp"),
+    "dropout by local sample": (dropout_by_local_sample, "gpt", "dp2"),
+    "padding takes probability": (padding_takes_probability, "llama", "tp2"),
+    "clipped by a local norm": (clipped_by_a_local_norm, "llama", "tp2"),
+    "heads in another order": (heads_interleaved, "llama", "tp2"),
+}
+
+
+def plant(bug: str) -> None:
+    """Breaks this process, or does nothing for no name."""
+    if bug:
+        BUGS[bug][0]()

@@ -1,0 +1,108 @@
+"""What the net covers: families of models, and layouts to spread them over."""
+
+from dataclasses import dataclass
+
+from tests.support import LLAMA, REVEALING
+
+STEPS = 5
+BATCH = 8
+SEQUENCE = 16
+VOCABULARY = 61
+
+# Four layers, eight heads, two key/value heads: with four tensor ranks, two of them share a key/value head.
+SHAPE = (
+    f"--num-layers 4 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 --ffn-hidden-size 48 "
+    f"--seq-length {SEQUENCE} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 16 {REVEALING} "
+    f"--lr 3e-3 --train-iters {STEPS} --global-batch-size {BATCH}"
+)
+GROUPED = "--group-query-attention --num-query-groups 2"
+
+FAMILIES = {
+    "gpt": "--hidden-dropout 0.1",
+    "llama": f"{LLAMA} {GROUPED} --untie-embeddings-and-output-weights",
+    "qwen2.5": f"{LLAMA} {GROUPED} --add-qkv-bias",
+    "qwen3": f"{LLAMA} {GROUPED} --qk-layernorm --untie-embeddings-and-output-weights",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`words` are flags of the spread run; `both` are flags that the run on one process gets too."""
+
+    name: str
+    ranks: int
+    words: str
+    micro_batch: int = 2
+    both: str = ""
+
+    def command(self, family: str) -> str:
+        return f"{self.reference(family)} {self.words} --micro-batch-size {self.micro_batch}"
+
+    def reference(self, family: str) -> str:
+        return f"{SHAPE} {FAMILIES[family]} {self.both}"
+
+
+def _tp(size: int) -> str:
+    return f"--tensor-model-parallel-size {size}"
+
+
+def _pp(size: int, more: str = "") -> str:
+    return f"--pipeline-model-parallel-size {size} {more}"
+
+
+SP = "--sequence-parallel"
+GPIPE = "--pipeline-schedule gpipe"
+VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
+OVERLAP = "--overlap-grad-reduce"
+# Buckets far smaller than the model, so that there are several of them.
+SMALL = "--ddp-bucket-size 3000"
+FIVE = "--num-layers 5"
+DROPOUT = "--hidden-dropout 0.2"
+
+
+def _zero(stage: int, more: str = "") -> str:
+    return f"--zero-stage {stage} {SMALL} {more}"
+
+
+LAYOUTS = (
+    Layout("accumulation", 1, "", micro_batch=1),
+    Layout("dp2", 2, "", micro_batch=4),
+    Layout("dp2 overlap", 2, f"{SMALL} {OVERLAP}", micro_batch=1),
+    Layout("dp2 zero1", 2, _zero(1)),
+    Layout("dp2 zero1 overlap", 2, _zero(1, f"{OVERLAP} --overlap-param-gather")),
+    Layout("dp2 zero2", 2, _zero(2)),
+    Layout("tp2", 2, _tp(2), micro_batch=8),
+    Layout("tp2 sp", 2, f"{_tp(2)} {SP}", micro_batch=4),
+    Layout("tp2 sp dropout", 2, f"{_tp(2)} {SP}", both=DROPOUT),
+    Layout("pp2", 2, _pp(2)),
+    Layout("pp2 gpipe", 2, _pp(2, GPIPE)),
+    Layout("pp2 virtual2", 2, _pp(2, VIRTUAL)),
+    Layout("pp2 uneven dropout", 2, _pp(2), both=f"{FIVE} {DROPOUT}"),
+    Layout("tp4", 4, _tp(4), micro_batch=8),
+    Layout("tp4 sp", 4, f"{_tp(4)} {SP}", micro_batch=8),
+    Layout("pp4", 4, _pp(4), micro_batch=1),
+    Layout("pp4 gpipe", 4, _pp(4, GPIPE)),
+    Layout("pp4 written out", 4, _pp(4, "--pipeline-model-parallel-layout Et|t|tt|L")),
+    Layout("tp2 dp2", 4, _tp(2)),
+    Layout("tp2 sp dp2 zero1", 4, f"{_tp(2)} {SP} {_zero(1)}"),
+    Layout("tp2 dp2 zero2 overlap", 4, f"{_tp(2)} {_zero(2, OVERLAP)}"),
+    Layout("tp2 pp2", 4, f"{_tp(2)} {_pp(2)}"),
+    Layout("tp2 sp pp2 virtual2", 4, f"{_tp(2)} {SP} {_pp(2, VIRTUAL)}"),
+    Layout("tp2 sp pp2 gpipe dropout", 4, f"{_tp(2)} {SP} {_pp(2, GPIPE)}", both=DROPOUT),
+    Layout("pp2 dp2", 4, _pp(2), micro_batch=1),
+    Layout("pp2 dp2 zero1", 4, f"{_pp(2)} {_zero(1)}"),
+    Layout("pp2 dp2 zero2", 4, f"{_pp(2)} {_zero(2)}"),
+    Layout("pp2 virtual2 dp2", 4, _pp(2, VIRTUAL)),
+    Layout("pp2 virtual2 dp2 zero1", 4, f"{_pp(2, VIRTUAL)} {_zero(1)}"),
+    Layout("pp2 gpipe dp2 zero2", 4, f"{_pp(2, GPIPE)} {_zero(2)}"),
+    Layout("pp2 virtual2 uneven dp2 zero2 overlap", 4, f"{_pp(2, VIRTUAL)} {_zero(2, OVERLAP)}", both=FIVE),
+    Layout("dp8 zero1", 8, _zero(1), micro_batch=1),
+    Layout("dp4 zero2 dropout", 4, _zero(2), both=DROPOUT),
+    Layout("tp2 pp2 uneven dp2 overlap", 8, f"{_tp(2)} {_pp(2)} {SMALL} {OVERLAP}", both=FIVE),
+    Layout("tp2 sp pp2 gpipe uneven dp2 zero1", 8, f"{_tp(2)} {SP} {_pp(2, GPIPE)} {_zero(1)}", both=FIVE),
+    Layout("tp2 sp pp2 dp2 zero1", 8, f"{_tp(2)} {SP} {_pp(2)} {_zero(1)}"),
+    Layout("tp2 sp pp2 virtual2 dp2 zero2", 8, f"{_tp(2)} {SP} {_pp(2, VIRTUAL)} {_zero(2)}"),
+    Layout("tp2 sp pp2 gpipe dp2", 8, f"{_tp(2)} {SP} {_pp(2, GPIPE)}"),
+    Layout("tp4 sp dp2 zero2", 8, f"{_tp(4)} {SP} {_zero(2)}"),
+    Layout("tp4 pp2", 8, f"{_tp(4)} {_pp(2)}", micro_batch=4),
+)

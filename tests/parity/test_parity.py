@@ -1,0 +1,123 @@
+"""Layouts against one process: each with one family here, with all of them in `make parity`."""
+
+import functools
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.harness import run_distributed
+from tests.parity.bugs import BUGS
+from tests.parity.cases import FAMILIES, LAYOUTS, Layout
+from tests.parity.compare import failures, gaps
+from tests.parity.trajectory import Trajectory, on_a_rank, run
+from tests.support import resolved
+
+TIMEOUT = 180.0
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+@functools.cache
+def on_one_process(words: str) -> Trajectory:
+    return run(words, 1)
+
+
+def reference(layout: Layout, family: str) -> Trajectory:
+    """The whole batch at once, on one process."""
+    return on_one_process(f"{layout.reference(family)} --micro-batch-size 8")
+
+
+def spread(layout: Layout, family: str, bug: str = "") -> list[Trajectory]:
+    return run_distributed(on_a_rank, layout.ranks, timeout=TIMEOUT, words=layout.command(family), bug=bug)
+
+
+def families_for(number: int) -> list[str]:
+    """One family for each layout, in turn, so that every family meets every kind of layout."""
+    return [list(FAMILIES)[number % len(FAMILIES)]]
+
+
+CASES = [(layout.name, family) for n, layout in enumerate(LAYOUTS) for family in families_for(n)]
+# Pairs that must not depend on whose turn it is.
+CASES += [
+    pair
+    for pair in (("tp4", "qwen3"), ("tp2 sp", "gpt"), ("pp2", "qwen2.5"), ("pp2 dp2 zero1", "gpt"))
+    if pair not in CASES
+]
+
+
+@pytest.mark.parametrize(("layout", "family"), CASES)
+def test_a_layout_computes_the_same_numbers(layout: str, family: str) -> None:
+    case = BY_NAME[layout]
+    assert failures(gaps(spread(case, family), reference(case, family))) == []
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str) -> None:
+    _, family, name = BUGS[bug]
+    case = BY_NAME[name]
+    assert failures(gaps(spread(case, family, bug), reference(case, family))) != []
+
+
+def disagreements(ranks: list[Trajectory]) -> list[str]:
+    """Rectangles of weights that several ranks hold, with different bits."""
+    seen: dict[Any, str] = {}
+    return [
+        f"{place[0]} on rank {number}"
+        for number, rank in enumerate(ranks)
+        for place, digest in rank.held.items()
+        if seen.setdefault(place, digest) != digest
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), [("dp2", "llama"), ("tp4 sp", "qwen2.5"), ("tp2 sp pp2 dp2 zero1", "gpt")]
+)
+def test_replicas_stay_bitwise_equal(layout: str, family: str) -> None:
+    ranks = spread(BY_NAME[layout], family)
+    shared = Counter(place for rank in ranks for place in rank.held)
+    assert max(shared.values()) > 1, "some weights are held by several ranks"
+    assert disagreements(ranks) == []
+
+
+def test_replicas_that_drift_would_be_seen() -> None:
+    assert disagreements(spread(BY_NAME["dp2 zero1"], "llama", "stale ZeRO shard")) != []
+
+
+def traits(layout: Layout, family: str) -> set[str]:
+    """What a case exercises, read from the configuration it resolves to."""
+    config = resolved(layout.command(family), layout.ranks).config
+    grid, parallel = config.grid, config.parallel
+    found = {
+        "tp": grid.tensor > 1,
+        "sp": grid.tensor > 1 and parallel.sequence_parallel,
+        parallel.pipeline_schedule: grid.pipeline > 1,
+        "dp": grid.data > 1,
+        f"zero{parallel.zero_stage}": grid.data > 1,
+        "uneven": len({len(part.layers) for part in config.stages}) > 1,
+        "accumulation": config.accumulation > 1,
+        "dropout": config.model.hidden_dropout > 0,
+        "untied" if config.model.untie_embeddings_and_output_weights else "tied": True,
+    }
+    return {trait for trait, present in found.items() if present}
+
+
+def test_the_net_is_wide() -> None:
+    """At least 25 layouts on 2, 4 and 8 ranks, and every pair of traits that can meet in one case."""
+    assert len([layout for layout in LAYOUTS if layout.ranks > 1]) >= 25
+    assert {layout.ranks for layout in LAYOUTS} == {1, 2, 4, 8}
+    cases = [traits(layout, family) for layout in LAYOUTS for family in FAMILIES]
+    exclusive = [{"1f1b", "gpipe", "interleaved"}, {"zero0", "zero1", "zero2"}, {"tied", "untied"}]
+    missing = [
+        {a, b}
+        for a, b in itertools.combinations(sorted(set().union(*cases)), 2)
+        if not any({a, b} <= case for case in cases) and not any({a, b} <= group for group in exclusive)
+    ]
+    assert missing == []
+
+
+def test_clipping_was_active_and_masks_uneven() -> None:
+    for family in FAMILIES:
+        seen = reference(BY_NAME["dp2"], family)
+        assert min(seen.norms) > 0.5, family
+        assert len(set(seen.tokens)) > 1

@@ -1,0 +1,92 @@
+"""A checkpoint saved in one layout is the same in any other, bit for bit."""
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import run_distributed
+from tests.parity.cases import LAYOUTS, Layout
+from tests.parity.compare import assemble
+from tests.parity.reshard import (
+    Continued,
+    Pair,
+    load_on_a_rank,
+    random_pairs,
+    save_on_a_rank,
+    stale_optimizer_state,
+    words_of,
+)
+
+TIMEOUT = 180.0
+PAIRS = random_pairs(50, saves=10)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@functools.cache
+def saved(family: str, layout: Layout, folder: Path) -> list[Continued]:
+    return run_distributed(
+        save_on_a_rank,
+        layout.ranks,
+        timeout=TIMEOUT,
+        words=words_of(layout, family),
+        folder=place(family, layout, folder),
+    )
+
+
+def place(family: str, layout: Layout, folder: Path) -> Path:
+    return folder / f"{family} {layout.name}".replace(" ", "-")
+
+
+def loaded(pair: Pair, folder: Path) -> list[Continued]:
+    return run_distributed(
+        load_on_a_rank,
+        pair.loaded.ranks,
+        timeout=TIMEOUT,
+        words=words_of(pair.loaded, pair.family),
+        folder=place(pair.family, pair.saved, folder),
+    )
+
+
+def state_of(ranks: list[Continued]) -> dict[str, torch.Tensor]:
+    return assemble(fragment for rank in ranks for fragment in rank.state)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_any_layout_loads_what_any_other_saved(pair: Pair, folder: Path) -> None:
+    before = saved(pair.family, pair.saved, folder)
+    after = loaded(pair, folder)
+    expected, found = state_of(before), state_of(after)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for rank in after:
+        assert rank.losses == pytest.approx(before[0].losses, rel=1e-5)
+
+
+def test_the_same_layout_goes_on_bit_for_bit(folder: Path) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == "tp2 sp dp2 zero1")
+    before = saved("qwen3", layout, folder)
+    after = loaded(Pair("qwen3", layout, layout), folder)
+    assert [rank.losses for rank in after] == [rank.losses for rank in before]
+
+
+def test_moments_that_were_forgotten_would_be_seen(folder: Path) -> None:
+    pair = PAIRS[0]
+    expected = state_of(saved(pair.family, pair.saved, folder))
+    forgetful = assemble(
+        f for rank in saved(pair.family, pair.saved, folder) for f in stale_optimizer_state(rank.state)
+    )
+    assert any(not torch.equal(forgetful[name], expected[name]) for name in expected)
+
+
+def test_the_pairs_are_fifty_different_ones() -> None:
+    assert len(set(PAIRS)) == 50
+    assert len({(p.family, p.saved) for p in PAIRS}) == 10 and len({p.loaded for p in PAIRS}) > 20

@@ -1,0 +1,202 @@
+"""What a layout costs, against formulas: collectives of one step, and bytes of weights, gradients and Adam's state."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pentatron.config.run import RunConfig
+from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.messages import ANNOUNCEMENT_TAG
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.step import train_step
+from tests.harness import run_distributed
+from tests.parity.cases import FAMILIES, SHAPE
+from tests.parity.trajectory import here, micro_batches
+from tests.support import LLAMA, resolved
+
+# Torch's names, old and new, under one.
+NAMES = {
+    "all_reduce": "all-reduce",
+    "all_gather_single": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_single": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "isend": "send",
+    "irecv": "receive",
+}
+
+
+def count_collectives() -> Counter[str]:
+    """Counts what this process asks of torch.distributed from now on; the check of sizes before a step is left out."""
+    seen: Counter[str] = Counter()
+    for name, kind in NAMES.items():
+        if hasattr(dist, name):
+            setattr(dist, name, counting(getattr(dist, name), kind, seen))
+    return seen
+
+
+def counting(real: Callable[..., Any], kind: str, seen: Counter[str]) -> Callable[..., Any]:
+    def counted(*words: Any, **named: Any) -> Any:
+        if named.get("tag") != ANNOUNCEMENT_TAG:
+            seen[kind] += 1
+        return real(*words, **named)
+
+    return counted
+
+
+def step_on_a_rank(words: str) -> Counter[str]:
+    config = resolved(words, dist.get_world_size()).config
+    world = here(config)
+    model = build_parallel_model(config, world)
+    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    batches = micro_batches(config, world, 0)
+    chunk = [next(batches) for _ in range(config.accumulation)]
+    seen = count_collectives()
+    train_step(model, optimizer, chunk, 1e-3, step=0)
+    return Counter(dict(seen))
+
+
+def expected(config: RunConfig, rank: int) -> Counter[str]:
+    """The collectives of one step on one rank, by formula."""
+    grid, at, micro_batches = config.grid, config.grid.coordinates(rank), config.accumulation
+    total: Counter[str] = Counter()
+    parts = [config.stages[s] for s in config.placement.stages_of(at.pipeline)]
+    layers = sum(len(part.layers) for part in parts)
+    first, last = any(p.embedding for p in parts), any(p.head for p in parts)
+    tied = not config.model.untie_embeddings_and_output_weights
+    sp = config.parallel.sequence_parallel
+    if grid.tensor > 1:
+        if sp:
+            # Each layer enters twice and leaves twice; the backward of one is the other.
+            crossings = 4 * layers + first + last
+            total += Counter(
+                {"all-gather": crossings * micro_batches, "reduce-scatter": crossings * micro_batches}
+            )
+        else:
+            total["all-reduce"] += (4 * layers + first + last) * micro_batches
+        # The largest logit, then the two sums of the cross entropy.
+        total["all-reduce"] += 2 * last * micro_batches
+        # Norms lie at the end of a bucket: with shares, in the last one's.
+        holds_norms = config.parallel.zero_stage == 0 or at.data == grid.data - 1
+        total["all-reduce"] += (sp or config.model.qk_layernorm) and holds_norms
+        total["all-reduce"] += grid.kv_copies > 1
+    if grid.pipeline > 1:
+        total["all-reduce"] += tied and (first or last)
+        boundaries_down = sum(not part.head for part in parts)
+        boundaries_up = sum(not part.embedding for part in parts)
+        messages = (boundaries_down + boundaries_up) * micro_batches
+        total += Counter({"send": messages, "receive": messages})
+    if grid.data > 1:
+        # One bucket for each stage, and one for an embedding that is tied to another stage's head.
+        buckets = len(parts) + (tied and grid.pipeline > 1 and (first + last))
+        total["all-reduce"] += 1
+        match config.parallel.zero_stage:
+            case 0:
+                total["all-reduce"] += buckets
+            case 1:
+                total += Counter({"reduce-scatter": buckets, "all-gather": buckets})
+            case 2:
+                total += Counter({"reduce-scatter": buckets * micro_batches, "all-gather": buckets})
+    total["all-reduce"] += 1
+    return +total
+
+
+TP, SP, PP = "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"
+VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "words"),
+    [
+        ("llama", 2, ""),
+        ("llama", 2, "--zero-stage 1"),
+        ("gpt", 2, "--zero-stage 2"),
+        ("llama", 2, f"{TP} 2"),
+        ("qwen3", 2, f"{TP} 2"),
+        ("gpt", 2, f"{TP} 2 {SP}"),
+        ("qwen2.5", 4, f"{TP} 4"),
+        ("llama", 2, f"{PP} 2"),
+        ("qwen2.5", 4, f"{PP} 2 --zero-stage 1"),
+        ("gpt", 2, f"{PP} 2 {VIRTUAL}"),
+        ("qwen3", 4, f"{TP} 2 {SP} {PP} 2 --pipeline-schedule gpipe"),
+        ("qwen2.5", 8, f"{TP} 2 {SP} {PP} 2 --zero-stage 2"),
+    ],
+)
+def test_collectives_are_those_of_the_theory(family: str, ranks: int, words: str) -> None:
+    command = f"{SHAPE} {FAMILIES[family]} --micro-batch-size 2 {words}"
+    config = resolved(command, ranks).config
+    for rank, seen in enumerate(run_distributed(step_on_a_rank, ranks, words=command)):
+        assert +seen == expected(config, rank), f"rank {rank}"
+
+
+# Large enough that rounding up to whole shares is less than a percent.
+LARGE = (
+    f"{LLAMA} --num-layers 4 --hidden-size 96 --num-attention-heads 8 --kv-channels 16 --ffn-hidden-size 256 "
+    f"--group-query-attention --num-query-groups 2 --seq-length 16 --vocab-size 512 --micro-batch-size 1 "
+    f"--untie-embeddings-and-output-weights"
+)
+BUCKET = 20_000
+
+
+def bytes_on_a_rank(words: str) -> dict[str, int]:
+    config = resolved(words, dist.get_world_size()).config
+    world = here(config)
+    model = build_parallel_model(config, world)
+    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    return optimizer.bytes()
+
+
+def parameters_of(config: RunConfig, rank: int) -> float:
+    """Elements a rank holds, from the sizes of the architecture."""
+    m, grid = config.model, config.grid
+    assert (
+        m.num_attention_heads
+        and m.num_query_groups
+        and m.kv_channels
+        and m.ffn_hidden_size
+        and m.padded_vocab_size
+    )
+    key_value = 2 * m.num_query_groups * m.kv_channels * m.hidden_size * grid.kv_copies
+    attention = 2 * m.num_attention_heads * m.kv_channels * m.hidden_size + key_value
+    mlp = 3 * m.ffn_hidden_size * m.hidden_size
+    layer = (attention + mlp) / grid.tensor + 2 * m.hidden_size
+    table = m.padded_vocab_size * m.hidden_size / grid.tensor
+    parts = [config.stages[s] for s in config.placement.stages_of(grid.coordinates(rank).pipeline)]
+    return sum(len(p.layers) * layer + p.embedding * table + p.head * (table + m.hidden_size) for p in parts)
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ""),
+        (2, ""),
+        (2, "--zero-stage 1"),
+        (4, "--zero-stage 2"),
+        (4, f"{TP} 4 {SP}"),
+        (4, f"{TP} 2 {PP} 2"),
+        (8, f"{TP} 2 {PP} 2 --zero-stage 1"),
+        (8, f"{PP} 2 {VIRTUAL} --zero-stage 2"),
+    ],
+)
+def test_bytes_per_rank_are_those_of_the_formulas(ranks: int, words: str, precision: str) -> None:
+    command = f"{LARGE} {words} {precision} --ddp-bucket-size {BUCKET} --global-batch-size 16"
+    config = resolved(command, ranks).config
+    zero, replicas = config.parallel.zero_stage, config.grid.data
+    shares = replicas if zero else 1
+    for rank, held in enumerate(run_distributed(bytes_on_a_rank, ranks, words=command)):
+        elements = parameters_of(config, rank)
+        assert held["parameters"] == pytest.approx((2 if precision else 4) * elements, rel=0.01)
+        assert held["moments"] == pytest.approx(8 * elements / shares, rel=0.01)
+        assert held["master"] == pytest.approx(4 * elements / shares if precision else 0, rel=0.01)
+        if zero == 2:
+            largest = max(
+                BUCKET, config.model.padded_vocab_size * config.model.hidden_size / config.grid.tensor
+            )
+            kept = 4 * elements / replicas
+            assert kept * 0.99 <= held["gradients"] <= kept * 1.01 + 4 * largest * 1.01
+        else:
+            assert held["gradients"] == pytest.approx(4 * elements, rel=0.01)
