@@ -77,7 +77,7 @@ def test_the_demo_leaves_what_it_promises(demo: Path) -> None:
     expected = {"config.yaml", "train.log", "metrics.jsonl", "checkpoints", "loss.svg", "sample.txt", "data"}
     assert expected <= {p.name for p in demo.iterdir()}
     shown = (demo / "stdout").read_text()
-    assert "2 processes (2 data-parallel)" in shown
+    assert "2 processes (2 data parallel)" in shown
     assert "finished: loss" in shown and "what to try next" in shown and "pentatron generate" in shown
     assert {p.suffix for p in (demo / "data").iterdir()} >= {".bin", ".idx", ".json"}
     assert [step for step, _ in losses(demo)] == list(range(1, 61))

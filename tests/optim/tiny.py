@@ -180,7 +180,7 @@ class Prescribed(DeclaringModule):
         for name, (local, declared) in parameters.items():
             self.declare(name, local, declared)
 
-    def loss(self, gradients: dict[str, Tensor]) -> Tensor:
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
         return torch.stack([(getattr(self, n) * g).sum() for n, g in gradients.items()]).sum()
 
 

@@ -50,7 +50,7 @@ def backward(model: Prescribed, optimizer: Optimizer, passes: list[dict[str, Ten
     optimizer.zero_gradients()
     for number, wanted in enumerate(passes, 1):
         optimizer.begin_backward(0, number == len(passes))
-        model.loss(wanted).backward()
+        model(wanted).backward()
         optimizer.end_backward(0, number == len(passes))
     optimizer.reduce(0)
     optimizer.finish_reduction()
@@ -203,7 +203,7 @@ def test_overlapped_reduction_starts_in_the_last_backward_pass_only() -> None:
         for last in (False, True):
             recorder.calls.clear()
             optimizer.begin_backward(0, last)
-            model.loss(gradients(0, 0)).backward()
+            model(gradients(0, 0)).backward()
             started.append(len(recorder.calls))
             optimizer.end_backward(0, last)
         expected = {(0, False): [0, 0], (0, True): [0, buckets], (1, True): [0, buckets]}
@@ -246,15 +246,15 @@ def test_a_gradient_after_its_bucket_was_reduced_is_refused(zero: int, grad: boo
     optimizer = Optimizer({0: model}, single_process(), OPTIM, parallel(zero, grad), torch.float32)
     optimizer.zero_gradients()
     optimizer.begin_backward(0, last=True)
-    model.loss(gradients(0, 0)).backward()
+    model(gradients(0, 0)).backward()
     with pytest.raises(AssertionError, match="after its bucket was reduced"):
-        model.loss(gradients(0, 0)).backward()
+        model(gradients(0, 0)).backward()
 
 
 def test_a_stage_that_was_never_reduced_is_noticed() -> None:
     model = prescribed()
     optimizer = Optimizer({0: model}, single_process(), OPTIM, parallel(), torch.float32)
-    model.loss(gradients(0, 0)).backward()
+    model(gradients(0, 0)).backward()
     with pytest.raises(AssertionError, match="never reduced"):
         optimizer.finish_reduction()
 

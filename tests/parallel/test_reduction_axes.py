@@ -124,7 +124,7 @@ def train(
         optimizer.zero_gradients()
         for number in (2 * step, 2 * step + 1):
             optimizer.begin_backward(stage, last=number % 2 == 1)
-            model.loss(local_gradients(grid, world.at, model, number)).backward()
+            model(local_gradients(grid, world.at, model, number)).backward()
             optimizer.end_backward(stage, last=number % 2 == 1)
         optimizer.reduce(stage)
         optimizer.finish_reduction()
@@ -239,7 +239,7 @@ def doubled_norm(zero: int) -> float:
     optimizer.zero_gradients()
     for number in (0, 1):
         optimizer.begin_backward(0, last=number == 1)
-        model.loss(local_gradients(TENSOR, world.at, model, number)).backward()
+        model(local_gradients(TENSOR, world.at, model, number)).backward()
         optimizer.end_backward(0, last=number == 1)
     optimizer.reduce(0)
     optimizer.finish_reduction()

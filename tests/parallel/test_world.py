@@ -1,3 +1,5 @@
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from pentatron.parallel.collectives import (
     on_some_ranks,
 )
 from pentatron.parallel.world import World, choose_device, connect, single_process
-from tests.harness import distributed
+from tests.harness import RanksFailed, distributed, run_distributed
 
 CPU = torch.device("cpu")
 
@@ -33,8 +35,8 @@ def test_data_group_sums_over_its_own_ranks_only() -> None:
 @distributed(world=2)
 def test_every_rank_hears_the_largest() -> None:
     world = here(Grid(data=2))
-    assert largest(world.everyone.rank * 7, world.everyone, CPU) == 7
-    assert largest(0, world.everyone, CPU) == 0
+    assert largest(world.everyone.rank * 7, world.everyone) == 7
+    assert largest(0, world.everyone) == 0
 
 
 @distributed(world=2)
@@ -56,10 +58,26 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
         on_some_ranks(world.everyone.rank == 1, fails, world.everyone)
 
 
+def wait_for_an_absent_rank(seconds: float | None) -> None:
+    """The first stage sums along the pipeline axis; the last one never does."""
+    timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
+    world = connect(Grid(tensor=2, pipeline=2), dist.get_rank(), 0, CPU, timeout)
+    if world.at.pipeline == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            all_reduce_(torch.zeros(1), world.pipeline)
+    dist.barrier()
+
+
+def test_groups_wait_no_longer_than_they_are_told() -> None:
+    run_distributed(wait_for_an_absent_rank, 4, seconds=0.3)
+    with pytest.raises(RanksFailed, match="had not finished"):
+        run_distributed(wait_for_an_absent_rank, 4, timeout=2.0, seconds=None)
+
+
 def test_a_world_of_one_needs_no_process_group() -> None:
     world = single_process()
     assert world.is_first
-    assert largest(3, world.everyone, CPU) == 3
+    assert largest(3, world.everyone) == 3
     assert on_some_ranks(True, lambda: 7, world.everyone) == 7
 
 
