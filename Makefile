@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract bench-harness clean
+.PHONY: help setup demo test check format contract parity bench-harness bench-pipeline clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -41,8 +41,14 @@ format: $(READY) ## format the code and mend what the linter can
 contract: $(READY) ## run what shows each contract item, print the count, write docs/contract.md
 	@$(BIN)/python scripts/contract.py
 
+parity: $(READY) ## every layout against one process, write docs/parity.md; a corner: ARGS="--only tp2"
+	@$(BIN)/python scripts/parity.py $(ARGS)
+
 bench-harness: $(READY) ## cost of an empty distributed test against fresh processes
 	@$(BIN)/python bench/harness.py
+
+bench-pipeline: $(READY) ## cost of the pipeline per micro-batch against torch's own
+	@$(BIN)/python bench/pipeline.py $(ARGS)
 
 clean: ## remove .venv and caches (runs/ is kept)
 	rm -rf $(VENV) .ruff_cache .mypy_cache build *.egg-info

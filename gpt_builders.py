@@ -20,6 +20,9 @@ def gpt_builder(
 ) -> CausalLM:
     """A model of the given architecture; `args` is a resolved configuration."""
     if not (pre_process and post_process) or vp_stage is not None:
-        raise UserError("parts of a model need pipeline parallelism, which this version does not have yet")
+        raise UserError(
+            "gpt_builder makes whole models; leave pre_process and post_process True and vp_stage out "
+            "(pentatron divides a model over pipeline stages itself)"
+        )
     device = torch.get_default_device()
     return build_model(config or args.model, args.run.seed, device, args.kernels.attention_backend)

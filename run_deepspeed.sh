@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Training with sharded state (ZeRO). NUM_GPUS processes (default 4), ZERO_STAGE 1 to 3 (default 2); further words go
-# to train_megatron.py.
+# Training with sharded state (ZeRO). NUM_GPUS processes (default 4), ZERO_STAGE 1 or 2 (default 2; 3 and offload are
+# not available yet); further words go to train_megatron.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 exec "${PYTHON:-python3}" train_megatron.py --nproc-per-node "${NUM_GPUS:-4}" \

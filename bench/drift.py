@@ -32,7 +32,8 @@ def losses(words: str, steps: int, folder: Path) -> list[float]:
         "400",
         "--eval-interval",
         "0",
-        "--no-progress-bar",
+        "--progress-bar",
+        "off",
         "--run-dir",
         str(folder),
     ]

@@ -202,7 +202,14 @@ def _schedule(report: Report) -> str:
         f"  waiting: {checked.bubble:.1%} of the ranks' time ({checked.time} steps, a forward taken as 1, a backward as 2)"
     )
     if checked.bubble > 0.2:
-        lines.append("  more micro-batches (--global-batch-size) or virtual stages make that smaller")
+        lines.append(
+            "  more micro-batches (a smaller --micro-batch-size or a larger --global-batch-size) or virtual stages help"
+        )
+    of_rank = [sum(report.shares[s] for s in report.placement.stages_of(rank)) for rank in range(ranks)]
+    # The most expensive rank sets the pace; the others are done sooner.
+    idle = 1 - (1 - checked.bubble) / (ranks * max(of_rank))
+    if idle > checked.bubble + 0.01:
+        lines.append(f"  with the stages as unequal as they are here: about {idle:.0%}")
     return "\n".join(lines)
 
 

@@ -21,6 +21,9 @@ from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
 _USER_ERROR = 2
+_LOST = 1
+# What torch's backends say when a peer is gone or silent.
+_LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 def train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
@@ -53,7 +56,7 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     place = (worker.rank, worker.local_rank, worker.local_size)
     try:
-        with open_world(config.grid, *place, device, timeout) as world:
+        with open_world(config.grid, *place, device, timeout, config.shared()) as world:
             outcome = run_training(prepared.resolved, world, entry.resumes, launcher)
     except AgreedError:
         raise
@@ -61,6 +64,13 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
         # Met by this rank alone: nobody else will say it.
         complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
         return _USER_ERROR
+    except RuntimeError as error:
+        reason = next((sign for sign in _LOST_CONTACT if sign in str(error)), None)
+        if worker.world_size == 1 or reason is None:
+            raise
+        # Whoever failed has said why; what we were doing when we noticed would only bury it.
+        complain(f"rank {worker.rank}: lost contact with another rank ({reason}), so this one stops too")
+        return _LOST
     if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
     if prepared.worker is None:
@@ -76,12 +86,18 @@ def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
     # The workers would find out as well, seconds later and each by itself.
     RunFolder(Path(config.run.run_dir)).create()
     prepare_for_workers(config.launch.threads_per_process)
+    say(f"starting {prepared.facts.world_size} processes ...")
     ended = run_workers(python_words, prepared.facts.world_size, config.launch.master_port)
     told = ended.exit_code == _USER_ERROR or ended.exit_code - 128 in WATCHED
     if ended.failed_rank is not None and not told:
+        saved = config.checkpoint.save is not None and (Path(config.checkpoint.save) / "latest").exists()
         complain(
             f"rank {ended.failed_rank} of {prepared.facts.world_size} {_how(ended.exit_code)}; the others were stopped. "
-            f"Its last checkpoint is intact: the same command goes on from there"
+            + (
+                "The last checkpoint is intact: the same command goes on from there"
+                if saved
+                else "No checkpoint had been saved yet"
+            )
         )
         return 1
     if ended.exit_code == 0:

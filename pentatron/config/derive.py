@@ -7,6 +7,7 @@ from pentatron.config.draft import Draft, Facts
 from pentatron.layout.divisors import divisors, either
 
 _HEAD_WIDTHS = (64, 32, 16, 8)
+_ENOUGH_HEADS = 8
 
 
 def derive(draft: Draft, facts: Facts) -> list[str]:
@@ -51,9 +52,12 @@ def _preset_heads_do_not_fit(draft: Draft) -> bool:
 
 
 def _heads(draft: Draft, remark: str) -> None:
-    hidden, tp = draft["hidden_size"], draft["tensor_model_parallel_size"]
-    fitting = [w for w in _HEAD_WIDTHS if hidden % w == 0 and (hidden // w) % tp == 0]
-    width = fitting[0] if fitting else hidden
+    """Wide heads, but enough of them to be shared by eight ranks. The layout itself is not asked: the same words must
+    mean the same model in every one."""
+    hidden = draft["hidden_size"]
+    fitting = [w for w in _HEAD_WIDTHS if hidden % w == 0]
+    enough = [w for w in fitting if hidden // w >= _ENOUGH_HEADS]
+    width = enough[0] if enough else fitting[-1] if fitting else hidden
     draft.derive(
         "num_attention_heads", max(1, hidden // width), f"{hidden} hidden / {width} per head{remark}"
     )
@@ -123,7 +127,7 @@ def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
         draft.derive("global_batch_size", micro * dp * (steps or 1), reason)
         return []
     if micro is None:
-        return _micro_from_global(draft, total, dp, steps or 1)
+        return _micro_from_global(draft, total, dp, steps)
     if steps is not None and micro * dp * steps != total:
         return [
             f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
@@ -135,7 +139,16 @@ def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
     return []
 
 
-def _micro_from_global(draft: Draft, total: int, dp: int, steps: int) -> list[str]:
+def _micro_from_global(draft: Draft, total: int, dp: int, steps: int | None) -> list[str]:
+    ranks = draft["pipeline_model_parallel_size"]
+    if steps is None and ranks > 1 and total % dp == 0:
+        # A pipeline works on several micro-batches at a time.
+        micro = max((d for d in divisors(total // dp) if total // dp // d >= ranks), default=1)
+        draft.derive(
+            "micro_batch_size", micro, f"{total} / {dp} ranks, cut for {ranks} pipeline ranks at least"
+        )
+        return []
+    steps = steps or 1
     micro, rest = divmod(total, dp * steps)
     if rest:
         return [

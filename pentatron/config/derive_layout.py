@@ -1,10 +1,13 @@
 """Values of the layout that follow from others: sizes that fit the processes, virtual stages, the schedule."""
 
 from pentatron.config.draft import Draft, Facts
+from pentatron.config.run import table
 from pentatron.layout.divisors import divisors
 from pentatron.layout.stages import written_stages
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+# Whoever types one of these has a layout in mind; a preset's own sizes would only get in its way.
+_OWN_LAYOUT = (*_SIZES, "zero_stage", "overlap_grad_reduce", "overlap_param_gather")
 
 
 def derive_layout(draft: Draft, facts: Facts) -> None:
@@ -19,6 +22,12 @@ def _fit_inherited_sizes(draft: Draft, facts: Facts) -> None:
     """Lowers the sizes of a preset to what the processes and the typed settings allow; typed sizes stay as they are."""
     inherited = [name for name in _SIZES if draft[name] > 1 and not draft.given(name)]
     if not inherited:
+        return
+    own_layout = next((name for name in _OWN_LAYOUT if draft.given(name)), None)
+    if own_layout is not None:
+        flag = table()[own_layout].flag
+        for name in inherited:
+            draft.derive(name, 1, f"{flag} is given, so the preset's {draft[name]} does not count")
         return
     tensor_sizes, pipeline_sizes = (
         divisors(draft[name]) if name in inherited else [draft[name]] for name in _SIZES

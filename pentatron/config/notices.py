@@ -23,7 +23,23 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
             f"--attention-dropout {draft['attention_dropout']}: which attention weights are dropped depends on the "
             f"layout, so other parallel sizes give other losses (hidden dropout does not depend on it)"
         )
-    return found
+    return [*found, *_idle_pipeline(draft)]
+
+
+def _idle_pipeline(draft: Draft) -> list[str]:
+    """A pipeline with few micro-batches waits most of the time, which is rarely what anyone wants."""
+    ranks, virtual = draft["pipeline_model_parallel_size"], draft["virtual_pipeline_model_parallel_size"] or 1
+    total, micro, copies = (draft[n] for n in ("global_batch_size", "micro_batch_size", "data_parallel_size"))
+    if ranks == 1 or not total or not micro or total % (micro * copies) or total >= ranks * micro * copies:
+        return []
+    count = total // (micro * copies)
+    # The usual estimate: every rank waits while the others fill and drain the pipeline.
+    waiting = (ranks - 1) / (ranks - 1 + count * virtual)
+    batches = "1 micro-batch a step leaves" if count == 1 else f"{count} micro-batches a step leave"
+    return [
+        f"{batches} {ranks} pipeline ranks waiting {waiting:.0%} of the time; a smaller --micro-batch-size or a larger "
+        f"--global-batch-size gives more micro-batches"
+    ]
 
 
 def _asked_for(draft: Draft, name: str) -> bool:

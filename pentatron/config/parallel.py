@@ -12,15 +12,19 @@ _RECOMPUTE = "activation recompute"
 class ParallelConfig:
     """Parallelism"""
 
-    tensor_model_parallel_size: int = setting(1, "ranks that share one layer", also="--tp_size")
-    pipeline_model_parallel_size: int = setting(1, "ranks the layers are divided over", also="--pp_size")
-    context_parallel_size: int = setting(1, "ranks that share one sequence", not_yet="context parallelism")
-    expert_model_parallel_size: int = setting(1, "ranks that share the experts", not_yet=_EP)
+    tensor_model_parallel_size: int = setting(1, "ranks that share one layer", also="--tp_size --tp")
+    pipeline_model_parallel_size: int = setting(1, "ranks the layers are divided over", also="--pp_size --pp")
+    context_parallel_size: int = setting(
+        1, "ranks that share one sequence", also="--cp_size --cp", not_yet="context parallelism"
+    )
+    expert_model_parallel_size: int = setting(
+        1, "ranks that share the experts", also="--ep_size --ep", not_yet=_EP
+    )
     expert_tensor_parallel_size: int | None = setting(
         None, "ranks that share one expert (tensor parallel size)", not_yet=_EP
     )
     data_parallel_size: int | None = setting(
-        None, "copies of the model (world / (tp × pp × cp), checked if given)"
+        None, "copies of the model (world / (tp × pp × cp), checked if given)", also="--dp_size --dp"
     )
     sequence_parallel: bool = setting(False, "split norms and residuals over the tensor axis as well")
     pipeline_schedule: str = setting(
@@ -29,7 +33,7 @@ class ParallelConfig:
         choices=("1f1b", "gpipe", "interleaved"),
     )
     virtual_pipeline_model_parallel_size: int | None = setting(
-        None, "stages on each pipeline rank", also="--num-virtual-stages-per-pipeline-rank"
+        None, "stages on each pipeline rank", also="--num-virtual-stages-per-pipeline-rank --vpp"
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
         None, "layers of one stage, instead of the number of stages"

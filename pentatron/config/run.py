@@ -82,6 +82,14 @@ class RunConfig:
         """Every setting by name, in the order of the table."""
         return {s.name: getattr(getattr(self, s.section), s.name) for s in table().values()}
 
+    def shared(self) -> dict[str, Any]:
+        """By flag, the settings that must be the same for every process of a run: all but those of the machine."""
+        return {
+            item.flag: list(value) if isinstance(value, tuple) else value
+            for (name, value), item in zip(self.flat().items(), table().values())
+            if item.section != "launch"
+        }
+
     def nested(self) -> dict[str, dict[str, Any]]:
         """Every setting by section, as plain lists and scalars: what the run folder keeps."""
         return {

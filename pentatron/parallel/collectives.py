@@ -96,11 +96,10 @@ def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
     return tensor
 
 
-def largest(number: int, group: Group, device: torch.device) -> int:
+def largest(number: int, group: Group) -> int:
     """The largest of the ranks' numbers. Every rank must ask."""
-    if group.size == 1:
-        return number
-    return int(all_reduce_max_(torch.tensor(number, device=device), group).item())
+    # In host memory: every process group can compare that, and no GPU is waited for.
+    return int(all_reduce_max_(torch.tensor(number), group).item())
 
 
 def broadcast_object(value: Any, group: Group) -> Any:

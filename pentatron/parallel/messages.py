@@ -197,7 +197,7 @@ def open_channels(world: World) -> dict[Channel, Any]:
     channels: dict[Channel, Any] = {}
     for channel in itertools.product((False, True), (False, True)):
         for members in world.grid.groups("pipeline"):
-            process_group = dist.new_group(list(members))
+            process_group = dist.new_group(list(members), timeout=world.timeout)
             if world.everyone.rank in members:
                 channels[channel] = process_group
     for gradient in (False, True):

@@ -8,12 +8,14 @@ import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pentatron.config.errors import UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
+from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
 
 ALONE = Group(0, 1)
@@ -21,7 +23,10 @@ ALONE = Group(0, 1)
 
 @dataclass(frozen=True)
 class World:
-    """`groups` holds the axes along which this rank has company; on any other axis it is alone."""
+    """`groups` holds the axes along which this rank has company; on any other axis it is alone.
+
+    `timeout` is how long the groups wait for their slowest rank; None leaves it to torch.
+    """
 
     grid: Grid
     at: Coordinates
@@ -29,6 +34,7 @@ class World:
     local_rank: int
     device: torch.device
     groups: Mapping[Axis, Group] = field(default_factory=dict)
+    timeout: datetime.timedelta | None = None
 
     def group(self, axis: Axis) -> Group:
         return self.groups.get(axis, ALONE)
@@ -85,19 +91,28 @@ def _backend(device: torch.device, local_processes: int) -> str:
 
 @contextmanager
 def open_world(
-    grid: Grid, rank: int, local_rank: int, local_processes: int, device: torch.device, timeout_minutes: float
+    grid: Grid,
+    rank: int,
+    local_rank: int,
+    local_processes: int,
+    device: torch.device,
+    timeout_minutes: float,
+    settings: Mapping[str, Any],
 ) -> Iterator[World]:
-    """Joins the process group described by the environment (or none, for a world of one) and leaves it at the end."""
+    """Joins the process group described by the environment (or none, for a world of one) and leaves it at the end.
+
+    All ranks must have the same `settings`; that is checked before anything depends on them.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if grid.world_size == 1:
         yield connect(grid, rank, local_rank, device)
         return
-    _meet(
-        _backend(device, local_processes), rank, grid.world_size, datetime.timedelta(minutes=timeout_minutes)
-    )
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    _meet(_backend(device, local_processes), rank, grid.world_size, timeout)
     try:
-        yield connect(grid, rank, local_rank, device)
+        require_same_settings(settings, Group(rank, grid.world_size, dist.group.WORLD))
+        yield connect(grid, rank, local_rank, device, timeout)
     finally:
         dist.destroy_process_group()
 
@@ -114,8 +129,10 @@ def _meet(backend: str, rank: int, world_size: int, timeout: datetime.timedelta)
         ) from None
 
 
-def connect(grid: Grid, rank: int, local_rank: int, device: torch.device) -> World:
-    """The world of a process group that exists already."""
+def connect(
+    grid: Grid, rank: int, local_rank: int, device: torch.device, timeout: datetime.timedelta | None = None
+) -> World:
+    """The world of a process group that exists already. Groups do not inherit its timeout, so it is said again."""
     if grid.world_size == 1:
         return single_process(device)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
@@ -128,18 +145,20 @@ def connect(grid: Grid, rank: int, local_rank: int, device: torch.device) -> Wor
     for axis in typing.get_args(Axis):
         divided = tuple(sorted(m for m in grid.groups(axis) if len(m) > 1))
         if divided and divided not in made:
-            made[divided] = _make(divided, rank, through_host)
+            made[divided] = _make(divided, rank, through_host, timeout)
         own = made[divided] if divided else None
         if own is not None:
             groups[axis] = own
-    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups)
+    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout)
 
 
-def _make(divided: tuple[tuple[int, ...], ...], rank: int, through_host: bool) -> Group | None:
+def _make(
+    divided: tuple[tuple[int, ...], ...], rank: int, through_host: bool, timeout: datetime.timedelta | None
+) -> Group | None:
     """Every rank must take part in the making of every group, its own or not."""
     own = None
     for members in divided:
-        process_group = dist.new_group(list(members))
+        process_group = dist.new_group(list(members), timeout=timeout)
         if rank in members:
             own = Group(members.index(rank), len(members), process_group, through_host)
     return own

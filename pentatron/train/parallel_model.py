@@ -1,6 +1,6 @@
 """The model as it is spread over ranks: the stages this rank holds, and how a step runs through them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,22 +81,22 @@ def model_dtype(config: RunConfig) -> torch.dtype:
 class MicroBatches:
     """What the executor runs: this rank's stages over the micro-batches of one step.
 
-    The last stage gives each micro-batch's summed loss divided by `divisor`.
+    The last stage gives each micro-batch's summed loss divided by `divisor`, which is asked for there and then.
     """
 
     model: ParallelModel
     batches: Sequence[Batch]
     keys: Sequence[DropoutKeys | None]
-    divisor: Tensor
+    divisor: Callable[[], Tensor]
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         batch = self.batches[micro_batch]
         made: Tensor = self.model.stages[stage](
             batch.tokens, batch.position_ids, batch.labels, received, self.keys[micro_batch]
         )
-        if not self.model.config.stages[stage].head:
+        if stage < self.model.config.placement.stages - 1:
             return made
-        return (made * batch.loss_mask).sum() / self.divisor
+        return (made * batch.loss_mask).sum() / self.divisor()
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape

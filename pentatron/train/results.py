@@ -21,16 +21,37 @@ def describe(config: RunConfig, world: World, parameters: int) -> str:
     precision = "bf16" if config.precision.bf16 else "fp32"
     return (
         f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
-        f"{size} process{'es' if size > 1 else ''} ({_axes(world)}) on {device}, {precision}; "
+        f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {precision}; "
         f"{config.train.global_batch_size} × {config.model.seq_length} tokens a step"
     )
 
 
-def _axes(world: World) -> str:
-    """`2 tensor × 2 pipeline`: the axes that have more than one rank."""
-    sizes = {"tensor": world.grid.tensor, "pipeline": world.grid.pipeline, "data": world.grid.data}
-    shown = [f"{size} {name}" for name, size in sizes.items() if size > 1]
-    return f"{' × '.join(shown) or 'no'} parallel"
+def _axes(config: RunConfig) -> str:
+    """`2 tensor + sequence × 2 pipeline`: the axes that have more than one rank, and what is switched on there."""
+    grid, parallel = config.grid, config.parallel
+    shown = []
+    if grid.tensor > 1:
+        shown.append(f"{grid.tensor} tensor" + (" + sequence" if parallel.sequence_parallel else ""))
+    if grid.pipeline > 1:
+        shown.append(f"{grid.pipeline} pipeline")
+    if grid.data > 1:
+        zero = f" with ZeRO-{parallel.zero_stage}" if parallel.zero_stage else ""
+        shown.append(f"{grid.data} data{zero}")
+    return f"{' × '.join(shown)} parallel" if shown else "not parallel"
+
+
+def describe_pipeline(config: RunConfig) -> str | None:
+    """One line on how the layers are divided, where they are."""
+    ranks = config.grid.pipeline
+    if ranks == 1:
+        return None
+    layers = " + ".join(str(len(part.layers)) for part in config.stages)
+    virtual = f", {config.virtual_stages} stages on each" if config.virtual_stages > 1 else ""
+    count = config.accumulation
+    return (
+        f"pipeline: {config.parallel.pipeline_schedule} on {ranks} ranks{virtual}; layers {layers}; "
+        f"{count} micro-batch{'es' if count > 1 else ''} a step"
+    )
 
 
 def _count(number: int) -> str:
@@ -54,7 +75,8 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
     rows = list(read_metrics(folder.metrics))
     if rows:
         first, last = rows[0]["loss"], sum(r["loss"] for r in rows[-10:]) / len(rows[-10:])
-        output.say(f"finished: loss {first:.3f} → {last:.3f} (down {100 * (1 - last / first):.0f} %)")
+        change = f"{'down' if last <= first else 'up'} {100 * abs(1 - last / first):.0f} %"
+        output.say(f"finished: loss {first:.3f} → {last:.3f} ({change})")
     if datasets.tokenizer is not None and config.run.sample_prompt is not None:
         prompt = config.run.sample_prompt
         assert config.checkpoint.save is not None

@@ -21,6 +21,7 @@ _DRAW_THE_ORDER = frozenset({"train_iters", "global_batch_size", "seed", "split"
 _FREE_SETTINGS = frozenset(
     {"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens", "padded_vocab_size"}
 )
+_MODEL_SIZE = "_model_parallel_size"
 # They belong to the architecture's settings but leave no trace in the weights.
 _NOT_IN_THE_WEIGHTS = frozenset(
     {"padded_vocab_size", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout"}
@@ -35,9 +36,9 @@ def starting_point(
     own, other = store.folder, Path(config.checkpoint.load or store.folder)
     notes: list[str] = []
     for folder in dict.fromkeys((own, other)):
-        found, complaints = _find(
-            CheckpointStore(folder, keep=None), config.checkpoint.verify_checkpoint, world
-        )
+        # Only in our own folder may anything be renamed: another run may be using the other one.
+        there = CheckpointStore(folder, keep=None)
+        found, complaints = _find(there, config.checkpoint.verify_checkpoint, folder == own, world)
         notes += complaints
         if found is not None:
             state, changes = _resume(found, config, optimizer, world, data_fingerprint)
@@ -49,11 +50,13 @@ def starting_point(
     return TrainState(data_fingerprint=data_fingerprint), notes
 
 
-def _find(store: CheckpointStore, verify: bool, world: World) -> tuple[Found | None, list[str]]:
+def _find(
+    store: CheckpointStore, verify: bool, set_aside: bool, world: World
+) -> tuple[Found | None, list[str]]:
     """Rank 0 looks and verifies; every rank gets the same answer, or the same error."""
 
     def look() -> tuple[Found | None, list[str]]:
-        found, complaints = store.newest_valid(verify, set_aside=True)
+        found, complaints = store.newest_valid(verify, set_aside)
         if found is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
             raise UserError(
@@ -69,13 +72,14 @@ def _resume(
 ) -> tuple[TrainState, list[str]]:
     """Loads weights, optimizer and random state; returns where the run stands and which settings have changed."""
     state = TrainState(**found.manifest.run_state)
-    if state.data_fingerprint != data_fingerprint:
-        raise AgreedError(
-            f"the data is not what {found.folder} was trained on; bring it back, or start anew with --fresh or "
-            f"another --run-dir"
-        )
 
     def load() -> None:
+        # Each rank judges the data it sees itself: on another machine that may be other data.
+        if state.data_fingerprint != data_fingerprint:
+            raise UserError(
+                f"the data is not what {found.folder} was trained on; bring it back, or start anew with --fresh or "
+                f"another --run-dir"
+            )
         _require_same_model(found.folder, found.manifest.config, config)
         load_fragments(found.folder, found.manifest, optimizer.fragments(owned_only=False))
         restore_random_state(found, world)
@@ -91,11 +95,24 @@ def _resume(
         f"resuming with {section}.{name} = {now} (the checkpoint was made with {before})"
         for section, name, before, now in different
     ]
+    before, now = _layout(found.manifest.config), _layout(config.nested())
+    if before != now:
+        changes.insert(0, f"the checkpoint was made on {before}; it goes on on {now}")
     if any(name in _DRAW_THE_ORDER for _, name, _, _ in different):
         changes.append(
             "samples are ordered for the length of a run: from here on the order may be another one"
         )
     return state, changes
+
+
+def _layout(config: Mapping[str, Any]) -> str:
+    """`2 tensor × 2 pipeline × 1 data ranks`."""
+    parallel = config["parallel"]
+    sizes = {
+        name: parallel.get(f"{name}{rest}", 1)
+        for name, rest in (("tensor", _MODEL_SIZE), ("pipeline", _MODEL_SIZE), ("data", "_parallel_size"))
+    }
+    return f"{' × '.join(f'{size} {name}' for name, size in sizes.items())} ranks"
 
 
 def _require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:

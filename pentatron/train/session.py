@@ -19,7 +19,7 @@ from pentatron.parallel.world import World
 from pentatron.train.datasets import build_datasets
 from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
-from pentatron.train.results import describe, draw_curve, finish
+from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import starting_point
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.state import TrainState
@@ -97,6 +97,8 @@ def _run(
     )
     assert output is not None
     output.say(describe(config, world, model.count_parameters()))
+    if pipeline := describe_pipeline(config):
+        output.say(pipeline)
     for note in notes:
         output.say(f"note: {note}")
     _say_where_it_stands(config, state, output)

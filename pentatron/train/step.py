@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pentatron.data.loader import Batch
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.collectives import Group, all_reduce_
+from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
 
@@ -31,9 +31,9 @@ def train_step(
     number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0.
     """
     world = model.world
-    valid = count_valid(batches, world.replicas)
+    valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
-    program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid)
+    program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
     loss = model.executor.train(model.config.schedule(len(batches)), program, optimizer)
     optimizer.finish_reduction()
     totals = torch.stack((_said_once(loss, world), optimizer.squared_norm().double()))
@@ -42,7 +42,7 @@ def train_step(
     # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
     if math.isfinite(mean_loss) and math.isfinite(norm):
         optimizer.step(learning_rate, norm)
-    return StepResult(mean_loss, norm, int(valid))
+    return StepResult(mean_loss, norm, int(valid.total()))
 
 
 def _said_once(loss: Tensor, world: World) -> Tensor:
@@ -50,10 +50,23 @@ def _said_once(loss: Tensor, world: World) -> Tensor:
     return loss.double() if world.is_first_of(("tensor",)) else torch.zeros_like(loss, dtype=torch.float64)
 
 
-def count_valid(batches: Sequence[Batch], replicas: Group) -> Tensor:
-    """Labels that count in the loss, over all micro-batches and replicas; at least 1."""
-    local = torch.stack([batch.valid_tokens.double() for batch in batches]).sum()
-    return all_reduce_(local, replicas).clamp(min=1).float()
+class ValidTokens:
+    """Labels that count in the loss, over all micro-batches and replicas.
+
+    Nobody waits for the sum before the first loss needs it: weights may still be on their way between the same replicas,
+    and collectives of one group follow each other, so that waiting here would be waiting for all of them.
+    """
+
+    def __init__(self, batches: Sequence[Batch], replicas: Group) -> None:
+        self._sum = torch.stack([batch.valid_tokens.double() for batch in batches]).sum()
+        self._pending = start_all_reduce_(self._sum, replicas)
+
+    def total(self) -> Tensor:
+        """At least 1."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._sum.clamp(min=1).float()
 
 
 @torch.no_grad()
@@ -65,7 +78,7 @@ def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int
     counts_tokens = world.is_first_of(("tensor", "pipeline"))
     model.train(False)
     for chunk in _chunks(batches, at_once):
-        program = MicroBatches(model, chunk, [None] * len(chunk), one)
+        program = MicroBatches(model, chunk, [None] * len(chunk), lambda: one)
         loss = model.executor.evaluate(model.config.forward_schedule(len(chunk)), program)
         totals[0] += _said_once(loss, world)
         if counts_tokens:

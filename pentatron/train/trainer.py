@@ -107,7 +107,7 @@ class Trainer:
             drawn = list(itertools.islice(batches, self.config.accumulation))
         except UserError as error:
             problem, verdict = str(error), _BAD_DATA
-        verdict = largest(verdict, self.world.everyone, self.world.device)
+        verdict = largest(verdict, self.world.everyone)
         if verdict == _BAD_DATA:
             raise_together(problem, self.world.everyone)
         return drawn, signal.Signals(verdict) if verdict else None

@@ -138,7 +138,7 @@ def test_an_empty_word_is_no_value() -> None:
         ("--nun_layers", "--num-layers"),
         ("--tensor-parallel-size", "--tensor-model-parallel-size"),
         ("--learning-rat", "--learning-rate"),
-        ("--tp", "--tp-size"),
+        ("--tp-siz", "--tp-size"),
         ("--heads", "--num-attention-heads"),
         ("--micro-batchsize=3", "--micro-batch-size"),
     ],

@@ -250,3 +250,10 @@ def test_a_default_typed_as_a_flag_is_answered() -> None:
 
 def test_presets_and_entry_points_are_not_scolded() -> None:
     assert notices("--preset demo", Facts(2, 2), least="") == []
+
+
+@pytest.mark.parametrize(("total", "waiting"), [(2, "67%"), (4, "50%"), (6, None)])
+def test_a_pipeline_with_too_few_micro_batches_is_told_of(total: int, waiting: str | None) -> None:
+    words = f"{LEAST} --pp_size 3 --num-layers 3 --global-batch-size {total} --micro-batch-size 2"
+    told = [n for n in notices(words, Facts(3, 3)) if "pipeline ranks waiting" in n]
+    assert len(told) == (waiting is not None) and all(str(waiting) in n for n in told)

@@ -10,6 +10,7 @@ from pentatron.config.draft import Facts
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.run import table
 from tests.config.builders import draft, notices, problems, resolved, values
 
 
@@ -94,10 +95,10 @@ def test_unknown_preset() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--hidden-size 128", {"num_attention_heads": 2, "kv_channels": 64, "num_query_groups": 2}),
-        ("--hidden-size 256", {"num_attention_heads": 4, "kv_channels": 64}),
+        ("--hidden-size 128", {"num_attention_heads": 8, "kv_channels": 16, "num_query_groups": 8}),
+        ("--hidden-size 256", {"num_attention_heads": 8, "kv_channels": 32}),
         ("--hidden-size 1024", {"num_attention_heads": 16, "kv_channels": 64}),
-        ("--hidden-size 96", {"num_attention_heads": 3, "kv_channels": 32}),
+        ("--hidden-size 96", {"num_attention_heads": 12, "kv_channels": 8}),
         ("--hidden-size 40", {"num_attention_heads": 5, "kv_channels": 8}),
         ("--hidden-size 7", {"num_attention_heads": 1, "kv_channels": 7}),
         ("--hidden-size 64 --num-attention-heads 8", {"kv_channels": 8, "num_query_groups": 8}),
@@ -114,12 +115,17 @@ def test_heads(words: str, expected: dict[str, Any]) -> None:
 def test_a_presets_heads_follow_a_hidden_size_that_was_typed() -> None:
     found = resolved("--preset demo --hidden-size 64", Facts(1), least="")
     assert chosen(found.config.flat(), "num_attention_heads kv_channels num_query_groups") == {
-        "num_attention_heads": 1, "kv_channels": 64, "num_query_groups": 1,
+        "num_attention_heads": 8, "kv_channels": 8, "num_query_groups": 2,
     }  # fmt: skip
-    assert found.sources["num_attention_heads"] == "derived: 64 hidden / 64 per head; preset demo has 6"
-    assert found.sources["num_query_groups"] == "derived: a divisor of 1 heads; the preset has 2"
-    wide = values("--preset demo --hidden-size 64", Facts(4, 4), least="")
-    assert (wide["tensor_model_parallel_size"], wide["num_attention_heads"]) == (2, 2)
+    assert found.sources["num_attention_heads"] == "derived: 64 hidden / 8 per head; preset demo has 6"
+
+
+def test_the_layout_does_not_choose_the_model() -> None:
+    """The same words mean the same architecture on any number of ranks; only padding may differ."""
+    for words in ("--hidden-size 64", "--hidden-size 256", "--hidden-size 1024 --swiglu"):
+        alone, spread = values(words), values(f"{words} --tp_size 4 --pp_size 2", Facts(8, 8))
+        architecture = [n for n, s in table().items() if s.section == "model" and n != "padded_vocab_size"]
+        assert {n: alone[n] for n in architecture} == {n: spread[n] for n in architecture}
 
 
 def test_a_presets_groups_follow_heads_that_were_typed() -> None:
@@ -220,7 +226,10 @@ def test_a_presets_number_of_processes_gives_way_to_the_launchers() -> None:
         ("", 8, (2, 2, 2)),
         ("--pp_size 2", 2, (1, 2, 1)),
         ("--pp_size 4", 4, (1, 4, 1)),
-        ("--pp_size 1", 4, (2, 1, 2)),
+        ("--pp_size 1", 4, (1, 1, 4)),
+        ("--tp_size 2", 4, (2, 1, 2)),
+        ("--zero-stage 1", 2, (1, 1, 2)),
+        ("--overlap-grad-reduce", 4, (1, 1, 4)),
         ("--data-parallel-size 2", 2, (1, 1, 2)),
         ("--data-parallel-size 2", 4, (2, 1, 2)),
         ("--num-layers 1", 4, (2, 1, 2)),

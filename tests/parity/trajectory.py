@@ -127,7 +127,7 @@ def keep_gradients(optimizer: Optimizer, found: Trajectory, name: str) -> None:
 
 
 def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def sent(fragments: Iterator[Fragment]) -> list[Sent]:

@@ -1,5 +1,6 @@
 """A run from beginning to end: folder, resume, interruption, refusals."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -128,19 +129,34 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     )
 
 
+def damage(step: Path) -> None:
+    shard = step / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 4
+    shard.write_bytes(content)
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "whole")
     run(tmp_path / "hurt", "--train-iters 4")
-    shard = tmp_path / "hurt" / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 4
-    shard.write_bytes(content)
+    damage(tmp_path / "hurt" / "checkpoints" / "step-00000004")
     capsys.readouterr()
     run(tmp_path / "hurt", "--lr-decay-iters 6")
     shown = capsys.readouterr().out
     assert "step-00000004/rank-00000.safetensors: sha256 is" in shown and "resuming at step 2 of 6" in shown
+
+
+def test_a_damaged_checkpoint_is_renamed_in_the_own_folder_only(tmp_path: Path) -> None:
+    run(tmp_path / "other", "--train-iters 4")
+    step = tmp_path / "other" / "checkpoints" / "step-00000004"
+    damage(step)
+    run(tmp_path / "a", f"--load {step.parent} --train-iters 4")
+    assert [at for at, _ in losses(tmp_path / "a")] == [3, 4], "gone on from the step before"
+    assert step.is_dir(), "the other run may still be using its folder"
+    run(tmp_path / "other", "--train-iters 4")
+    assert step.with_name("step-00000004.damaged").is_dir()
 
 
 def test_a_finished_run_says_so_and_trains_no_more(
@@ -333,6 +349,21 @@ def test_bad_data_on_one_rank_is_one_sentence_on_both(tmp_path: Path) -> None:
             patched.setattr(SyntheticDataset, "__getitem__", damaged)
         with pytest.raises(AgreedError, match="is damaged"):
             run_training(settings(tmp_path / "a", "--micro-batch-size 4", 2), world_here(), True)
+
+
+@distributed(world=2)
+def test_other_data_on_one_rank_is_one_sentence_on_both(tmp_path: Path) -> None:
+    run_training(settings(tmp_path / "a", "--train-iters 2", 2), world_here(), True)
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            build = session_module.build_datasets
+
+            def other(*arguments: Any) -> Any:
+                return dataclasses.replace(build(*arguments), fingerprint="other data")
+
+            patched.setattr(session_module, "build_datasets", other)
+        with pytest.raises(AgreedError, match="the data is not what"):
+            run_training(settings(tmp_path / "a", "", 2), world_here(), True)
 
 
 @distributed(world=2)

@@ -1,0 +1,26 @@
+import pytest
+import torch.distributed as dist
+
+from pentatron.config.errors import AgreedError
+from pentatron.parallel.agreement import require_same_settings
+from pentatron.parallel.collectives import Group
+from tests.harness import distributed
+
+
+def everyone() -> Group:
+    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+@distributed(world=4)
+def test_equal_settings_pass() -> None:
+    require_same_settings({"--lr": 0.1, "--data-path": ["a", "b"]}, everyone())
+
+
+@distributed(world=4)
+def test_every_rank_hears_which_setting_differs_where() -> None:
+    group = everyone()
+    settings = {"--seed": 1, "--lr": 0.1 if group.rank < 2 else 0.2, "--tp-size": 1 if group.rank < 2 else 2}
+    with pytest.raises(
+        AgreedError, match=r"rank 2 was started with --lr 0\.2, rank 0 with --lr 0\.1 \(and 1 other"
+    ):
+        require_same_settings(settings, group)

@@ -1,0 +1,102 @@
+"""The documents: what they show as output is output, their links lead somewhere, both READMEs say the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
+PARALLELISM = ROOT / "docs/how-it-works/parallelism.md"
+PAGES = [
+    *READMES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/how-it-works/*.md")),
+]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[str]:
+    return [text for _, text in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def shown_outputs() -> list[tuple[Path, str]]:
+    return [
+        (page, block) for page in PAGES for block in blocks(page) if block.startswith("$ pentatron layout")
+    ]
+
+
+def is_shown(lines: list[str], output: str) -> bool:
+    """Whether the lines stand in the output, in their order; `...` stands for any number of lines."""
+    at = 0
+    for part in "\n".join(lines).split("...\n"):
+        at = output.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), shown_outputs(), ids=lambda value: value.name if isinstance(value, Path) else ""
+)
+def test_layouts_are_drawn_as_the_command_draws_them(
+    page: Path, block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    command, *lines = block.splitlines()
+    assert main(command.split()[2:]) == 0
+    output = capsys.readouterr().out
+    assert is_shown(lines, output), "renew it with: python scripts/draw_layouts.py"
+    changed = [line.replace("F0", "F9") for line in lines]
+    assert not is_shown(changed, output), "another drawing would be seen"
+
+
+def test_there_are_drawings() -> None:
+    assert {page for page, _ in shown_outputs()} == {*READMES, PARALLELISM}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        assert (page.parent / path).exists(), f"{page.name}: {target}"
+        if anchor and not path:
+            titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, (
+                target
+            )
+
+
+def commands(page: Path) -> list[str]:
+    """The code of a page without its comments."""
+    return [re.sub(r" *# .*", "", block) for block in blocks(page)]
+
+
+def test_both_readmes_have_the_same_sections_and_commands() -> None:
+    english, chinese = READMES
+    assert commands(english) == commands(chinese)
+    levels = [re.findall(r"^#+(?= )", BLOCK.sub("", page.read_text()), re.MULTILINE) for page in READMES]
+    assert levels[0] == levels[1]
+    rows = [len(re.findall(r"^\|", page.read_text(), re.MULTILINE)) for page in READMES]
+    assert rows[0] == rows[1]
+
+
+def test_the_methods_are_compared() -> None:
+    """Data, tensor, pipeline, ZeRO-2 and ZeRO-3: messages and memory of each, as guide 002 has them."""
+    table = {
+        row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]]
+        for row in PARALLELISM.read_text(encoding="utf-8").splitlines()
+        if row.count("|") == 6
+    }
+    expected = {
+        "data (DP)": ["low", "none"], "tensor (TP)": ["high", "high"], "pipeline (PP)": ["medium", "high"],
+        "ZeRO-2": ["medium", "medium"], "ZeRO-3 (not available yet)": ["high", "very high"],
+    }  # fmt: skip
+    assert {name: cells[2:] for name, cells in table.items() if name in expected} == expected

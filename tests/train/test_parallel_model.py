@@ -1,0 +1,83 @@
+"""The model as it is spread over ranks: which stage has which end, and what sequence parallelism saves."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model
+from tests.harness import run_distributed
+from tests.parity.trajectory import here, micro_batches
+from tests.support import LLAMA, resolved
+
+LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH = 4, 64, 16, 4
+SHAPE = (
+    f"{LLAMA} --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size 64 --seq-length {SEQUENCE} --vocab-size 61 "
+    f"--micro-batch-size {MICRO_BATCH}"
+)
+
+
+def built(words: str) -> ParallelModel:
+    config = resolved(f"{SHAPE} {words}", dist.get_world_size()).config
+    return build_parallel_model(config, here(config))
+
+
+def ends_on_a_rank(words: str) -> dict[int, tuple[bool, bool, int]]:
+    """For each stage of this rank: whether it has the embedding, whether it makes losses, how many layers it has."""
+    model = built(words)
+    return {
+        number: (stage.embedding is not None, stage.final_norm is not None, len(stage.layers))
+        for number, stage in model.stages.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", [{0: (True, False, 2)}, {1: (False, True, 2)}]),
+        (
+            "--virtual-pipeline-model-parallel-size 2",
+            [{0: (True, False, 1), 2: (False, False, 1)}, {1: (False, False, 1), 3: (False, True, 1)}],
+        ),
+    ],
+    ids=["plain", "virtual stages"],
+)
+def test_the_first_stage_embeds_and_the_last_one_has_the_head(
+    words: str, expected: list[dict[int, tuple[bool, bool, int]]]
+) -> None:
+    assert run_distributed(ends_on_a_rank, 2, words=f"--pipeline-model-parallel-size 2 {words}") == expected
+
+
+def kept_on_a_rank(words: str) -> int:
+    """Bytes of activations that autograd keeps for the backward of one micro-batch; weights are not counted."""
+    model = built(words)
+    batch = next(micro_batches(model.config, model.world, 0))
+    weights = {p.untyped_storage().data_ptr() for p in model.stages[0].parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        loss = model.stages[0](batch.tokens, batch.position_ids, batch.labels)
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+def test_sequence_parallelism_keeps_fewer_activations() -> None:
+    tensor, split = "--tensor-model-parallel-size 2", "--sequence-parallel"
+    without, together = (
+        max(run_distributed(kept_on_a_rank, 2, words=words)) for words in (tensor, f"{tensor} {split}")
+    )
+    # At the very least half of the input of each layer's two norms, in fp32.
+    assert without - together >= 2 * LAYERS * 4 * MICRO_BATCH * SEQUENCE * HIDDEN / 2
+
+
+def test_without_a_tensor_axis_there_is_nothing_to_save() -> None:
+    without, together = (
+        run_distributed(kept_on_a_rank, 2, words=words) for words in ("", "--sequence-parallel")
+    )
+    assert together == without
