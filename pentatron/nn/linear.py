@@ -104,8 +104,9 @@ class VocabularyTable(DeclaringModule):
         meaningful = max(0, min(vocabulary - self.first, share))
         # A tied table has a second copy on the last stage; the gradients of both make one.
         both_ends: frozenset[Axis] = frozenset({"embedding"}) if tied or tied_to else frozenset()
-        piece = Piece((self.first, 0), (0, 0), (meaningful, width), both_ends, both_ends)
-        declared = Declared((vocabulary, width), (piece,) if meaningful else (), Initial(), tied_to)
+        # Also where it is empty, on a rank of padding alone: how a parameter is reduced must be the same on every rank.
+        piece = Piece((min(self.first, vocabulary), 0), (0, 0), (meaningful, width), both_ends, both_ends)
+        declared = Declared((vocabulary, width), (piece,), Initial(), tied_to)
         self.weight = self.declare("weight", (share, width), declared)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:

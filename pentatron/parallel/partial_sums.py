@@ -1,14 +1,20 @@
 """Gradients that are parts of a sum over other axes than the replicas: added up once a step."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.buckets import Bucket, in_few_runs
-from pentatron.parallel.collectives import all_reduce_
+from pentatron.parallel.collectives import all_reduce_, gather_objects
+from pentatron.parallel.pieces import Shape
 from pentatron.parallel.world import World
+
+# The axes, besides the replicas, that gradients can be partial over.
+SUMMED_OVER: tuple[Axis, ...] = ("tensor", "kv", "embedding")
 
 
 class PartialSums:
@@ -22,14 +28,29 @@ class PartialSums:
     def __init__(self, world: World, gradients: Iterable[tuple[Bucket, Tensor]]) -> None:
         self.world = world
         self._runs: dict[tuple[Axis, ...], list[Tensor]] = {}
+        places: dict[Axis, list[tuple[str, Shape, Shape]]] = {}
         for bucket, kept in sorted(gradients, key=lambda pair: pair[0].plan.slots[0].held.tensor):
             found: dict[tuple[Axis, ...], list[Tensor]] = {}
             for piece, fragment in bucket.plan.pieces(bucket.kept, kept, bucket.kept.first):
                 axes = tuple(sorted(a for a in piece.partial_over if world.group(a).size > 1))
                 if axes:
                     found.setdefault(axes, []).append(fragment.values)
+                for axis in axes:
+                    place = (fragment.tensor, fragment.start, tuple(fragment.values.shape))
+                    places.setdefault(axis, []).append(place)
             for axes, views in found.items():
                 self._runs.setdefault(axes, []).extend(in_few_runs(kept, views))
+        self._require_equal(places)
+
+    def _require_equal(self, places: Mapping[Axis, Sequence[Any]]) -> None:
+        """Sums go by place, so ranks that disagree about what lies where would add up what does not belong together,
+        without any sign of it."""
+        for axis in SUMMED_OVER:
+            digest = hashlib.sha256(repr(places.get(axis, ())).encode()).hexdigest()
+            if len(set(gather_objects(digest, self.world.group(axis)))) > 1:
+                raise RuntimeError(
+                    f"the ranks of the {axis} axis hold different parts of sums: this is a bug of ours"
+                )
 
     def add_up(self) -> None:
         """One collective for every axis of every set of axes, in an order that all ranks share."""

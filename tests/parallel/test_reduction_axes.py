@@ -268,3 +268,22 @@ def test_one_collective_for_every_set_of_axes() -> None:
     for name in ("tensor", "tied", "all"):
         found = run_distributed(count_of_partial_sums, GRIDS[name].world_size, grid=GRIDS[name])
         assert all(set(axes) == expected[name] for axes in found), "axes of size one cost nothing"
+
+
+def build_at_odds() -> str:
+    """The second tensor rank forgets that a gradient is a part of a sum."""
+    world = here(TENSOR)
+    mine = parameters(TENSOR, world.at)
+    if world.at.tensor == 1:
+        shape, declared = mine["partial"]
+        whole_sums = tuple(Piece(p.start, p.local, p.size, p.replicated_over) for p in declared.pieces)
+        mine["partial"] = (shape, Declared(declared.shape, whole_sums, declared.initial, declared.tensor))
+    try:
+        Optimizer({0: fill(Prescribed(mine))}, world, OPTIM, parallel(0), torch.float32)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_disagree_about_sums_are_refused() -> None:
+    assert all("tensor axis hold different parts" in said for said in run_distributed(build_at_odds, 4))

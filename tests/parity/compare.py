@@ -81,11 +81,11 @@ def _tensors(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor], t
     everything = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     return [
         Gap(
-            f"{kind} of {name}",
+            f"{kind} of {name.partition('/')[2]}",
             float((found[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * everything)),
         )
         if name in found
-        else Gap(f"{kind}: {name} is missing", math.inf)
+        else Gap(f"{kind}: {name.partition('/')[2]} is missing", math.inf)
         for name, g in expected.items()
     ]
 

@@ -84,6 +84,19 @@ def test_replicas_that_drift_would_be_seen() -> None:
     assert disagreements(spread(BY_NAME["dp2 zero1"], "llama", "stale ZeRO shard")) != []
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_rank_whose_words_are_all_padding_cuts_its_buckets_like_its_neighbours(zero: int) -> None:
+    """61 words in 2 shares of 64: partial sums go by place, so the tensor ranks must agree on the places."""
+    words = (
+        f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --zero-stage {zero} "
+        f"--virtual-pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 64"
+    )
+    case = Layout("padding alone", 8 if zero else 4, words)
+    ranks = spread(case, "qwen2.5")
+    assert failures(gaps(ranks, reference(case, "qwen2.5"))) == []
+    assert disagreements(ranks) == []
+
+
 def traits(layout: Layout, family: str) -> set[str]:
     """What a case exercises, read from the configuration it resolves to."""
     config = resolved(layout.command(family), layout.ranks).config
