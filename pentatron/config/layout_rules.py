@@ -113,6 +113,43 @@ def _sequence_per_rank(v: Values, facts: Facts) -> str | None:
     return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
 
 
+def _heads_per_context_rank(v: Values, facts: Facts) -> str | None:
+    """The exchange of heads for tokens gives every context rank some of the heads of its tensor rank."""
+    cp, tp = v["context_parallel_size"], v["tensor_model_parallel_size"]
+    if cp == 1 or v["cp_comm_type"] != "a2a" or v["num_attention_heads"] % tp:
+        return None
+    heads, groups = v["num_attention_heads"] // tp, max(1, v["num_query_groups"] // tp)
+    fits = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+    if cp in fits:
+        return None
+    counts = f"{heads} heads" + (f" in {groups} groups" if groups != heads else "")
+    return (
+        f"--cp-comm-type a2a cannot deal out {counts}{' of each tensor rank' if tp > 1 else ''} to {cp} (context) ranks; "
+        f"use a context parallel size of {either(fits)}, or --cp-comm-type p2p"
+    )
+
+
+def _context_dropout(v: Values, facts: Facts) -> str | None:
+    cp, dropout = v["context_parallel_size"], v["attention_dropout"]
+    if cp == 1 or dropout == 0:
+        return None
+    return (
+        f"--attention-dropout {dropout} does not work with sequences split over {cp} ranks "
+        f"(--context-parallel-size {cp}); use --attention-dropout 0, or --context-parallel-size 1"
+    )
+
+
+def _context_kernel(v: Values, facts: Facts) -> str | None:
+    """Attention in parts needs each part's sum of exponentials, which is asked of the flash kernel or of plain code."""
+    cp, kind, kernel = v["context_parallel_size"], v["cp_comm_type"], v["attention_backend"]
+    if cp == 1 or kind == "a2a" or kernel not in ("cudnn", "efficient"):
+        return None
+    return (
+        f"--attention-backend {kernel} cannot compute attention in parts, as --cp-comm-type {kind} needs it; use "
+        f"--attention-backend auto, flash or math, or --cp-comm-type a2a"
+    )
+
+
 def _layers_per_stage(v: Values, facts: Facts) -> str | None:
     layers, ranks = v["num_layers"], v["pipeline_model_parallel_size"]
     virtual = v["virtual_pipeline_model_parallel_size"] or 1
@@ -263,6 +300,9 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _mlp_per_rank,
     _padded_vocabulary,
     _sequence_per_rank,
+    _heads_per_context_rank,
+    _context_dropout,
+    _context_kernel,
     _layers_per_stage,
     _virtual_stages,
     _layers_per_virtual_stage,

@@ -14,9 +14,7 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = setting(1, "ranks that share one layer", also="--tp_size --tp")
     pipeline_model_parallel_size: int = setting(1, "ranks the layers are divided over", also="--pp_size --pp")
-    context_parallel_size: int = setting(
-        1, "ranks that share one sequence", also="--cp_size --cp", not_yet="context parallelism"
-    )
+    context_parallel_size: int = setting(1, "ranks that share one sequence", also="--cp_size --cp")
     expert_model_parallel_size: int = setting(
         1, "ranks that share the experts", also="--ep_size --ep", not_yet=_EP
     )

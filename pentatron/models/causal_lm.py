@@ -18,6 +18,7 @@ from pentatron.nn.loss import token_losses
 from pentatron.nn.mlp import MLP
 from pentatron.nn.norm import build_norm
 from pentatron.nn.rope import RotaryEmbedding
+from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -25,13 +26,15 @@ _TIED_TENSOR = "embedding.word.weight"
 
 
 class TransformerLayer(nn.Module):
-    def __init__(self, config: TransformerConfig, number: int, axis: TensorAxis) -> None:
+    def __init__(
+        self, config: TransformerConfig, number: int, axis: TensorAxis, context: ContextAxis
+    ) -> None:
         super().__init__()
         norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, axis.partial_in_stream)
         self.dropout = config.hidden_dropout
         self.first_site = 2 * number + 1
         self.input_norm = build_norm(*norm)
-        self.attention = SelfAttention(config, axis)
+        self.attention = SelfAttention(config, axis, context)
         self.mlp_norm = build_norm(*norm)
         self.mlp = MLP(config, axis)
 
@@ -82,6 +85,7 @@ class CausalLM(nn.Module):
         part: StagePart,
         axis: TensorAxis,
         attention_backend: str = "auto",
+        context: ContextAxis = WHOLE_SEQUENCES,
     ) -> None:
         super().__init__()
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
@@ -98,7 +102,7 @@ class CausalLM(nn.Module):
             else None
         )
         # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, axis) for i in part.layers})
+        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, axis, context) for i in part.layers})
         self.final_norm: nn.Module | None = None
         self.head: VocabularyHead | None = None
         if part.head:
@@ -154,12 +158,13 @@ def build_stages(
     seed: int,
     device: torch.device,
     attention_backend: str = "auto",
+    context: ContextAxis = WHOLE_SEQUENCES,
 ) -> dict[int, CausalLM]:
     """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else."""
     stages = {}
     for number, part in parts.items():
         with device:
-            stages[number] = CausalLM(config, part, axis, attention_backend)
+            stages[number] = CausalLM(config, part, axis, attention_backend, context)
         draw_weights(held_parameters(stages[number]), seed, config.init_method_std)
     return stages
 

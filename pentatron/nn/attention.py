@@ -3,16 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pentatron.config.model import TransformerConfig
 from pentatron.layout.ranks import Axis
+from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import build_norm
 from pentatron.nn.rope import RotaryEmbedding
+from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
 from pentatron.parallel.tensor_axis import TensorAxis
 
 # Megatron's names for kernels, beside torch's own.
@@ -41,8 +42,11 @@ class SelfAttention(nn.Module):
     and value like its neighbours.
     """
 
-    def __init__(self, config: TransformerConfig, axis: TensorAxis) -> None:
+    def __init__(
+        self, config: TransformerConfig, axis: TensorAxis, context: ContextAxis = WHOLE_SEQUENCES
+    ) -> None:
         super().__init__()
+        self.context = context
         assert config.num_attention_heads and config.num_query_groups and config.kv_channels
         groups, width = config.num_query_groups, config.kv_channels
         queries = config.num_attention_heads // groups
@@ -83,14 +87,8 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = rope.rotate(q_BNSH, *angles), rope.rotate(k_BKSH, *angles)
-        out_BNSH = F.scaled_dot_product_attention(
-            q_BNSH,
-            k_BKSH,
-            v_BKSH,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.queries_per_group > 1,
-        )
+        dropout = self.dropout if self.training else 0.0
+        out_BNSH = attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout)
         return self.linear_proj(out_BNSH.transpose(1, 2).flatten(2))
 
 

@@ -20,6 +20,8 @@ T = TypeVar("T")
 # Torch 2.13 renamed them and warns about the old names; 2.11 knows only those.
 _GATHER_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER_NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+# Torch compares the operations of a batch with these by identity.
+_SEND, _RECEIVE = dist.isend, dist.irecv
 
 
 class Pending(Protocol):
@@ -87,6 +89,52 @@ def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pend
         return None
     scatter = getattr(dist, _SCATTER_NAME)
     return cast(Pending, scatter(part, whole, group=group.process_group, async_op=True))
+
+
+def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> None:
+    """Cut along the first dimension, part i of `sent` goes to rank i; what comes from rank i is part i of `received`."""
+    if group.size == 1:
+        received.copy_(sent)
+        return
+    # Host memory where messages need it: gloo exchanges parts as messages between two ranks.
+    place = torch.empty_like(received, device="cpu") if group.through_host else received
+    dist.all_to_all_single(place, sent.cpu() if group.through_host else sent, group=group.process_group)
+    if group.through_host:
+        received.copy_(place)
+
+
+@dataclass(frozen=True)
+class Passing:
+    """A tensor on its way from the rank before, and this rank's own on its way to the rank after."""
+
+    arriving: Tensor
+    leaving: Tensor
+    works: Sequence[Pending]
+    device: torch.device
+
+    def wait(self) -> Tensor:
+        """What arrived. Only then may the tensor that was passed on be changed."""
+        for work in self.works:
+            work.wait()
+        return self.arriving.to(self.device)
+
+
+def start_passing_on(tensor: Tensor, group: Group, tag: int) -> Passing:
+    """Passes a tensor on to the next rank of a ring while the caller goes on; the previous one's, alike, arrives.
+
+    `tag` tells apart what travels at the same time.
+    """
+    leaving = tensor.cpu() if group.through_host else tensor.contiguous()
+    arriving = torch.empty_like(leaving)
+    following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    # Both in one batch: NCCL would wait for ever if every rank of the ring sent first.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(_SEND, leaving, group=group.process_group, tag=tag, group_peer=following),
+            dist.P2POp(_RECEIVE, arriving, group=group.process_group, tag=tag, group_peer=preceding),
+        ]
+    )
+    return Passing(arriving, leaving, works, tensor.device)
 
 
 def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:

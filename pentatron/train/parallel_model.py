@@ -1,7 +1,7 @@
 """The model as it is spread over ranks: the stages this rank holds, and how a step runs through them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from pentatron.data.loader import Batch
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.parallel.collectives import all_reduce_
+from pentatron.parallel.context_axis import ContextAxis, context_axis
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
@@ -23,6 +24,7 @@ class ParallelModel:
     config: RunConfig
     world: World
     axis: TensorAxis
+    context: ContextAxis
     stages: Mapping[int, CausalLM]
     executor: Executor
 
@@ -41,6 +43,13 @@ class ParallelModel:
         )
         return int(all_reduce_(torch.tensor(own, device=self.world.device), self.world.everyone))
 
+    def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Of micro-batches of whole sequences, the tokens this rank computes, with their labels and positions."""
+        return [
+            Batch(**{f.name: self.context.own_sequence(getattr(batch, f.name)) for f in fields(Batch)})
+            for batch in batches
+        ]
+
     def dropout_keys(self, batches: Sequence[Batch], step: int) -> list[DropoutKeys | None]:
         """For every micro-batch what its dropout is drawn from, or None where there is no dropout."""
         if self.config.model.hidden_dropout == 0:
@@ -48,7 +57,7 @@ class ParallelModel:
         keys: list[DropoutKeys | None] = []
         for number, batch in enumerate(batches):
             samples, length = batch.tokens.shape
-            positions = torch.arange(length, device=batch.tokens.device)[None]
+            positions = self.context.positions(length, batch.tokens.device)[None]
             keys.append(
                 dropout_keys(
                     self.config.run.seed,
@@ -64,13 +73,14 @@ class ParallelModel:
 
 def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
     axis = tensor_axis(world, config.parallel.sequence_parallel)
+    context = context_axis(world, config.parallel.cp_comm_type)
     own = config.placement.stages_of(world.at.pipeline)
     parts = {number: config.stages[number] for number in own}
     stages = build_stages(
-        config.model, parts, axis, config.run.seed, world.device, config.kernels.attention_backend
+        config.model, parts, axis, config.run.seed, world.device, config.kernels.attention_backend, context
     )
     executor = Executor(open_messages(world), world.at.pipeline, model_dtype(config), world.device)
-    return ParallelModel(config, world, axis, stages, executor)
+    return ParallelModel(config, world, axis, context, stages, executor)
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:

@@ -32,6 +32,8 @@ def _axes(config: RunConfig) -> str:
     shown = []
     if grid.tensor > 1:
         shown.append(f"{grid.tensor} tensor" + (" + sequence" if parallel.sequence_parallel else ""))
+    if grid.context > 1:
+        shown.append(f"{grid.context} context ({parallel.cp_comm_type})")
     if grid.pipeline > 1:
         shown.append(f"{grid.pipeline} pipeline")
     if grid.data > 1:

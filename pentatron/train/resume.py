@@ -106,11 +106,16 @@ def _resume(
 
 
 def _layout(config: Mapping[str, Any]) -> str:
-    """`2 tensor × 2 pipeline × 1 data ranks`."""
+    """`2 tensor × 2 pipeline × 1 context × 1 data ranks`."""
     parallel = config["parallel"]
     sizes = {
         name: parallel.get(f"{name}{rest}", 1)
-        for name, rest in (("tensor", _MODEL_SIZE), ("pipeline", _MODEL_SIZE), ("data", "_parallel_size"))
+        for name, rest in (
+            ("tensor", _MODEL_SIZE),
+            ("pipeline", _MODEL_SIZE),
+            ("context", "_parallel_size"),
+            ("data", "_parallel_size"),
+        )
     }
     return f"{' × '.join(f'{size} {name}' for name, size in sizes.items())} ranks"
 

@@ -31,6 +31,7 @@ def train_step(
     number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0.
     """
     world = model.world
+    batches = model.own_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
@@ -77,7 +78,8 @@ def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int
     one = torch.ones((), device=world.device)
     counts_tokens = world.is_first_of(("tensor", "pipeline"))
     model.train(False)
-    for chunk in _chunks(batches, at_once):
+    for whole in _chunks(batches, at_once):
+        chunk = model.own_tokens(whole)
         program = MicroBatches(model, chunk, [None] * len(chunk), lambda: one)
         loss = model.executor.evaluate(model.config.forward_schedule(len(chunk)), program)
         totals[0] += _said_once(loss, world)

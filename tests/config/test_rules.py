@@ -136,6 +136,27 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--seq-length 100 is not divisible by 8, as 2 × 2 (context) and 4 (tensor, for --sequence-parallel) need; "
      "use 96 or 104",
      "--seq-length 96 --sequence-parallel --tp_size 4 --context-parallel-size 2", Facts(8, 8)),
+    ("_heads_per_context_rank",
+     "--hidden-size 96 --num-attention-heads 6 --seq-length 64 --context-parallel-size 4 --cp-comm-type a2a",
+     "--cp-comm-type a2a cannot deal out 6 heads to 4 (context) ranks; use a context parallel size of 1, 2, 3 or 6, "
+     "or --cp-comm-type p2p",
+     "--hidden-size 96 --num-attention-heads 6 --seq-length 64 --context-parallel-size 4 --cp-comm-type all_gather",
+     Facts(4, 4)),
+    ("_heads_per_context_rank",
+     "--hidden-size 96 --num-attention-heads 24 --num-query-groups 6 --tp_size 2 --seq-length 64 "
+     "--context-parallel-size 4 --cp-comm-type a2a",
+     "--cp-comm-type a2a cannot deal out 12 heads in 3 groups of each tensor rank to 4 (context) ranks; use a context "
+     "parallel size of 1, 3, 6 or 12, or --cp-comm-type p2p",
+     "--hidden-size 96 --num-attention-heads 24 --num-query-groups 2 --tp_size 2 --seq-length 64 "
+     "--context-parallel-size 4 --cp-comm-type a2a", Facts(8, 8)),
+    ("_context_dropout", "--seq-length 64 --context-parallel-size 2 --attention-dropout 0.1",
+     "--attention-dropout 0.1 does not work with sequences split over 2 ranks (--context-parallel-size 2); use "
+     "--attention-dropout 0, or --context-parallel-size 1",
+     "--seq-length 64 --context-parallel-size 2 --hidden-dropout 0.1", Facts(2, 2)),
+    ("_context_kernel", "--seq-length 64 --context-parallel-size 2 --attention-backend cudnn",
+     "--attention-backend cudnn cannot compute attention in parts, as --cp-comm-type p2p needs it; use "
+     "--attention-backend auto, flash or math, or --cp-comm-type a2a",
+     "--seq-length 64 --context-parallel-size 2 --attention-backend cudnn --cp-comm-type a2a", Facts(2, 2)),
     ("_experts", "--num-experts 64 --expert-model-parallel-size 3",
      "--num-experts 64 is not divisible by --expert-model-parallel-size 3; use 1, 2, 4, 8, 16, 32 or 64",
      "--num-experts 64 --expert-model-parallel-size 1", Facts(3, 3)),
@@ -341,10 +362,10 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
 
 
 def test_refusals_of_a_presets_values() -> None:
-    values = {**resolved().config.flat(), "context_parallel_size": 2, "num_experts": 8}
-    sources = {"context_parallel_size": "preset x", "num_experts": "preset x"}
+    values = {**resolved().config.flat(), "expert_model_parallel_size": 2, "num_experts": 8}
+    sources = {"expert_model_parallel_size": "preset x", "num_experts": "preset x"}
     assert sorted(not_available(values, sources)) == [
-        "--context-parallel-size 2 needs context parallelism, which this version does not have yet; "
-        "add --context-parallel-size 1 to do without",
+        "--expert-model-parallel-size 2 needs expert parallelism, which this version does not have yet; "
+        "add --expert-model-parallel-size 1 to do without",
         "--num-experts 8 needs mixture of experts, which this version does not have yet; choose another preset",
     ]

@@ -19,7 +19,7 @@ from tests.config.usage import settings_read, settings_read_anywhere
 # A rule compares it with the real number of processes, and that is all it is for.
 ONLY_CHECKED = {"world_size"}
 # These act only with a feature that is refused; as soon as it is built, they must be read.
-WAITS_FOR = {"cp_comm_type": "context_parallel_size"}
+WAITS_FOR: dict[str, str] = {}
 
 
 def test_no_two_settings_share_a_spelling() -> None:

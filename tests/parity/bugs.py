@@ -3,6 +3,8 @@
 Each one breaks this process for good, which is why it runs on forked ranks only.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import pentatron.nn.attention_blocks as blocks_module
+import pentatron.nn.context_attention as context_module
 import pentatron.parallel.gathering as gathering_module
 import pentatron.parallel.reduction as reduction_module
 import pentatron.parallel.tensor_axis as axis_module
 import pentatron.train.parallel_model as model_module
 import pentatron.train.step as step_module
 from pentatron.nn.attention import SelfAttention
+from pentatron.nn.attention_blocks import Block
 from pentatron.nn.linear import (
     ColumnParallelLinear,
     PositionTable,
@@ -27,10 +32,11 @@ from pentatron.nn.linear import (
 from pentatron.nn.loss import _SplitCrossEntropy
 from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.collectives import Group
+from pentatron.parallel.collectives import Group, Passing
 from pentatron.parallel.pieces import Declared, DeclaringModule
 from pentatron.parallel.tensor_axis import TensorAxis
-from pentatron.train.parallel_model import MicroBatches
+from pentatron.parallel.world import World
+from pentatron.train.parallel_model import MicroBatches, ParallelModel
 
 
 def row_output_not_summed() -> None:
@@ -194,6 +200,70 @@ def heads_interleaved() -> None:
     SelfAttention.forward = swapped  # type: ignore[method-assign]
 
 
+def positions_from_zero() -> None:
+    """Every context rank counts its own tokens from 0, as if they were a sequence of their own."""
+    own_tokens = ParallelModel.own_tokens
+
+    def from_zero(self: ParallelModel, batches: Any) -> Any:
+        return [
+            dataclasses.replace(
+                b, position_ids=torch.arange(b.tokens.shape[1]).expand_as(b.tokens).contiguous()
+            )
+            for b in own_tokens(self, batches)
+        ]
+
+    ParallelModel.own_tokens = from_zero  # type: ignore[method-assign]
+
+
+def later_tokens_visible() -> None:
+    """Early queries see the keys of a later rank too."""
+    visible_of = context_module.visible_of
+
+    def everything(source: int, rank: int, length: int) -> Block:
+        block = visible_of(source, rank, length)
+        return block if block.causal else Block(slice(0, length), block.keys, causal=False)
+
+    context_module.visible_of = everything
+
+
+def attention_parts_not_rescaled() -> None:
+    """Each part of the attention keeps the weights it had by itself."""
+
+    def halves(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+        out.copy_(torch.where((lse > -math.inf)[..., None], (out + more) / 2, more))
+        lse.copy_(torch.logaddexp(lse, more_lse))
+
+    blocks_module.merge_ = halves
+
+
+def key_gradients_not_summed() -> None:
+    def own_alone(part: Tensor, whole: Tensor, group: Group) -> None:
+        part.copy_(whole.unflatten(0, (group.size, -1))[group.rank])
+
+    context_module.reduce_scatter_into = own_alone
+
+
+def key_gradients_left_on_the_way() -> None:
+    """Gradients of keys and values do not travel on with them: each rank keeps what it has computed last."""
+    pass_on = context_module.start_passing_on
+
+    def stay(tensor: Tensor, group: Group, tag: int) -> Passing:
+        if tag == context_module._GRADIENTS:
+            return Passing(tensor, tensor, (), tensor.device)
+        return pass_on(tensor, group, tag)
+
+    context_module.start_passing_on = stay
+
+
+def loss_of_one_context_rank() -> None:
+    said_once = step_module._said_once
+
+    def first_alone(loss: Tensor, world: World) -> Tensor:
+        return said_once(loss, world) * world.is_first_of(("context",))
+
+    step_module._said_once = first_alone
+
+
 # Each bug with a family and a layout on which it acts.
 BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "row output not summed": (row_output_not_summed, "llama", "tp2"),
@@ -217,6 +287,13 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "padding takes probability": (padding_takes_probability, "llama", "tp2"),
     "clipped by a local norm": (clipped_by_a_local_norm, "llama", "tp2"),
     "heads in another order": (heads_interleaved, "llama", "tp2"),
+    "positions of split sequences from zero": (positions_from_zero, "llama", "cp2"),
+    "later tokens visible": (later_tokens_visible, "llama", "cp2"),
+    "attention parts not rescaled": (attention_parts_not_rescaled, "qwen3", "cp2"),
+    "key gradients not summed": (key_gradients_not_summed, "llama", "cp2 all_gather"),
+    "key gradients left on the way": (key_gradients_left_on_the_way, "qwen2.5", "cp2"),
+    "loss of one context rank": (loss_of_one_context_rank, "llama", "cp2"),
+    "dropout by local position of a split sequence": (dropout_by_local_position, "gpt", "cp2"),
 }
 
 

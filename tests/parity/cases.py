@@ -60,6 +60,10 @@ FIVE = "--num-layers 5"
 DROPOUT = "--hidden-dropout 0.2"
 
 
+def _cp(size: int, exchange: str = "p2p") -> str:
+    return f"--context-parallel-size {size} --cp-comm-type {exchange}"
+
+
 def _zero(stage: int, more: str = "") -> str:
     return f"--zero-stage {stage} {SMALL} {more}"
 
@@ -105,4 +109,24 @@ LAYOUTS = (
     Layout("tp2 sp pp2 gpipe dp2", 8, f"{_tp(2)} {SP} {_pp(2, GPIPE)}"),
     Layout("tp4 sp dp2 zero2", 8, f"{_tp(4)} {SP} {_zero(2)}"),
     Layout("tp4 pp2", 8, f"{_tp(4)} {_pp(2)}", micro_batch=4),
+    # Context parallelism.
+    Layout("cp2", 2, _cp(2), micro_batch=8),
+    Layout("cp2 all_gather", 2, _cp(2, "all_gather"), micro_batch=4),
+    Layout("cp2 a2a", 2, _cp(2, "a2a")),
+    Layout("cp2 zero1", 2, f"{_cp(2)} {_zero(1)}"),
+    Layout("cp2 zero2 overlap", 2, f"{_cp(2, 'all_gather')} {_zero(2, OVERLAP)}"),
+    Layout("cp4", 4, _cp(4), micro_batch=4),
+    Layout("cp4 all_gather", 4, _cp(4, "all_gather"), micro_batch=8),
+    Layout("cp4 a2a dropout", 4, _cp(4, "a2a"), both=DROPOUT),
+    Layout("tp2 cp2", 4, f"{_tp(2)} {_cp(2)}"),
+    Layout("tp2 cp2 a2a", 4, f"{_tp(2)} {_cp(2, 'a2a')}"),
+    Layout("tp2 sp cp2 dropout", 4, f"{_tp(2)} {SP} {_cp(2)}", both=DROPOUT),
+    Layout("cp2 pp2", 4, f"{_cp(2)} {_pp(2)}"),
+    Layout("cp2 pp2 gpipe", 4, f"{_cp(2, 'a2a')} {_pp(2, GPIPE)}"),
+    Layout("cp2 pp2 virtual2 uneven", 4, f"{_cp(2, 'all_gather')} {_pp(2, VIRTUAL)}", both=FIVE),
+    Layout("cp2 dp2", 4, _cp(2)),
+    Layout("cp2 dp2 zero1", 4, f"{_cp(2)} {_zero(1, OVERLAP)}", micro_batch=1),
+    Layout("cp2 dp2 zero2", 4, f"{_cp(2, 'all_gather')} {_zero(2)}"),
+    Layout("tp2 sp cp2 pp2", 8, f"{_tp(2)} {SP} {_cp(2)} {_pp(2)}"),
+    Layout("tp2 sp cp2 dp2 zero1", 8, f"{_tp(2)} {SP} {_cp(2, 'all_gather')} {_zero(1)}"),
 )

@@ -41,7 +41,14 @@ CASES = [(layout.name, family) for n, layout in enumerate(LAYOUTS) for family in
 # Pairs that must not depend on whose turn it is.
 CASES += [
     pair
-    for pair in (("tp4", "qwen3"), ("tp2 sp", "gpt"), ("pp2", "qwen2.5"), ("pp2 dp2 zero1", "gpt"))
+    for pair in (
+        ("tp4", "qwen3"),
+        ("tp2 sp", "gpt"),
+        ("pp2", "qwen2.5"),
+        ("pp2 dp2 zero1", "gpt"),
+        ("cp2", "gpt"),
+        ("cp2", "llama"),
+    )
     if pair not in CASES
 ]
 
@@ -71,7 +78,8 @@ def disagreements(ranks: list[Trajectory]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"), [("dp2", "llama"), ("tp4 sp", "qwen2.5"), ("tp2 sp pp2 dp2 zero1", "gpt")]
+    ("layout", "family"),
+    [("dp2", "llama"), ("tp4 sp", "qwen2.5"), ("tp2 sp pp2 dp2 zero1", "gpt"), ("cp2 dp2 zero1", "llama")],
 )
 def test_replicas_stay_bitwise_equal(layout: str, family: str) -> None:
     ranks = spread(BY_NAME[layout], family)
@@ -106,7 +114,8 @@ def traits(layout: Layout, family: str) -> set[str]:
         "sp": grid.tensor > 1 and parallel.sequence_parallel,
         parallel.pipeline_schedule: grid.pipeline > 1,
         "dp": grid.data > 1,
-        f"zero{parallel.zero_stage}": grid.data > 1,
+        f"cp {parallel.cp_comm_type}": grid.context > 1,
+        f"zero{parallel.zero_stage}": grid.data * grid.context > 1,
         "uneven": len({len(part.layers) for part in config.stages}) > 1,
         "accumulation": config.accumulation > 1,
         "dropout": config.model.hidden_dropout > 0,
@@ -120,7 +129,12 @@ def test_the_net_is_wide() -> None:
     assert len([layout for layout in LAYOUTS if layout.ranks > 1]) >= 25
     assert {layout.ranks for layout in LAYOUTS} == {1, 2, 4, 8}
     cases = [traits(layout, family) for layout in LAYOUTS for family in FAMILIES]
-    exclusive = [{"1f1b", "gpipe", "interleaved"}, {"zero0", "zero1", "zero2"}, {"tied", "untied"}]
+    exclusive = [
+        {"1f1b", "gpipe", "interleaved"},
+        {"zero0", "zero1", "zero2"},
+        {"tied", "untied"},
+        {"cp p2p", "cp all_gather", "cp a2a"},
+    ]
     missing = [
         {a, b}
         for a, b in itertools.combinations(sorted(set().union(*cases)), 2)

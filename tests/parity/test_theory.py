@@ -24,6 +24,8 @@ NAMES = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_single": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "batch_isend_irecv": "ring pass",
     "isend": "send",
     "irecv": "receive",
 }
@@ -80,7 +82,8 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
         # The largest logit, then the two sums of the cross entropy.
         total["all-reduce"] += 2 * last * micro_batches
         # Norms lie at the end of a bucket: with shares, in the last one's.
-        holds_norms = config.parallel.zero_stage == 0 or at.data == grid.data - 1
+        last_replica = at.data == grid.data - 1 and at.context == grid.context - 1
+        holds_norms = config.parallel.zero_stage == 0 or last_replica
         total["all-reduce"] += (sp or config.model.qk_layernorm) and holds_norms
         total["all-reduce"] += grid.kv_copies > 1
     if grid.pipeline > 1:
@@ -89,7 +92,17 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
         boundaries_up = sum(not part.embedding for part in parts)
         messages = (boundaries_down + boundaries_up) * micro_batches
         total += Counter({"send": messages, "receive": messages})
-    if grid.data > 1:
+    if grid.context > 1:
+        match config.parallel.cp_comm_type:
+            case "p2p":
+                # Keys travel to all others forward and backward, their gradients all the way round.
+                total["ring pass"] += (2 * (grid.context - 1) + grid.context) * layers * micro_batches
+            case "all_gather":
+                total["all-gather"] += 2 * layers * micro_batches
+                total["reduce-scatter"] += layers * micro_batches
+            case "a2a":
+                total["all-to-all"] += 4 * layers * micro_batches
+    if grid.data * grid.context > 1:
         # One bucket for each stage, and one for an embedding that is tied to another stage's head.
         buckets = len(parts) + (tied and grid.pipeline > 1 and (first + last))
         total["all-reduce"] += 1
@@ -105,6 +118,7 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
 
 
 TP, SP, PP = "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"
+CP = "--context-parallel-size"
 VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
 
 
@@ -123,6 +137,12 @@ VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
         ("gpt", 2, f"{PP} 2 {VIRTUAL}"),
         ("qwen3", 4, f"{TP} 2 {SP} {PP} 2 --pipeline-schedule gpipe"),
         ("qwen2.5", 8, f"{TP} 2 {SP} {PP} 2 --zero-stage 2"),
+        ("llama", 2, f"{CP} 2"),
+        ("gpt", 4, f"{CP} 4 --zero-stage 1"),
+        ("qwen3", 2, f"{CP} 2 --cp-comm-type all_gather --zero-stage 2"),
+        ("qwen2.5", 2, f"{CP} 2 --cp-comm-type a2a"),
+        ("gpt", 4, f"{CP} 2 {PP} 2 --cp-comm-type a2a"),
+        ("qwen3", 8, f"{TP} 2 {SP} {CP} 2 --zero-stage 1"),
     ],
 )
 def test_collectives_are_those_of_the_theory(family: str, ranks: int, words: str) -> None:
@@ -180,12 +200,14 @@ def parameters_of(config: RunConfig, rank: int) -> float:
         (4, f"{TP} 2 {PP} 2"),
         (8, f"{TP} 2 {PP} 2 --zero-stage 1"),
         (8, f"{PP} 2 {VIRTUAL} --zero-stage 2"),
+        (4, f"{CP} 2 --zero-stage 1"),
+        (4, f"{CP} 4 --zero-stage 2"),
     ],
 )
 def test_bytes_per_rank_are_those_of_the_formulas(ranks: int, words: str, precision: str) -> None:
     command = f"{LARGE} {words} {precision} --ddp-bucket-size {BUCKET} --global-batch-size 16"
     config = resolved(command, ranks).config
-    zero, replicas = config.parallel.zero_stage, config.grid.data
+    zero, replicas = config.parallel.zero_stage, config.grid.data * config.grid.context
     shares = replicas if zero else 1
     for rank, held in enumerate(run_distributed(bytes_on_a_rank, ranks, words=command)):
         elements = parameters_of(config, rank)

@@ -1,0 +1,147 @@
+"""Attention of some queries to some of their keys, in parts that can be merged.
+
+The part of a block is its output and, for each query, the logarithm of the sum of exponentials (lse) it was divided by. Merged
+parts give the attention to all keys together; with the merged output and lse, the backward of each block gives its
+part of the gradients, and these only need to be added.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+# What CUDA's flash kernel takes.
+_WIDEST_HEAD = 256
+_HEAD_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and keys by their place on this rank. `causal`: query i sees keys 0 … i of the block, else all."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def flash_is_chosen(q_BNSH: Tensor) -> bool:
+    """Whether blocks run in torch's flash kernel. To be asked in forward: the user's choice is not known in backward."""
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    if not q_BNSH.is_cuda:
+        return True
+    width = q_BNSH.shape[-1]
+    half = q_BNSH.dtype in (torch.bfloat16, torch.float16)
+    return half and width <= _WIDEST_HEAD and width % _HEAD_MULTIPLE == 0
+
+
+class MergedAttention:
+    """Adds up blocks: the output and the lse of every query, in fp32."""
+
+    def __init__(self, q_BNSH: Tensor, flash: bool) -> None:
+        self.q_BNSH = q_BNSH
+        self.flash = flash
+        self.out_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32, memory_format=torch.contiguous_format)
+        self.lse_BNS = torch.full_like(
+            self.out_BNSH[..., 0], -math.inf, memory_format=torch.contiguous_format
+        )
+
+    def add(self, keys_values: Tensor, blocks: Iterable[Block]) -> None:
+        """`keys_values` is [2, B, K, S, H]."""
+        for block in blocks:
+            q, (k, v) = self.q_BNSH[:, :, block.queries], keys_values[..., block.keys, :]
+            out, lse = (_flash_forward if self.flash else _plain_forward)(q, k, v, block.causal)
+            merge_(self.out_BNSH[:, :, block.queries], self.lse_BNS[:, :, block.queries], out, lse)
+
+
+def merge_(out_BNSH: Tensor, lse_BNS: Tensor, more_BNSH: Tensor, more_lse_BNS: Tensor) -> None:
+    """Adds attention to more keys, in place: each part is scaled from its own sum of exponentials to the common one."""
+    together = torch.logaddexp(lse_BNS, more_lse_BNS)
+    out_BNSH.mul_((lse_BNS - together).exp()[..., None])
+    out_BNSH.addcmul_(more_BNSH.float(), (more_lse_BNS - together).exp()[..., None])
+    lse_BNS.copy_(together)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What backward needs: the merged result, and the gradient of its output."""
+
+    q_BNSH: Tensor
+    out_BNSH: Tensor
+    lse_BNS: Tensor
+    gradient_BNSH: Tensor
+    flash: bool
+
+    def add_gradients_(
+        self, dq_BNSH: Tensor, d_keys_values: Tensor, keys_values: Tensor, blocks: Iterable[Block]
+    ) -> None:
+        """Adds the blocks' parts of the gradients."""
+        for block in blocks:
+            of_queries = (self.gradient_BNSH, self.q_BNSH, self.out_BNSH)
+            gradient, q, out = (t[:, :, block.queries] for t in of_queries)
+            lse = self.lse_BNS[:, :, block.queries].contiguous()
+            k, v = keys_values[..., block.keys, :]
+            backward = _flash_backward if self.flash else _plain_backward
+            dq, dk, dv = backward(gradient, q, k, v, out, lse, block.causal)
+            dq_BNSH[:, :, block.queries] += dq
+            d_keys_values[0, ..., block.keys, :] += dk
+            d_keys_values[1, ..., block.keys, :] += dv
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    else:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def _flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not q.is_cuda:
+        found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, causal
+        )
+        return found
+    # Without dropout the kernel asks for the state of its generator, and does not look at it.
+    no_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    lengths = (None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        gradient, q, k, v, out, lse, *lengths, 0.0, causal, no_state, no_state
+    )
+    return dq, dk, dv
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """In plain operations and fp32, for what the flash kernel does not take."""
+    scores_BKGST = _scores(q, k, causal)
+    lse_BKGS = scores_BKGST.logsumexp(-1)
+    weights = (scores_BKGST - lse_BKGS[..., None]).exp()
+    return (weights @ v.float()[:, :, None]).flatten(1, 2), lse_BKGS.flatten(1, 2)
+
+
+def _plain_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = k.shape[1]
+    gradient, out, q_BKGSH = (t.float().unflatten(1, (groups, -1)) for t in (gradient, out, q))
+    k_BK1TH, v_BK1TH = k.float()[:, :, None], v.float()[:, :, None]
+    weights = (_scores(q, k, causal) - lse.unflatten(1, (groups, -1))[..., None]).exp()
+    d_weights = gradient @ v_BK1TH.mT - (gradient * out).sum(-1, keepdim=True)
+    d_scores = weights * d_weights * q.shape[-1] ** -0.5
+    dk, dv = (d_scores.mT @ q_BKGSH).sum(2), (weights.mT @ gradient).sum(2)
+    return (d_scores @ k_BK1TH).flatten(1, 2), dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """The scaled products of queries and keys, the queries grouped by the key head they share: [B, K, G, S, T]."""
+    scaled = q.float().unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
+    scores = scaled @ k.float()[:, :, None].mT
+    if not causal:
+        return scores
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, -math.inf)

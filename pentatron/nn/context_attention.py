@@ -1,0 +1,215 @@
+"""Causal attention over sequences that may be split over the context axis, in one call.
+
+Every rank has its queries, keys and values of the tokens that `pentatron.parallel.context_axis` gives it. Three ways to
+attend to the tokens of the others:
+
+    p2p         keys and values travel around a ring, and their gradients after them
+    all_gather  every rank gathers all keys and values, in forward and again in backward
+    a2a         ranks exchange heads for tokens: each then has all tokens of some heads
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pentatron.nn.attention_blocks import Attended, Block, MergedAttention, flash_is_chosen
+from pentatron.parallel.collectives import (
+    Group,
+    Passing,
+    all_gather_into,
+    all_to_all_into,
+    reduce_scatter_into,
+    start_passing_on,
+)
+from pentatron.parallel.context_axis import ContextAxis, in_order, in_parts
+
+# What travels around the ring at the same time.
+_KEYS, _GRADIENTS = 1, 2
+
+
+def attend(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis, dropout: float = 0.0
+) -> Tensor:
+    """Attention of this rank's queries to all tokens up to their own; there may be fewer key/value heads."""
+    if context.size == 1:
+        return _plain(q_BNSH, k_BKSH, v_BKSH, dropout)
+    assert dropout == 0, "the rules refuse attention dropout over split sequences"
+    if context.exchange == "a2a":
+        return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group)
+    way = {"p2p": _Ring, "all_gather": _Gathered}[context.exchange]
+    result: Tensor = way.apply(q_BNSH, k_BKSH, v_BKSH, context)
+    return result
+
+
+def _plain(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, dropout: float = 0.0) -> Tensor:
+    grouped = q_BNSH.shape[1] > k_BKSH.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BNSH, k_BKSH, v_BKSH, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+    )
+
+
+def visible_of(source: int, rank: int, length: int) -> Block:
+    """What the queries of `rank` see of the keys of `source`, both with `length` tokens in two chunks."""
+    whole, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    if source == rank:
+        return Block(whole, whole, causal=True)
+    # Early chunks come in the order of ranks, late ones in the opposite order, after all early ones.
+    return Block(whole, early, causal=False) if source < rank else Block(late, whole, causal=False)
+
+
+def visible_of_all(context: ContextAxis, length: int) -> list[Block]:
+    """What this rank's queries see of all keys in their order: for each chunk those before it, and itself."""
+    size = length // 2
+    found = []
+    for place, number in enumerate(context.chunks):
+        queries, first = slice(place * size, (place + 1) * size), number * size
+        if first:
+            found.append(Block(queries, slice(0, first), causal=False))
+        found.append(Block(queries, slice(first, first + size), causal=True))
+    return found
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Tensor:
+        merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
+        keys_values = torch.stack((k_BKSH, v_BKSH))
+        for step in range(context.size):
+            coming = _pass_unless_last(keys_values, step, context)
+            merged.add(keys_values, [_visible_at(step, context, q_BNSH.shape[2])])
+            if coming is not None:
+                keys_values = coming.wait()
+        return _keep(ctx, merged, k_BKSH, v_BKSH, context)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
+        context: ContextAxis = ctx.context
+        dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
+        keys_values = torch.stack((k_BKSH, v_BKSH))
+        collected: Passing | None = None
+        for step in range(context.size):
+            coming = _pass_unless_last(keys_values, step, context)
+            block = _visible_at(step, context, dq_BNSH.shape[2])
+            # Computed apart and added to what the ranks before have collected, so that it may arrive meanwhile.
+            own = torch.zeros_like(keys_values, dtype=torch.float32)
+            attended.add_gradients_(dq_BNSH, own, keys_values, [block])
+            if collected is not None:
+                own += collected.wait()
+            collected = start_passing_on(own, context.group, _GRADIENTS)
+            if coming is not None:
+                keys_values = coming.wait()
+        assert collected is not None
+        dk_BKSH, dv_BKSH = collected.wait()
+        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH.to(k_BKSH.dtype), dv_BKSH.to(k_BKSH.dtype), None
+
+
+def _visible_at(step: int, context: ContextAxis, length: int) -> Block:
+    """After so many steps around the ring, the keys of the rank that many places before are here."""
+    return visible_of((context.rank - step) % context.size, context.rank, length)
+
+
+def _pass_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> Passing | None:
+    last = step == context.size - 1
+    return None if last else start_passing_on(keys_values, context.group, _KEYS)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Tensor:
+        merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
+        everything = _gather((k_BKSH, v_BKSH), context.group)
+        merged.add(everything, visible_of_all(context, q_BNSH.shape[2]))
+        return _keep(ctx, merged, k_BKSH, v_BKSH, context)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
+        context: ContextAxis = ctx.context
+        dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
+        everything = _gather((k_BKSH, v_BKSH), context.group)
+        whole = torch.zeros_like(everything, dtype=torch.float32)
+        blocks = visible_of_all(context, dq_BNSH.shape[2])
+        attended.add_gradients_(dq_BNSH, whole, everything, blocks)
+        parts = in_parts(whole, context.size)
+        own = torch.empty_like(parts[0])
+        reduce_scatter_into(own, parts.flatten(0, 1), context.group)
+        dk_BKSH, dv_BKSH = own.to(k_BKSH.dtype)
+        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None
+
+
+def _gather(keys_values: Sequence[Tensor], group: Group) -> Tensor:
+    """All ranks' keys and values, in the order of the sequence: [2, B, K, S, H]."""
+    own = torch.stack(tuple(keys_values))
+    parts = own.new_empty(group.size, *own.shape)
+    all_gather_into(parts.flatten(0, 1), own, group)
+    return in_order(parts)
+
+
+def _keep(ctx: Any, merged: MergedAttention, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Tensor:
+    """Keeps what backward needs: this rank's own tensors and no other rank's."""
+    out_BNSH = merged.out_BNSH.to(merged.q_BNSH.dtype)
+    ctx.save_for_backward(merged.q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse_BNS)
+    ctx.context, ctx.flash = context, merged.flash
+    return out_BNSH
+
+
+def _kept(ctx: Any, gradient_BNSH: Tensor) -> tuple[Attended, Tensor, Tensor]:
+    q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
+    attended = Attended(q_BNSH, out_BNSH, lse_BNS, gradient_BNSH.contiguous(), ctx.flash)
+    return attended, k_BKSH, v_BKSH
+
+
+def _by_heads(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: Group) -> Tensor:
+    ranks = group.size
+    if k_BKSH.shape[1] % ranks:
+        # Fewer heads than ranks: several ranks get a copy of the one their queries need.
+        copies = ranks // k_BKSH.shape[1]
+        k_BKSH, v_BKSH = (t.repeat_interleave(copies, dim=1) for t in (k_BKSH, v_BKSH))
+    for_each = [t.unflatten(1, (ranks, -1)) for t in (q_BNSH, k_BKSH, v_BKSH)]
+    together = torch.cat(for_each, dim=2).flatten(1, 2)
+    exchanged: Tensor = _HeadsOfAllTokens.apply(together, group)
+    attended = _plain(*exchanged.split([t.shape[2] for t in for_each], dim=1))
+    result: Tensor = _TokensOfAllHeads.apply(attended, group)
+    return result
+
+
+class _HeadsOfAllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BNSH: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_heads(x_BNSH, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(gradients[0], ctx.group), None
+
+
+class _TokensOfAllHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BNSH: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_tokens(x_BNSH, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(gradients[0], ctx.group), None
+
+
+def _to_heads(x_BNSH: Tensor, group: Group) -> Tensor:
+    """From all heads of this rank's tokens to its share of the heads of all tokens, in their order."""
+    return in_order(_exchanged(x_BNSH.unflatten(1, (group.size, -1)).movedim(1, 0), group))
+
+
+def _to_tokens(x_BNSH: Tensor, group: Group) -> Tensor:
+    return _exchanged(in_parts(x_BNSH, group.size), group).movedim(0, 1).flatten(1, 2)
+
+
+def _exchanged(parts: Tensor, group: Group) -> Tensor:
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    all_to_all_into(received, sent, group)
+    return received

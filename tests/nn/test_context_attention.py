@@ -1,0 +1,167 @@
+"""Attention over sequences that are split over ranks, against attention over whole ones: output and all gradients."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pentatron.nn.attention_blocks as blocks_module
+import pentatron.nn.context_attention as attention_module
+from pentatron.nn.attention_blocks import Block
+from pentatron.nn.context_attention import attend, visible_of, visible_of_all
+from pentatron.parallel.collectives import Group
+from pentatron.parallel.context_axis import ContextAxis, in_parts
+from tests.harness import distributed
+
+BATCH, LENGTH, WIDTH = 2, 32, 8
+NAMES = ("output", "dq", "dk", "dv")
+EXCHANGES = ("p2p", "all_gather", "a2a")
+
+
+def axis(exchange: str) -> ContextAxis:
+    return ContextAxis(Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), exchange)
+
+
+def drawn(heads: int, seed: int, dtype: torch.dtype) -> Tensor:
+    # Large enough that some weights are near one: a wrong scale of a block then shows.
+    values = 2 * torch.randn(BATCH, heads, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype)
+
+
+def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
+    return in_parts(x_BNSH.detach(), context.size)[context.rank].clone()
+
+
+def distances(exchange: str, heads: int, groups: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """How far this rank's part is from the same part of whole attention in fp32, relative to the largest element."""
+    context = axis(exchange)
+    inputs = [drawn(heads, 1, dtype), drawn(groups, 2, dtype), drawn(groups, 3, dtype)]
+    gradient = drawn(heads, 4, dtype)
+    whole = [t.float().requires_grad_() for t in inputs]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    expected.backward(gradient.float())
+    parts = [own(t, context).requires_grad_() for t in inputs]
+    found = attend(*parts, context)
+    found.backward(own(gradient, context))
+    assert found.dtype == dtype
+    pairs = zip((found.detach(), *(t.grad for t in parts)), (expected, *(t.grad for t in whole)))
+    return {
+        name: float((ours.float() - own(theirs, context)).abs().max() / theirs.detach().abs().max())
+        for name, (ours, theirs) in zip(NAMES, pairs)
+    }
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (8, 2), (4, 1)])
+def test_two_ranks_attend_as_one(exchange: str, heads: int, groups: int) -> None:
+    found = distances(exchange, heads, groups)
+    assert max(found.values()) < 1e-5, found
+
+
+@distributed(world=4)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("heads", "groups"), [(8, 4), (8, 2)])
+def test_four_ranks_attend_as_one(exchange: str, heads: int, groups: int) -> None:
+    found = distances(exchange, heads, groups)
+    assert max(found.values()) < 1e-5, found
+
+
+@distributed(world=4)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_in_bf16(exchange: str) -> None:
+    found = distances(exchange, 8, 2, torch.bfloat16)
+    assert max(found.values()) < 2e-2, found
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_without_the_flash_kernel(exchange: str) -> None:
+    """The choice of a kernel holds in forward; backward, which runs later, must keep to it."""
+    with sdpa_kernel([SDPBackend.MATH]):
+        found = distances(exchange, 8, 2)
+    assert max(found.values()) < 1e-5, found
+
+
+def all_visible(source: int, rank: int, length: int) -> Block:
+    block = visible_of(source, rank, length)
+    return block if block.causal else Block(slice(0, length), block.keys, causal=False)
+
+
+def unscaled(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    seen = lse > -math.inf
+    out.copy_(torch.where(seen[..., None], (out + more) / 2, more))
+    lse.copy_(torch.logaddexp(lse, more_lse))
+
+
+def not_summed(part: Tensor, whole: Tensor, group: Group) -> None:
+    part.copy_(whole.unflatten(0, (group.size, -1))[group.rank])
+
+
+def unchanged(parts: Tensor) -> Tensor:
+    return parts.movedim(0, -3).flatten(-3, -2)
+
+
+# What is broken, in which exchange, and what must be seen to be wrong.
+MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any], tuple[str, ...]]] = {
+    "a hidden block is visible": ("p2p", attention_module, "visible_of", all_visible, NAMES),
+    "parts merged without their scale": ("p2p", blocks_module, "merge_", unscaled, ("output", "dq", "dk")),
+    "gradients of keys not summed": (
+        "all_gather",
+        attention_module,
+        "reduce_scatter_into",
+        not_summed,
+        ("dk", "dv"),
+    ),
+    "chunks left in the order of ranks": ("a2a", attention_module, "in_order", unchanged, NAMES),
+}
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake: str) -> None:
+    exchange, module, name, wrong, seen = MISTAKES[mistake]
+    assert hasattr(module, name)
+    setattr(module, name, wrong)
+    found = distances(exchange, 8, 2)
+    # Some rank must see it; the last one has what a mask must hide in the middle of its part.
+    worst = torch.tensor([found[n] for n in seen])
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    assert worst.min() > 1e-2, dict(zip(seen, worst.tolist()))
+
+
+def pairs(block: Block) -> int:
+    queries, keys = (s.stop - s.start for s in (block.queries, block.keys))
+    return queries * (queries + 1) // 2 if block.causal else queries * keys
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_every_rank_has_the_same_work_and_none_is_left_out(ranks: int) -> None:
+    """In the ring at every step after the first, which is everyone's own; and in sum."""
+    length = 8
+    everything = (ranks * length) * (ranks * length + 1) // 2
+    work = {
+        rank: [pairs(visible_of((rank - step) % ranks, rank, length)) for step in range(ranks)]
+        for rank in range(ranks)
+    }
+    assert len({tuple(steps) for steps in work.values()}) == 1
+    assert sum(map(sum, work.values())) == everything
+    gathered = [
+        sum(map(pairs, visible_of_all(ContextAxis(Group(rank, ranks)), length))) for rank in range(ranks)
+    ]
+    assert sum(gathered) == everything and len(set(gathered)) == 1
+
+
+def test_only_own_tensors_are_kept_for_backward() -> None:
+    """One process stands for a ring of one: what is kept does not grow with other ranks' keys."""
+    alone = ContextAxis()
+    q, k = drawn(4, 1, torch.float32).requires_grad_(), drawn(2, 2, torch.float32)
+    out = attention_module._Gathered.apply(q, k, k, alone)
+    kept = sum(t.numel() for t in out.grad_fn.saved_tensors)
+    assert kept == 2 * q.numel() + 2 * k.numel() + q.numel() // WIDTH
