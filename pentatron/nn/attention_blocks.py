@@ -44,6 +44,7 @@ class MergedAttention:
     def __init__(self, q_BNSH: Tensor, flash: bool) -> None:
         self.q_BNSH = q_BNSH
         self.flash = flash
+        self.generator: tuple[Tensor, ...] = ()
         self.out_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32, memory_format=torch.contiguous_format)
         self.lse_BNS = torch.full_like(
             self.out_BNSH[..., 0], -math.inf, memory_format=torch.contiguous_format
@@ -53,7 +54,8 @@ class MergedAttention:
         """`keys_values` is [2, B, K, S, H]."""
         for block in blocks:
             q, (k, v) = self.q_BNSH[:, :, block.queries], keys_values[..., block.keys, :]
-            out, lse = (_flash_forward if self.flash else _plain_forward)(q, k, v, block.causal)
+            forward = _flash_forward if self.flash else _plain_forward
+            out, lse, self.generator = forward(q, k, v, block.causal)
             merge_(self.out_BNSH[:, :, block.queries], self.lse_BNS[:, :, block.queries], out, lse)
 
 
@@ -74,6 +76,8 @@ class Attended:
     lse_BNS: Tensor
     gradient_BNSH: Tensor
     flash: bool
+    # CUDA's kernel wants the state of its generator back, which without dropout is the same for every block.
+    generator: tuple[Tensor, ...]
 
     def add_gradients_(
         self, dq_BNSH: Tensor, d_keys_values: Tensor, keys_values: Tensor, blocks: Iterable[Block]
@@ -84,44 +88,55 @@ class Attended:
             gradient, q, out = (t[:, :, block.queries] for t in of_queries)
             lse = self.lse_BNS[:, :, block.queries].contiguous()
             k, v = keys_values[..., block.keys, :]
-            backward = _flash_backward if self.flash else _plain_backward
-            dq, dk, dv = backward(gradient, q, k, v, out, lse, block.causal)
+            inputs = (gradient, q, k, v, out, lse, block.causal)
+            dq, dk, dv = _flash_backward(*inputs, self.generator) if self.flash else _plain_backward(*inputs)
             dq_BNSH[:, :, block.queries] += dq
             d_keys_values[0, ..., block.keys, :] += dk
             d_keys_values[1, ..., block.keys, :] += dv
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    if q.is_cuda:
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-    else:
+# Output, lse, and what CUDA's kernel says of its generator.
+Part = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
+    if not q.is_cuda:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, lse
+        return out, lse, ()
+    out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False
+    )
+    return out, lse, (seed, offset)
 
 
 def _flash_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    generator: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not q.is_cuda:
         found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, causal
         )
         return found
-    # Without dropout the kernel asks for the state of its generator, and does not look at it.
-    no_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     lengths = (None, None, q.shape[2], k.shape[2])
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        gradient, q, k, v, out, lse, *lengths, 0.0, causal, no_state, no_state
+        gradient, q, k, v, out, lse, *lengths, 0.0, causal, *generator
     )
     return dq, dk, dv
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
     """In plain operations and fp32, for what the flash kernel does not take."""
     scores_BKGST = _scores(q, k, causal)
     lse_BKGS = scores_BKGST.logsumexp(-1)
     weights = (scores_BKGST - lse_BKGS[..., None]).exp()
-    return (weights @ v.float()[:, :, None]).flatten(1, 2), lse_BKGS.flatten(1, 2)
+    return (weights @ v.float()[:, :, None]).flatten(1, 2), lse_BKGS.flatten(1, 2), ()
 
 
 def _plain_backward(

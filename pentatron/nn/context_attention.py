@@ -153,13 +153,13 @@ def _keep(ctx: Any, merged: MergedAttention, k_BKSH: Tensor, v_BKSH: Tensor, con
     """Keeps what backward needs: this rank's own tensors and no other rank's."""
     out_BNSH = merged.out_BNSH.to(merged.q_BNSH.dtype)
     ctx.save_for_backward(merged.q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse_BNS)
-    ctx.context, ctx.flash = context, merged.flash
+    ctx.context, ctx.flash, ctx.generator = context, merged.flash, merged.generator
     return out_BNSH
 
 
 def _kept(ctx: Any, gradient_BNSH: Tensor) -> tuple[Attended, Tensor, Tensor]:
     q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
-    attended = Attended(q_BNSH, out_BNSH, lse_BNS, gradient_BNSH.contiguous(), ctx.flash)
+    attended = Attended(q_BNSH, out_BNSH, lse_BNS, gradient_BNSH.contiguous(), ctx.flash, ctx.generator)
     return attended, k_BKSH, v_BKSH
 
 

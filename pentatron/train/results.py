@@ -37,9 +37,10 @@ def _axes(config: RunConfig) -> str:
     if grid.pipeline > 1:
         shown.append(f"{grid.pipeline} pipeline")
     if grid.data > 1:
-        zero = f" with ZeRO-{parallel.zero_stage}" if parallel.zero_stage else ""
-        shown.append(f"{grid.data} data{zero}")
-    return f"{' × '.join(shown)} parallel" if shown else "not parallel"
+        shown.append(f"{grid.data} data")
+    shared = parallel.zero_stage > 0 and grid.data * grid.context > 1
+    zero = f" with ZeRO-{parallel.zero_stage}" if shared else ""
+    return f"{' × '.join(shown)}{zero} parallel" if shown else "not parallel"
 
 
 def describe_pipeline(config: RunConfig) -> str | None:
