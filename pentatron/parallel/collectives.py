@@ -124,7 +124,7 @@ def start_passing_on(tensor: Tensor, group: Group, tag: int) -> Passing:
 
     `tag` tells apart what travels at the same time.
     """
-    leaving = tensor.cpu() if group.through_host else tensor.contiguous()
+    leaving = (tensor.cpu() if group.through_host else tensor).contiguous()
     arriving = torch.empty_like(leaving)
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     # Both in one batch: NCCL would wait for ever if every rank of the ring sent first.

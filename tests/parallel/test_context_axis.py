@@ -40,6 +40,15 @@ def test_parts_and_order_undo_each_other(ranks: int) -> None:
     assert cut[:, 0, :, :, 0].tolist() == first_channel
 
 
+@distributed(world=2)
+@pytest.mark.parametrize("through_host", [False, True])
+def test_what_is_passed_on_need_not_be_contiguous(through_host: bool) -> None:
+    group = Group(dist.get_rank(), 2, dist.group.WORLD, through_host)
+    mine = torch.arange(6).view(2, 3) + 10 * group.rank
+    arrived = start_passing_on(mine.mT, group, 1).wait()
+    assert torch.equal(arrived, (torch.arange(6).view(2, 3) + 10 * (1 - group.rank)).mT)
+
+
 @distributed(world=4)
 def test_the_ring_passes_on_within_its_own_group() -> None:
     world = connect(Grid(context=2, data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
@@ -54,8 +63,9 @@ def test_the_ring_passes_on_within_its_own_group() -> None:
 
 
 @distributed(world=3)
-def test_all_to_all_deals_out_parts() -> None:
-    group = Group(dist.get_rank(), 3, dist.group.WORLD)
+@pytest.mark.parametrize("through_host", [False, True])
+def test_all_to_all_deals_out_parts(through_host: bool) -> None:
+    group = Group(dist.get_rank(), 3, dist.group.WORLD, through_host)
     sent = torch.tensor([[10 * group.rank + i] for i in range(3)])
     received = torch.empty_like(sent)
     all_to_all_into(received, sent, group)

@@ -51,7 +51,7 @@ def test_the_first_stage_embeds_and_the_last_one_has_the_head(
 def kept_on_a_rank(words: str) -> int:
     """Bytes of activations that autograd keeps for the backward of one micro-batch; weights are not counted."""
     model = built(words)
-    batch = next(micro_batches(model.config, model.world, 0))
+    (batch,) = model.own_tokens([next(micro_batches(model.config, model.world, 0))])
     weights = {p.untyped_storage().data_ptr() for p in model.stages[0].parameters()}
     kept: dict[int, int] = {}
 
@@ -74,6 +74,13 @@ def test_sequence_parallelism_keeps_fewer_activations() -> None:
     )
     # At the very least half of the input of each layer's two norms, in fp32.
     assert without - together >= 2 * LAYERS * 4 * MICRO_BATCH * SEQUENCE * HIDDEN / 2
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
+def test_context_ranks_keep_their_share_of_the_activations(exchange: str) -> None:
+    split = f"--context-parallel-size 2 --cp-comm-type {exchange}"
+    without, together = (max(run_distributed(kept_on_a_rank, 2, words=words)) for words in ("", split))
+    assert 0.4 * without < together < 0.6 * without
 
 
 def test_without_a_tensor_axis_there_is_nothing_to_save() -> None:
