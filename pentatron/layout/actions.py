@@ -11,12 +11,16 @@ from enum import StrEnum
 class Kind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
+    # A backward in two halves: first what the stage before waits for, the gradient of the stage's input; later, when
+    # nothing else can be done, the gradients of the weights.
+    INPUT = "I"
+    WEIGHT = "W"
     # Messages: the activation that `stage` made, the gradient of the activation that `stage` received.
     SEND_ACTIVATION = "SF"
     RECEIVE_ACTIVATION = "RF"
     SEND_GRADIENT = "SB"
     RECEIVE_GRADIENT = "RB"
-    # All backward passes of the stage are done: its gradients may be reduced over the replicas.
+    # All backward passes of the stage are done, in one piece or in halves: its gradients may be reduced over the replicas.
     REDUCE = "R"
 
 

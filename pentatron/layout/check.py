@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
 
-COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD)
+COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
 RECEIVES = {receive: send for send, receive in SENDS.items()}
-# A backward computes two products for every one of a forward.
-DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+# A backward computes two products for every one of a forward; each of its halves one.
+DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
+NAMES = {Kind.INPUT: "input gradient", Kind.WEIGHT: "weight gradient"}
 
 # What a message carries, whichever end speaks of it: the kind of its receive, the stage it comes from, the micro-batch.
 Message = tuple[Kind, int, int]
@@ -43,12 +44,15 @@ class Slot:
 class Checked:
     """What a sound schedule promises.
 
-    `alive`: the most micro-batches each rank holds at once, whose forward is done and whose backward is not (a rank
-    with several stages counts each of them). `timeline`: when each rank computes what, if a backward takes twice as
-    long as a forward and messages no time. `bubble`: the share of the ranks' time that is spent waiting.
+    `alive`: the most micro-batches each rank holds at once, whose forward is done and whose backward is not, or not
+    both halves of it (a rank with several stages counts each of them). `deferred`: the most that lie between the two
+    halves, of which only what the weight gradients need is kept. `timeline`: when each rank computes what, if a
+    backward takes twice as long as a forward, each half as long as one, and messages no time. `bubble`: the share of
+    the ranks' time that is spent waiting.
     """
 
     alive: tuple[int, ...]
+    deferred: tuple[int, ...]
     timeline: tuple[tuple[Slot, ...], ...]
     time: int
     bubble: float
@@ -61,8 +65,9 @@ def check(schedule: Schedule) -> Checked:
             f"{len(schedule.actions)} lists of actions do not fit {schedule.placement.ranks} pipeline ranks"
         )
     _check_complete(schedule)
+    halved = _halved(schedule)
     needs = [
-        [tuple(_needs(schedule, rank, action)) for action in actions]
+        [tuple(_needs(schedule, halved, rank, action)) for action in actions]
         for rank, actions in enumerate(schedule.actions)
     ]
     _check_order(schedule, needs)
@@ -71,7 +76,11 @@ def check(schedule: Schedule) -> Checked:
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
     return Checked(
-        alive=tuple(_alive(actions) for actions in schedule.actions),
+        alive=tuple(
+            _most_between(actions, (Kind.FORWARD,), (Kind.BACKWARD, Kind.WEIGHT))
+            for actions in schedule.actions
+        ),
+        deferred=tuple(_most_between(actions, (Kind.INPUT,), (Kind.WEIGHT,)) for actions in schedule.actions),
         timeline=timeline,
         time=time,
         bubble=1 - busy / (time * len(timeline)),
@@ -103,16 +112,27 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _wanted(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Everything a step consists of, with the rank that has to do it."""
-    placement, training = schedule.placement, is_training(schedule)
+    placement, training, halved = schedule.placement, is_training(schedule), _halved(schedule)
     for stage in range(placement.stages):
         for micro_batch in range(schedule.micro_batches):
             yield placement.rank_of[stage], Action(Kind.FORWARD, stage, micro_batch)
             yield from _pair(placement, Kind.SEND_ACTIVATION, stage, stage + 1, micro_batch)
             if training:
-                yield placement.rank_of[stage], Action(Kind.BACKWARD, stage, micro_batch)
+                for kind in (Kind.INPUT, Kind.WEIGHT) if (stage, micro_batch) in halved else (Kind.BACKWARD,):
+                    yield placement.rank_of[stage], Action(kind, stage, micro_batch)
                 yield from _pair(placement, Kind.SEND_GRADIENT, stage, stage - 1, micro_batch)
         if training:
             yield placement.rank_of[stage], Action(Kind.REDUCE, stage)
+
+
+def _halved(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """The stages and micro-batches whose backward comes in halves; the two must both be there, and no whole one."""
+    return frozenset(
+        (action.stage, action.micro_batch)
+        for actions in schedule.actions
+        for action in actions
+        if action.kind in (Kind.INPUT, Kind.WEIGHT)
+    )
 
 
 def _pair(
@@ -138,33 +158,42 @@ def _check_order(schedule: Schedule, needs: Needs) -> None:
             done.add(action)
 
 
-def _needs(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
+def _needs(
+    schedule: Schedule, halved: frozenset[tuple[int, int]], rank: int, action: Action
+) -> Iterator[Action]:
     """What must be in a rank's list before `action`."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+
+    def input_gradient(of: int) -> Action:
+        return Action(Kind.INPUT if (of, micro_batch) in halved else Kind.BACKWARD, of, micro_batch)
+
     match kind:
         case Kind.FORWARD:
-            yield from _input(schedule, rank, Kind.FORWARD, stage - 1, micro_batch)
-        case Kind.BACKWARD:
+            yield from _input(schedule, rank, Action(Kind.FORWARD, stage - 1, micro_batch))
+        case Kind.BACKWARD | Kind.INPUT:
             yield Action(Kind.FORWARD, stage, micro_batch)
-            yield from _input(schedule, rank, Kind.BACKWARD, stage + 1, micro_batch)
+            yield from _input(schedule, rank, input_gradient(stage + 1))
+        case Kind.WEIGHT:
+            yield Action(Kind.INPUT, stage, micro_batch)
         case Kind.SEND_ACTIVATION:
             yield Action(Kind.FORWARD, stage, micro_batch)
         case Kind.SEND_GRADIENT:
-            yield Action(Kind.BACKWARD, stage, micro_batch)
+            yield input_gradient(stage)
         case Kind.REDUCE:
-            yield from (Action(Kind.BACKWARD, stage, m) for m in range(schedule.micro_batches))
+            for m in range(schedule.micro_batches):
+                yield Action(Kind.WEIGHT if (stage, m) in halved else Kind.BACKWARD, stage, m)
 
 
-def _input(schedule: Schedule, rank: int, kind: Kind, source: int, micro_batch: int) -> Iterator[Action]:
-    """How a computation comes by the result of stage `source`: computed on this rank, or received."""
+def _input(schedule: Schedule, rank: int, made: Action) -> Iterator[Action]:
+    """How a computation comes by a result that another stage made: computed on this rank, or received."""
     placement = schedule.placement
-    if not 0 <= source < placement.stages:
+    if not 0 <= made.stage < placement.stages:
         return
-    if placement.rank_of[source] == rank:
-        yield Action(kind, source, micro_batch)
+    if placement.rank_of[made.stage] == rank:
+        yield made
     else:
-        receive = Kind.RECEIVE_ACTIVATION if kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
-        yield Action(receive, source, micro_batch, placement.rank_of[source])
+        receive = Kind.RECEIVE_ACTIVATION if made.kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
+        yield Action(receive, made.stage, made.micro_batch, placement.rank_of[made.stage])
 
 
 def _check_channels(schedule: Schedule) -> None:
@@ -258,13 +287,13 @@ def _ready(rank: int, needs: tuple[Action, ...], wire: _Wire, ended: dict[Action
     return latest
 
 
-def _alive(actions: tuple[Action, ...]) -> int:
-    """The most micro-batches between their forward and their backward; without backwards nothing is kept."""
-    if not any(action.kind is Kind.BACKWARD for action in actions):
+def _most_between(actions: tuple[Action, ...], begin: tuple[Kind, ...], end: tuple[Kind, ...]) -> int:
+    """The most micro-batches that have begun and not ended; where none ever ends nothing is kept."""
+    if not any(action.kind in end for action in actions):
         return 0
     now = most = 0
     for action in actions:
-        now += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
+        now += (action.kind in begin) - (action.kind in end)
         most = max(most, now)
     return most
 
@@ -291,7 +320,8 @@ def _named(action: Action) -> str:
     if action.kind is Kind.REDUCE:
         return f"the reduction of stage {action.stage} ({action})"
     if action.kind in COMPUTATIONS:
-        return f"the {action.kind.name.lower()} of stage {action.stage}, micro-batch {action.micro_batch} ({action})"
+        name = NAMES.get(action.kind, action.kind.name.lower())
+        return f"the {name} of stage {action.stage}, micro-batch {action.micro_batch} ({action})"
     verb = "sending" if action.kind in SENDS else "receiving"
     side = "to" if action.kind in SENDS else "from"
     return f"{verb} {_in_words(_message(action))} {side} rank {action.peer} ({action})"

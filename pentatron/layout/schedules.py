@@ -1,7 +1,7 @@
 """Pipeline schedules: in which order every pipeline rank computes, and when it sends, receives and reduces.
 
 A schedule is made in two steps: a compute order (forwards and backwards of each rank, nothing else), which is what
-distinguishes GPipe, 1F1B and interleaved 1F1B, and `lower`, which adds the messages and the reductions.
+distinguishes one schedule from another, and `lower`, which adds the messages and the reductions.
 `pentatron.layout.check` proves the result sound.
 """
 
@@ -10,16 +10,29 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
+from pentatron.layout.dualpipev import dualpipev_orders, fewest_micro_batches
+from pentatron.layout.zero_bubble import Computation, v_placement, zbv_orders, zero_bubble_orders
 
-KINDS = ("gpipe", "1f1b", "interleaved")
-
-# One computation: FORWARD or BACKWARD, the stage, the micro-batch.
-Computation = tuple[Kind, int, int]
+# Two stages on each rank, the first and the last of all on rank 0.
+FOLDED = ("zbv", "dualpipev")
+KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble", *FOLDED)
+# Those that cut backwards in two.
+HALVING = ("zero-bubble", *FOLDED)
 
 
 def looped_placement(ranks: int, virtual: int) -> Placement:
     """`virtual` stages on every rank, dealt out in turns: stage s sits on rank s mod `ranks`."""
     return Placement(tuple(stage % ranks for stage in range(ranks * virtual)))
+
+
+def placement_for(kind: str, ranks: int, virtual: int) -> Placement:
+    """Where the stages sit under a schedule."""
+    return v_placement(ranks) if kind in FOLDED else looped_placement(ranks, virtual)
+
+
+def takes_groups(kind: str, virtual: int) -> bool:
+    """Whether ranks turn to their next stage after a group of micro-batches."""
+    return kind == "interleaved" or (kind == "zero-bubble" and virtual > 1)
 
 
 def schedule_problem(
@@ -33,18 +46,26 @@ def schedule_problem(
             f"a schedule needs 1 or more ranks, virtual stages and micro-batches, "
             f"not {ranks}, {virtual} and {micro_batches}"
         )
-    if kind == "interleaved":
-        return _interleaved_problem(ranks, virtual, micro_batches, group)
-    if virtual > 1:
+    if kind == "interleaved" and virtual == 1:
+        return "interleaved needs 2 or more virtual stages per rank, not 1; use more, or the schedule 1f1b"
+    if takes_groups(kind, virtual):
+        return _group_problem(ranks, micro_batches, group)
+    if kind in FOLDED:
+        if virtual != 2:
+            return f"{kind} runs 2 stages per rank, not {virtual}; use 2, or another schedule"
+        if kind == "dualpipev" and micro_batches < fewest_micro_batches(ranks):
+            return (
+                f"dualpipev needs 2 × {ranks} (pipeline ranks) = {fewest_micro_batches(ranks)} or more micro-batches, "
+                f"not {micro_batches}; use {fewest_micro_batches(ranks)} or more, or the schedule zbv"
+            )
+    elif kind != "zero-bubble" and virtual > 1:
         return f"{kind} runs one stage per rank, not {virtual}; use the schedule interleaved, or 1 stage per rank"
     if group is not None:
         return f"{kind} does not group micro-batches, so a group of {group} means nothing; leave it out"
     return None
 
 
-def _interleaved_problem(ranks: int, virtual: int, micro_batches: int, group: int | None) -> str | None:
-    if virtual == 1:
-        return "interleaved needs 2 or more virtual stages per rank, not 1; use more, or the schedule 1f1b"
+def _group_problem(ranks: int, micro_batches: int, group: int | None) -> str | None:
     if group is None or ranks <= group <= micro_batches or group == micro_batches:
         return None
     if micro_batches <= ranks:
@@ -62,9 +83,8 @@ def training_schedule(
     problem = schedule_problem(kind, ranks, virtual, micro_batches, group)
     if problem is not None:
         raise ValueError(problem)
-    placement = looped_placement(ranks, virtual)
-    orders = [_order(kind, placement, rank, micro_batches, group) for rank in range(ranks)]
-    return lower(placement, micro_batches, orders)
+    placement = placement_for(kind, ranks, virtual)
+    return lower(placement, micro_batches, _orders(kind, placement, micro_batches, group))
 
 
 @functools.lru_cache(maxsize=32)
@@ -97,6 +117,23 @@ def forwards_ahead(
     if kind == "1f1b":
         return ranks - rank - 1
     return 2 * (ranks - rank - 1) + (virtual - 1) * group_sizes(micro_batches, group or ranks)[0]
+
+
+def _orders(
+    kind: str, placement: Placement, micro_batches: int, group: int | None
+) -> Sequence[Sequence[Computation]]:
+    ranks, virtual = placement.ranks, placement.stages // placement.ranks
+    if kind == "zbv":
+        return zbv_orders(ranks, micro_batches)
+    if kind == "dualpipev":
+        return dualpipev_orders(ranks, micro_batches)
+    if kind == "zero-bubble":
+        base = "1f1b" if virtual == 1 else "interleaved"
+        orders = _orders(base, placement, micro_batches, group)
+        # What the base holds where it holds most, on its first rank.
+        limit = 1 + forwards_ahead(base, ranks, virtual, 0, micro_batches, group)
+        return zero_bubble_orders(placement, orders, limit)
+    return [_order(kind, placement, rank, micro_batches, group) for rank in range(ranks)]
 
 
 def _order(
@@ -134,7 +171,7 @@ def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Co
     """Adds to each rank's computations the messages and the reductions.
 
     A result is sent right after it was computed. A receive is posted one computation before the one that needs it, so
-    that the message travels meanwhile. A stage is reduced right after its last backward.
+    that the message travels meanwhile. A stage is reduced right after its last backward, or second half of one.
     """
     return Schedule(
         placement,
@@ -144,7 +181,9 @@ def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Co
 
 
 def _lowered(placement: Placement, rank: int, order: Sequence[Computation]) -> Iterator[Action]:
-    last_backward = {stage: i for i, (kind, stage, _) in enumerate(order) if kind is Kind.BACKWARD}
+    last_backward = {
+        stage: i for i, (kind, stage, _) in enumerate(order) if kind in (Kind.BACKWARD, Kind.WEIGHT)
+    }
     for i, computation in enumerate(order):
         if i == 0:
             yield from _received(placement, rank, computation)
@@ -153,13 +192,15 @@ def _lowered(placement: Placement, rank: int, order: Sequence[Computation]) -> I
         kind, stage, micro_batch = computation
         yield Action(kind, stage, micro_batch)
         yield from _sent(placement, rank, computation)
-        if kind is Kind.BACKWARD and last_backward[stage] == i:
+        if last_backward.get(stage) == i:
             yield Action(Kind.REDUCE, stage)
 
 
 def _received(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
     """The message a computation waits for, if it comes from another rank."""
     kind, stage, micro_batch = computation
+    if kind is Kind.WEIGHT:
+        return
     forward = kind is Kind.FORWARD
     source = stage - 1 if forward else stage + 1
     if 0 <= source < placement.stages and placement.rank_of[source] != rank:
@@ -170,6 +211,8 @@ def _received(placement: Placement, rank: int, computation: Computation) -> Iter
 def _sent(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
     """The message that carries the result of a computation, if another rank needs it."""
     kind, stage, micro_batch = computation
+    if kind is Kind.WEIGHT:
+        return
     forward = kind is Kind.FORWARD
     target = stage + 1 if forward else stage - 1
     if 0 <= target < placement.stages and placement.rank_of[target] != rank:

@@ -134,6 +134,33 @@ MUTATIONS: dict[str, tuple[str, Callable[[Lists], None], str]] = {
         "stage 0, micro-batch 0, which rank 0 sends first"),
     "sent in another order than received": (
         "interleaved", send_later, "which rank 3 sends first"),
+    "an input gradient is dropped": (
+        "zero-bubble", drop(1, "I1.2"), "rank 1: the input gradient of stage 1, micro-batch 2 (I1.2) is missing"),
+    "a weight gradient is dropped": (
+        "zero-bubble", drop(0, "W0.3"), "rank 0: the weight gradient of stage 0, micro-batch 3 (W0.3) is missing"),
+    "a weight gradient runs twice": (
+        "zbv", twice(0, "W3.1"), "rank 0: the weight gradient of stage 3, micro-batch 1 (W3.1) is there 2 times"),
+    "a whole backward beside its halves": (
+        "zero-bubble", add(0, action("B0.1")),
+        "rank 0: the backward of stage 0, micro-batch 1 (B0.1) does not belong there"),
+    "half of a whole backward": (
+        "1f1b", add(0, action("W0.1")), "rank 0: the backward of stage 0, micro-batch 1 (B0.1) does not belong there"),
+    "weights before the input": (
+        "zero-bubble", swap(1, "I1.0", "W1.0"),
+        "rank 1: the weight gradient of stage 1, micro-batch 0 (W1.0) comes before the input gradient of stage 1, "
+        "micro-batch 0 (I1.0)"),
+    "reduced before the last weight gradient": (
+        "zero-bubble", swap(0, "W0.3", "R0"),
+        "rank 0: the reduction of stage 0 (R0) comes before the weight gradient of stage 0, micro-batch 3 (W0.3)"),
+    "sent before the input gradient is computed": (
+        "zero-bubble", move(1, "SB1.3", 0),
+        "rank 1: sending the gradient of stage 1, micro-batch 3 to rank 0 (SB1.3) comes before the input gradient of"),
+    "the turn of a folded pipeline in the wrong order": (
+        "zbv", swap(1, "F1.0", "F2.0"),
+        "rank 1: the forward of stage 2, micro-batch 0 (F2.0) comes before the forward of stage 1, micro-batch 0 (F1.0)"),
+    "a message at the turn": (
+        "zbv", add(1, action("SF1.0", 1)),
+        "rank 1: sending the activation of stage 1, micro-batch 0 to rank 1 (SF1.0) does not belong there"),
     "an evaluation without one forward": (
         "evaluation", drop(1, "F1.1"), "rank 1: the forward of stage 1, micro-batch 1 (F1.1) is missing"),
     "an evaluation that reduces": (
@@ -146,6 +173,9 @@ SOUND: dict[str, Schedule] = {
     "three": training_schedule("1f1b", 3, 1, 4),
     "interleaved": training_schedule("interleaved", 4, 2, 8),
     "interleaved on one rank": training_schedule("interleaved", 1, 2, 4),
+    "zero-bubble": training_schedule("zero-bubble", 2, 1, 4),
+    "zbv": training_schedule("zbv", 2, 2, 4),
+    "dualpipev": training_schedule("dualpipev", 2, 2, 5),
     "evaluation": forward_schedule(looped_placement(2, 1), 3),
 }
 
@@ -206,6 +236,22 @@ def test_times_of_two_ranks() -> None:
     assert checked.time == 9
     assert checked.bubble == pytest.approx(1 / 3)
     assert checked.alive == (2, 1)
+
+
+def test_times_and_memory_of_halves() -> None:
+    """F = I = W = 1: 0 F F . I W I W and 1 . F I F I W W, as drawn by hand."""
+    checked = check(training_schedule("zero-bubble", 2, 1, 2))
+    first = [(slot.start, slot.end, str(slot.action)) for slot in checked.timeline[0]]
+    last = [(slot.start, slot.end, str(slot.action)) for slot in checked.timeline[1]]
+    assert first == [
+        (0, 1, "F0.0"), (1, 2, "F0.1"), (3, 4, "I0.0"), (4, 5, "W0.0"), (5, 6, "I0.1"), (6, 7, "W0.1"),
+    ]  # fmt: skip
+    assert last == [
+        (1, 2, "F1.0"), (2, 3, "I1.0"), (3, 4, "F1.1"), (4, 5, "I1.1"), (5, 6, "W1.0"), (6, 7, "W1.1"),
+    ]  # fmt: skip
+    assert (checked.time, checked.alive, checked.deferred) == (7, (2, 2), (1, 2))
+    assert checked.bubble == pytest.approx(2 / 14)
+    assert check(training_schedule("1f1b", 2, 1, 2)).deferred == (0, 0)
 
 
 def test_nothing_waits_without_a_pipeline() -> None:

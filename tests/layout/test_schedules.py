@@ -189,17 +189,18 @@ def test_all_schedules_run_the_backwards_of_a_stage_in_the_same_order() -> None:
         for virtual in (1, 2):
             if schedule_problem(kind, 3, virtual, 7) is None:
                 for actions in training_schedule(kind, 3, virtual, 7).actions:
-                    for stage in {a.stage for a in actions if a.kind is Kind.BACKWARD}:
-                        order = [
-                            a.micro_batch for a in actions if a.kind is Kind.BACKWARD and a.stage == stage
-                        ]
-                        assert order == list(range(7))
+                    # Gradients come with the whole backward, or with both halves of it.
+                    for kinds in ((Kind.BACKWARD, Kind.INPUT), (Kind.BACKWARD, Kind.WEIGHT)):
+                        for stage in {a.stage for a in actions if a.kind in kinds}:
+                            order = [a.micro_batch for a in actions if a.kind in kinds and a.stage == stage]
+                            assert order == list(range(7)), f"{kind} {kinds} of stage {stage}"
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("zigzag", 2, 1, 4), "there is no pipeline schedule zigzag; use gpipe, 1f1b or interleaved"),
+        (("zigzag", 2, 1, 4), "there is no pipeline schedule zigzag; use gpipe, 1f1b, interleaved, "
+         "zero-bubble, zbv or dualpipev"),
         (("1f1b", 2, 1, 0), "a schedule needs 1 or more ranks, virtual stages and micro-batches, not 2, 1 and 0"),
         (("gpipe", 2, 2, 4),
          "gpipe runs one stage per rank, not 2; use the schedule interleaved, or 1 stage per rank"),

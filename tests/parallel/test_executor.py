@@ -142,4 +142,6 @@ def test_a_wrong_last_flag_is_caught() -> None:
 
 def test_schedules_under_test_have_messages_of_all_kinds() -> None:
     actions = training_schedule("interleaved", 2, 2, 5).actions
+    assert {action.kind for rank in actions for action in rank} == set(Kind) - {Kind.INPUT, Kind.WEIGHT}
+    actions = training_schedule("dualpipev", 2, 2, 5).actions
     assert {action.kind for rank in actions for action in rank} == set(Kind)
