@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pentatron.layout.actions import Kind
 from pentatron.layout.ranks import Grid
 from pentatron.layout.schedules import training_schedule
 from pentatron.parallel.executor import Executor
@@ -60,8 +61,8 @@ class Trivial:
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         return SHAPE
 
-    def begin_backward(self, stage: int, last: bool) -> None: ...
-    def end_backward(self, stage: int, last: bool) -> None: ...
+    def begin_backward(self, stage: int, last: bool, kind: Kind) -> None: ...
+    def end_backward(self, stage: int, last: bool, kind: Kind) -> None: ...
     def reduce(self, stage: int) -> None: ...
 
 

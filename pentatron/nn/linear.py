@@ -1,12 +1,13 @@
 """Linear layers and tables, split over the tensor axis. With one rank on it they are the ordinary ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pentatron.layout.ranks import Axis
+from pentatron.parallel.deferral import DeferredGradients, linear
 from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -26,7 +27,25 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
     return (Rows(axis.rank * share, share),)
 
 
-class ColumnParallelLinear(DeclaringModule):
+class WeightedModule(DeclaringModule):
+    """Multiplies by its weight; with `deferred`, that weight's gradient may come later than the others."""
+
+    weight: nn.Parameter
+    deferred: DeferredGradients | None = None
+
+    def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, self.weight, bias, self.deferred)
+
+
+def defer_weight_gradients(stages: Iterable[nn.Module], deferred: DeferredGradients) -> None:
+    """From now on the linear layers of these stages can leave their weight gradients for later."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, WeightedModule):
+                module.deferred = deferred
+
+
+class ColumnParallelLinear(WeightedModule):
     """`y = x Wᵀ + b` with the outputs, which are the rows of W, spread over the ranks; the input is the stream."""
 
     def __init__(self, inputs: int, outputs: int, rows: Sequence[Rows], bias: bool, axis: TensorAxis) -> None:
@@ -43,7 +62,7 @@ class ColumnParallelLinear(DeclaringModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.axis.enter(x), self.weight, self.bias)
+        return self.multiplied(self.axis.enter(x), self.bias)
 
 
 def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:
@@ -59,7 +78,7 @@ def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-class RowParallelLinear(DeclaringModule):
+class RowParallelLinear(WeightedModule):
     """`y = x Wᵀ + b` with the inputs, which are the columns of W, spread over the ranks; the output is the stream."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, axis: TensorAxis, scale: float = 1.0) -> None:
@@ -78,11 +97,11 @@ class RowParallelLinear(DeclaringModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.axis.leave(F.linear(x, self.weight))
+        y = self.axis.leave(self.multiplied(x))
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyTable(DeclaringModule):
+class VocabularyTable(WeightedModule):
     """Word vectors, the rows spread over the ranks, looked up by token.
 
     Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked up.
@@ -120,7 +139,7 @@ class VocabularyTable(DeclaringModule):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Of this rank's part of the vocabulary, for every token of the stream."""
-        return F.linear(self.axis.enter(x_BSD), self.weight)
+        return self.multiplied(self.axis.enter(x_BSD))
 
 
 class VocabularyHead(VocabularyTable):

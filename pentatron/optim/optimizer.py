@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pentatron.config.parallel import ParallelConfig
 from pentatron.config.training import OptimConfig
+from pentatron.layout.actions import Kind
 from pentatron.optim.clip import clip_, squared_norm
 from pentatron.parallel.buckets import Bucket, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.gathering import WeightGathering
@@ -119,11 +120,11 @@ class Optimizer:
         for reduction in self._reductions.values():
             reduction.zero()
 
-    def begin_backward(self, stage: int, last: bool) -> None:
-        """Before each backward pass of a stage; `last`: no other follows in this step."""
-        self._reductions[stage].begin_backward(last)
+    def begin_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
+        """Before each backward pass of a stage, whole or half; `last`: no other follows in this step."""
+        self._reductions[stage].begin_backward(last, kind)
 
-    def end_backward(self, stage: int, last: bool) -> None:
+    def end_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         self._reductions[stage].end_backward()
 
     def reduce(self, stage: int) -> None:

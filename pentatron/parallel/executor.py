@@ -3,10 +3,12 @@
 The executor knows nothing of models, batches or optimizers. It walks the rank's list of actions; a model in one piece
 is the list of one stage. What a stage made for the next one waits in a table until it is sent or, when the next stage
 sits on the same rank, taken from there; gradients go the other way alike. A micro-batch lives from its forward to its
-backward on a stage; when a step ends nothing of it may be left.
+backward on a stage; where that is cut in two, what its weight gradients need lives on to the second half. When a step
+ends nothing of it may be left.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,11 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pentatron.layout.actions import Action, Kind, Schedule
+from pentatron.parallel.deferral import Cell, DeferredGradients
 from pentatron.parallel.messages import Announced, Arrival, Messages, Parcel, announced, deliveries
 from pentatron.parallel.pieces import Shape
-
-# A stage and a micro-batch.
-Cell = tuple[int, int]
 
 
 class StageProgram(Protocol):
@@ -38,23 +38,36 @@ class StageProgram(Protocol):
 
 
 class GradientSink(Protocol):
-    """Who takes the gradients of the parameters. `last`: no other backward of the stage follows in this step."""
+    """Who takes the gradients of the parameters. `last`: no other backward of the stage follows in this step.
 
-    def begin_backward(self, stage: int, last: bool) -> None: ...
-    def end_backward(self, stage: int, last: bool) -> None: ...
+    `kind` is BACKWARD, INPUT or WEIGHT: INPUT brings the gradients of some parameters, the WEIGHT that follows it later
+    those of the others. Between the two of one micro-batch there may be those of others.
+    """
+
+    def begin_backward(self, stage: int, last: bool, kind: Kind) -> None: ...
+    def end_backward(self, stage: int, last: bool, kind: Kind) -> None: ...
     def reduce(self, stage: int) -> None: ...
 
 
 class Executor:
-    """Runs schedules on one pipeline rank. `dtype` and `device` are those of the activations between stages."""
+    """Runs schedules on one pipeline rank. `dtype` and `device` are those of the activations between stages.
+
+    `deferred` is where the layers of this rank's stages leave weight gradients for later.
+    """
 
     def __init__(
-        self, messages: Messages, pipeline_rank: int, dtype: torch.dtype, device: torch.device
+        self,
+        messages: Messages,
+        pipeline_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        deferred: DeferredGradients | None = None,
     ) -> None:
         self.messages = messages
         self.rank = pipeline_rank
         self.dtype = dtype
         self.device = device
+        self.deferred = deferred or DeferredGradients()
 
     def train(self, schedule: Schedule, program: StageProgram, gradients: GradientSink) -> Tensor:
         """Forward and backward of every micro-batch; the sum of the losses (fp64), 0 on a rank without the last stage."""
@@ -86,6 +99,7 @@ class _Step:
     ) -> None:
         self.executor = executor
         self.messages = executor.messages
+        self.deferred = executor.deferred
         self.program = program
         self.sink = gradients
         self.actions = schedule.actions[executor.rank]
@@ -101,6 +115,8 @@ class _Step:
         perform: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._backward,
+            Kind.WEIGHT: self._weights,
             Kind.SEND_ACTIVATION: self._send,
             Kind.RECEIVE_ACTIVATION: self._receive,
             Kind.SEND_GRADIENT: self._send,
@@ -111,7 +127,7 @@ class _Step:
         for action in self.actions:
             perform[action.kind](action)
         self.messages.finish()
-        left = [*self.activations, *self.gradients, *self.passed]
+        left = [*self.activations, *self.gradients, *self.passed, *self.deferred.cells]
         assert not left, f"left over at the end of a step (stage, micro-batch): {left}"
         return self.total
 
@@ -133,22 +149,36 @@ class _Step:
             self.passed[cell] = _Passed(received, start)
 
     def _backward(self, action: Action) -> None:
+        """A whole backward, or its input half: everything but the weight gradients that layers leave for later."""
         assert self.sink is not None, "a schedule for evaluation has no backward"
         stage, micro_batch = cell = (action.stage, action.micro_batch)
         gradient = None
         if stage < self.last_stage:
             gradient = self._take(self.gradients, True, (stage + 1, micro_batch))
         passed = self.passed.pop(cell)
-        self.backwards_left[stage] -= 1
-        last = self.backwards_left[stage] == 0
-        self.sink.begin_backward(stage, last)
-        if passed.start is not None:
-            torch.autograd.backward(passed.start, gradient)
-        self.sink.end_backward(stage, last)
+        whole = action.kind is Kind.BACKWARD
+        last = whole and self._is_last(stage)
+        self.sink.begin_backward(stage, last, action.kind)
+        with nullcontext() if whole else self.deferred.collecting(cell):
+            if passed.start is not None:
+                torch.autograd.backward(passed.start, gradient)
+        self.sink.end_backward(stage, last, action.kind)
         if passed.received is not None:
             made = passed.received.grad
             # A stage that does not use its input still owes its gradient.
             self.gradients[cell] = torch.zeros_like(passed.received) if made is None else made
+
+    def _weights(self, action: Action) -> None:
+        assert self.sink is not None, "a schedule for evaluation has no backward"
+        last = self._is_last(action.stage)
+        self.sink.begin_backward(action.stage, last, action.kind)
+        self.deferred.compute((action.stage, action.micro_batch))
+        self.sink.end_backward(action.stage, last, action.kind)
+
+    def _is_last(self, stage: int) -> bool:
+        """To be asked once for each backward: whether no other of the stage follows."""
+        self.backwards_left[stage] -= 1
+        return self.backwards_left[stage] == 0
 
     def _send(self, action: Action) -> None:
         table = self.activations if action.kind is Kind.SEND_ACTIVATION else self.gradients
@@ -207,8 +237,9 @@ class _Step:
 
 
 def _count_backwards(actions: tuple[Action, ...]) -> dict[int, int]:
+    """Of every stage; one in two halves ends with the second."""
     found: dict[int, int] = {}
     for action in actions:
-        if action.kind is Kind.BACKWARD:
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             found[action.stage] = found.get(action.stage, 0) + 1
     return found

@@ -233,19 +233,26 @@ def deliveries(schedule: Schedule, rank: int) -> dict[Parcel, list[Parcel]]:
 
 
 def _replies(actions: Sequence[Action], rank: int) -> Iterator[tuple[Parcel, list[Parcel]]]:
-    """What each message of a peer to `rank` proves to have arrived there since the one before."""
+    """What each message of a peer to `rank` proves to have arrived there since the one before of its kind.
+
+    Activations and gradients each prove it: which of the two is taken first is up to this rank's schedule.
+    """
     needed_by: dict[tuple[Kind, int, int], Parcel] = {}
-    arrived: list[Parcel] = []
+    arrived: dict[Kind, list[Parcel]] = {kind: [] for kind in SENDS}
     for action in actions:
         if action.peer == rank and action.kind in RECEIVES:
             needed_by[_consumer(action)] = parcel_of(action)
         elif action.peer == rank and action.kind in SENDS:
-            yield parcel_of(action), arrived
-            arrived = []
+            yield parcel_of(action), arrived[action.kind]
+            arrived[action.kind] = []
         else:
-            computation = (action.kind, action.stage, action.micro_batch)
+            # The input half of a backward is what needs the message.
+            kind = Kind.BACKWARD if action.kind is Kind.INPUT else action.kind
+            computation = (kind, action.stage, action.micro_batch)
             if computation in needed_by:
-                arrived.append(needed_by.pop(computation))
+                parcel = needed_by.pop(computation)
+                for proven in arrived.values():
+                    proven.append(parcel)
 
 
 def _consumer(receive: Action) -> tuple[Kind, int, int]:

@@ -4,6 +4,9 @@
 and reduces in every backward pass (ZeRO 2). Both reduce the buckets strictly in their order: a bucket
 that is complete early waits for those before it. Replicas run the same schedule over the same buckets, so all of them
 start the same collectives in the same order, even where a parameter gets no gradient on some of them.
+
+Where a backward comes in halves, the input half brings gradients ahead of those of its weight half; a bucket is complete
+when the weight half has brought the rest.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pentatron.layout.actions import Kind
 from pentatron.parallel.buckets import Bucket, Span
 from pentatron.parallel.collectives import (
     Group,
@@ -34,6 +38,9 @@ class Reduction(ABC):
         self._next = 0
         # Where buckets are reduced as they fill: the parameters of each whose gradient has not come in this pass.
         self._missing: list[set[int]] | None = None
+        # Whether an input half runs, and which parameters of each bucket get their gradient from one.
+        self._ahead = False
+        self._came_ahead: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
             for slot in bucket.plan.slots:
                 slot.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot.span))
@@ -43,8 +50,13 @@ class Reduction(ABC):
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            assert number >= self._next, "a gradient came after its bucket was reduced"
-            span.of(self._buffer(number)).view(parameter.shape).add_(parameter.grad)
+            if self._ahead:
+                self._came_ahead[number].add(span.first)
+                place = self._buffer_ahead(number, span)
+            else:
+                assert number >= self._next, "a gradient came after its bucket was reduced"
+                place = span.of(self._buffer(number))
+            place.view(parameter.shape).add_(parameter.grad)
             parameter.grad = None
             if self._missing is not None:
                 self._missing[number].discard(span.first)
@@ -61,8 +73,11 @@ class Reduction(ABC):
         while self._next < len(self.buckets):
             self._reduce_next()
 
-    def _reduce_as_filled(self) -> None:
-        self._missing = [{slot.span.first for slot in bucket.plan.slots} for bucket in self.buckets]
+    def _reduce_as_filled(self, kind: Kind) -> None:
+        self._missing = [
+            {slot.span.first for slot in bucket.plan.slots} - (ahead if kind is Kind.WEIGHT else set())
+            for bucket, ahead in zip(self.buckets, self._came_ahead)
+        ]
 
     def _stop_reducing_as_filled(self) -> None:
         """Parameters that got no gradient on this rank count as zeros."""
@@ -75,6 +90,10 @@ class Reduction(ABC):
         """Where the fp32 gradients of a bucket lie, from the first element on, to be added to."""
 
     @abstractmethod
+    def _buffer_ahead(self, number: int, span: Span) -> Tensor:
+        """Where a gradient of an input half is to be added."""
+
+    @abstractmethod
     def _start(self, number: int) -> None:
         """Starts to sum a bucket over the replicas."""
 
@@ -82,10 +101,17 @@ class Reduction(ABC):
     def zero(self) -> None:
         """A new step begins."""
 
+    def begin_backward(self, last: bool, kind: Kind = Kind.BACKWARD) -> None:
+        self._ahead = kind is Kind.INPUT
+        if not self._ahead:
+            self._begin(last, kind)
+
     @abstractmethod
-    def begin_backward(self, last: bool) -> None: ...
+    def _begin(self, last: bool, kind: Kind) -> None:
+        """A pass that completes gradients begins."""
 
     def end_backward(self) -> None:
+        self._ahead = False
         self._stop_reducing_as_filled()
 
     @abstractmethod
@@ -134,9 +160,12 @@ class WholeReduction(Reduction):
         for whole in self._whole:
             whole.zero_()
 
-    def begin_backward(self, last: bool) -> None:
+    def _buffer_ahead(self, number: int, span: Span) -> Tensor:
+        return span.of(self._whole[number])
+
+    def _begin(self, last: bool, kind: Kind) -> None:
         if last and self.overlap:
-            self._reduce_as_filled()
+            self._reduce_as_filled(kind)
 
     def reduce(self) -> None:
         self._reduce_rest()
@@ -208,13 +237,18 @@ class ScatterBuffers:
 
 
 class ScatteredReduction(Reduction):
-    """Only this rank's share of the gradients lives through the step; every backward pass adds to it."""
+    """Only this rank's share of the gradients lives through the step; every backward pass adds to it.
+
+    Gradients of an input half are kept in whole, added up, until the next pass that completes gradients takes them along:
+    one fp32 copy of the biases, norms and tables of the stage.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], replicas: Group, buffers: ScatterBuffers) -> None:
         super().__init__(buckets, replicas)
         self.buffers = buffers
         self.kept = [torch.zeros_like(bucket.master, dtype=torch.float32) for bucket in buckets]
         self._filling: dict[int, Tensor] = {}
+        self._kept_ahead: list[dict[Span, Tensor]] = [{} for _ in buckets]
 
     def _buffer(self, number: int) -> Tensor:
         assert self._missing is not None, "a gradient came outside begin_backward and end_backward"
@@ -227,21 +261,32 @@ class ScatteredReduction(Reduction):
         buffer = self._filling.pop(number, None)
         if buffer is None:
             buffer = self.buffers.take(bucket)
+        for span, values in self._kept_ahead[number].items():
+            span.of(buffer).add_(values)
+        self._kept_ahead[number].clear()
         self.buffers.scatter(buffer, bucket, self.kept[number], self.replicas)
 
     def zero(self) -> None:
         for share in self.kept:
             share.zero_()
 
-    def begin_backward(self, last: bool) -> None:
+    def _buffer_ahead(self, number: int, span: Span) -> Tensor:
+        kept = self._kept_ahead[number]
+        if span not in kept:
+            kept[span] = torch.zeros(len(span), dtype=torch.float32, device=self.buffers.device)
+        return kept[span]
+
+    def _begin(self, last: bool, kind: Kind) -> None:
         self._next = 0
-        self._reduce_as_filled()
+        self._reduce_as_filled(kind)
 
     def reduce(self) -> None:
         assert not self._filling, "a backward pass was not ended"
+        assert not any(self._kept_ahead), "the second half of a backward is missing"
 
     def finish(self) -> None:
         self.buffers.finish()
 
     def memory(self) -> list[Tensor]:
-        return [*self.kept, *self.buffers.made]
+        ahead = [values for kept in self._kept_ahead for values in kept.values()]
+        return [*self.kept, *self.buffers.made, *ahead]

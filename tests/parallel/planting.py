@@ -20,7 +20,27 @@ BUGS = {
         "self.activations[cell] = output.detach()",
         "self.activations[cell] = output",
     ),
-    "the last flag comes early": ("self.backwards_left[stage] == 0", "self.backwards_left[stage] == 1"),
+    "a deferred weight gradient is lost": (
+        "self.deferred.compute((action.stage, action.micro_batch))",
+        "cell = (action.stage, action.micro_batch)\n"
+        "        self.deferred.compute(cell) if cell[1] != 1 else self.deferred._waiting.pop(cell)",
+    ),
+    "weight gradients are forgotten": (
+        "self.deferred.compute((action.stage, action.micro_batch))",
+        "pass",
+    ),
+    # Taken from whatever waits for the stage: with the inputs of one and the gradient of another.
+    "the weight gradient of another micro-batch": (
+        "self.deferred.compute((action.stage, action.micro_batch))",
+        "same = [c for c in self.deferred.cells if c[0] == action.stage]\n"
+        "        own, other = self.deferred._waiting[same[0]], self.deferred._waiting[same[-1]]\n"
+        "        own[:] = [type(p)(p.weight, q.inputs, p.gradient) for p, q in zip(own, other)]\n"
+        "        self.deferred.compute((action.stage, action.micro_batch))",
+    ),
+    "the last flag comes early": (
+        "return self.backwards_left[stage] == 0",
+        "return self.backwards_left[stage] == 1",
+    ),
     "nothing is released": ("passed = self.passed.pop(cell)", "passed = self.passed[cell]"),
     "the output is kept": (
         "self.passed[cell] = _Passed(received, start)",

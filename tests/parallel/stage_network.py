@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pentatron.parallel.executor as executor_module
-from pentatron.layout.actions import Schedule
+from pentatron.layout.actions import Kind, Schedule
 from pentatron.layout.ranks import Grid
+from pentatron.parallel.deferral import DeferredGradients, linear
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World, connect
 
@@ -30,9 +31,26 @@ def width(stage: int) -> int:
     return WIDTH + stage % 3
 
 
-def build_stage(stage: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> nn.Module:
+class Linear(nn.Linear):
+    """May leave its weight gradient for later."""
+
+    deferred: DeferredGradients | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, self.deferred)
+
+
+def build_stage(
+    stage: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    deferred: DeferredGradients | None = None,
+) -> nn.Module:
     generator = torch.Generator().manual_seed(100 + stage)
-    module = nn.Sequential(nn.Linear(width(stage), 8), nn.Tanh(), nn.Linear(8, width(stage + 1)))
+    module = nn.Sequential(Linear(width(stage), 8), nn.Tanh(), Linear(8, width(stage + 1)))
+    for layer in module:
+        if isinstance(layer, Linear):
+            layer.deferred = deferred
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
@@ -79,11 +97,13 @@ class Record:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, bool]] = []
 
-    def begin_backward(self, stage: int, last: bool) -> None:
-        self.calls.append(("begin", stage, last))
+    def begin_backward(self, stage: int, last: bool, kind: Kind) -> None:
+        if kind is not Kind.INPUT:
+            self.calls.append(("begin", stage, last))
 
-    def end_backward(self, stage: int, last: bool) -> None:
-        self.calls.append(("end", stage, last))
+    def end_backward(self, stage: int, last: bool, kind: Kind) -> None:
+        if kind is not Kind.INPUT:
+            self.calls.append(("end", stage, last))
 
     def reduce(self, stage: int) -> None:
         self.calls.append(("reduce", stage, True))
@@ -148,6 +168,11 @@ def update(
     found.weights = {n: p.detach().cpu().clone() for n, p in parameters.items()}
 
 
+def halves(schedule: Schedule) -> bool:
+    """Whether some backwards come in two halves."""
+    return any(action.kind is Kind.WEIGHT for actions in schedule.actions for action in actions)
+
+
 def in_pipeline(
     world: World,
     training: Sequence[Schedule],
@@ -160,11 +185,14 @@ def in_pipeline(
     found = Found()
     placement = evaluation.placement
     last_stage = placement.stages - 1
-    stages = {s: build_stage(s, dtype, world.device) for s in placement.stages_of(world.pipeline.rank)}
+    deferred = DeferredGradients() if halves(training[0]) else None
+    stages = {
+        s: build_stage(s, dtype, world.device, deferred) for s in placement.stages_of(world.pipeline.rank)
+    }
     optimizer = torch.optim.AdamW(named(stages).values(), lr=0.01)
     # By its module, so that a bug planted there takes effect.
     executor = executor_module.Executor(
-        messages or open_messages(world), world.pipeline.rank, dtype, world.device
+        messages or open_messages(world), world.pipeline.rank, dtype, world.device, deferred
     )
     for step, now in enumerate(lengths):
         program, record = Program(stages, last_stage, now, step, dtype, world.device), Record()

@@ -22,7 +22,14 @@ SCHEDULES = [
     ("1f1b", 4, 1),
     ("interleaved", 4, 2),
     ("1f1b", 8, 1),
+    ("zero-bubble", 2, 1),
+    ("zero-bubble", 2, 3),
+    ("zero-bubble", 4, 1),
+    ("zbv", 2, 2),
+    ("zbv", 4, 2),
 ]
+# Enough micro-batches for DualPipeV on two ranks.
+MANY = ((3, 6, 2, 4, 5), (2, 4, 4, 3, 6, 1, 5))
 
 
 def on_ranks(
@@ -38,7 +45,7 @@ def on_ranks(
     world = pipeline_world(torch.device(device))
     ranks = world.pipeline.size
     training = [training_schedule(kind, ranks, virtual, len(now)) for now in lengths]
-    evaluation = forward_schedule(looped_placement(ranks, virtual), len(lengths[0]))
+    evaluation = forward_schedule(training[0].placement, len(lengths[0]))
     return in_pipeline(world, training, evaluation, lengths, getattr(torch, dtype))
 
 
@@ -72,6 +79,18 @@ def test_every_schedule_computes_what_one_process_does(kind: str, ranks: int, vi
     found = run_distributed(on_ranks, ranks, kind=kind, virtual=virtual)
     assert_same(found, one_process(ranks * virtual - 1))
     assert_each_once(found, ranks * virtual)
+
+
+def test_dualpipev_computes_what_one_process_does() -> None:
+    found = run_distributed(on_ranks, 2, kind="dualpipev", virtual=2, lengths=MANY)
+    assert_same(found, one_process(3, MANY))
+    assert_each_once(found, 4, MANY)
+
+
+@pytest.mark.parametrize("kind", ["zero-bubble", "zbv"])
+def test_halves_on_one_rank(kind: str) -> None:
+    found = run_distributed(on_ranks, 1, kind=kind, virtual=2)
+    assert_same(found, one_process(1))
 
 
 @pytest.mark.parametrize("virtual", [1, 3])
@@ -116,6 +135,9 @@ EVEN = ((3, 3, 3, 3),)
         ("gradients of two micro-batches are swapped", "gpipe", 1),
         ("the gradient of the input is lost", "1f1b", 1),
         ("the loss is taken twice", "1f1b", 1),
+        ("a deferred weight gradient is lost", "zero-bubble", 1),
+        ("the weight gradient of another micro-batch", "zero-bubble", 1),
+        ("the weight gradient of another micro-batch", "zbv", 2),
     ],
 )
 def test_planted_bugs_change_the_numbers(bug: str, kind: str, virtual: int) -> None:

@@ -135,6 +135,9 @@ def test_a_reply_proves_that_a_message_arrived() -> None:
 ALL_SCHEDULES = [
     *(training_schedule(k, r, 1, m) for k in ("gpipe", "1f1b") for r in (2, 3, 4) for m in (1, 4, 9)),
     *(training_schedule("interleaved", r, v, m) for r in (2, 3, 4) for v in (2, 3) for m in (4, 9)),
+    *(training_schedule("zero-bubble", r, v, m) for r in (2, 4) for v in (1, 2) for m in (4, 9)),
+    *(training_schedule("zbv", r, 2, m) for r in (2, 4) for m in (4, 9)),
+    *(training_schedule("dualpipev", r, 2, 9) for r in (2, 4)),
 ]
 
 
@@ -148,7 +151,10 @@ def test_nothing_is_let_go_before_it_arrived(schedule: Schedule) -> None:
         proven = deliveries(schedule, rank)
         sends = {p for p, sender in senders(schedule).items() if sender == rank}
         named = [parcel for parcels in proven.values() for parcel in parcels]
-        assert len(named) == len(set(named)) and set(named) <= sends
+        assert set(named) <= sends
+        for gradients in (False, True):
+            once = [p for reply, parcels in proven.items() if reply[0] == gradients for p in parcels]
+            assert len(once) == len(set(once)), "two replies of one kind prove the same"
         for reply, parcels in proven.items():
             assert set(parcels) <= used_when_sent[reply]
         activations = {p for p in sends if not p[0]}
@@ -172,7 +178,7 @@ def simulate(schedule: Schedule) -> dict[Parcel, set[Parcel]]:
         for action in actions:
             if action.kind is Kind.FORWARD:
                 used.add((False, action.stage - 1, action.micro_batch))
-            elif action.kind is Kind.BACKWARD:
+            elif action.kind in (Kind.BACKWARD, Kind.INPUT):
                 used.add((True, action.stage + 1, action.micro_batch))
             elif action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
                 found[action.kind is Kind.SEND_GRADIENT, action.stage, action.micro_batch] = set(used)

@@ -1,0 +1,106 @@
+"""Weight gradients that are computed later than the rest of a backward.
+
+While the input half of a backward runs, a linear layer hands over what its weight gradient is made of (its input and
+the gradient of its output) instead of computing it; the weight half computes the product and gives it to the parameter
+the way autograd would, hooks included. Gradients of biases, norms and tables are cheap and come with the input half.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# A stage and a micro-batch.
+Cell = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Product:
+    """The weight gradient of `y = x Wᵀ`, not yet computed."""
+
+    weight: nn.Parameter
+    inputs: Tensor
+    gradient: Tensor
+
+    def compute(self) -> Tensor:
+        return self.gradient.flatten(0, -2).t() @ self.inputs.flatten(0, -2)
+
+
+class DeferredGradients:
+    """The products that wait on one rank, by stage and micro-batch. Its layers and its executor share one of these."""
+
+    def __init__(self) -> None:
+        self._open: list[Product] | None = None
+        self._waiting: dict[Cell, list[Product]] = {}
+
+    @contextmanager
+    def collecting(self, cell: Cell) -> Iterator[None]:
+        """Around the input half of a backward."""
+        assert self._open is None and cell not in self._waiting, f"{cell} is cut in two twice"
+        self._open = self._waiting[cell] = []
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def take(self, product: Product) -> bool:
+        """Keeps a product for later; False if the backward that runs is a whole one."""
+        if self._open is None:
+            return False
+        self._open.append(product)
+        return True
+
+    def compute(self, cell: Cell) -> None:
+        """The weight half: everything that waits for this cell, in the order of the backward."""
+        products = self._waiting.pop(cell)
+        products.reverse()
+        while products:
+            product = products.pop()
+            torch.autograd.backward(product.weight, product.compute())
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Whose weight gradients wait."""
+        return list(self._waiting)
+
+    @property
+    def elements(self) -> int:
+        """Numbers kept for them."""
+        return sum(p.inputs.numel() + p.gradient.numel() for found in self._waiting.values() for p in found)
+
+
+def linear(
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
+) -> Tensor:
+    """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
+    if deferred is None:
+        return F.linear(x, weight, bias)
+    result = _Linear.apply(x, weight, bias, deferred)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.deferred = deferred
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0]
+        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            product = Product(weight, x, gradient)
+            of_weight = None if ctx.deferred.take(product) else product.compute()
+        return of_input, of_weight, of_bias, None
