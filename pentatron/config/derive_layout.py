@@ -3,6 +3,7 @@
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.run import table
 from pentatron.layout.divisors import divisors
+from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import written_stages
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -91,6 +92,9 @@ def _virtual_stages(draft: Draft) -> None:
                 stages // ranks,
                 f"{stages} stages written out / {ranks} ranks",
             )
+    elif draft["pipeline_schedule"] in FOLDED and ranks > 1:
+        kind = draft["pipeline_schedule"]
+        draft.derive("virtual_pipeline_model_parallel_size", 2, f"{kind} has two stages on each rank")
 
 
 def _number_of_stages(written: str) -> int:

@@ -13,7 +13,7 @@ from pentatron.config.stages import division_of, grid_of
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.ranks import expert_size_problem, world_size_problem
-from pentatron.layout.schedules import schedule_problem
+from pentatron.layout.schedules import FOLDED, schedule_problem, takes_groups
 from pentatron.layout.stages import Costs, stage_parts
 
 Values = Mapping[str, Any]
@@ -241,7 +241,17 @@ def _schedule(v: Values, facts: Facts) -> str | None:
             "--pipeline-schedule interleaved needs several stages on each rank; "
             "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
         )
-    if kind != "interleaved" and virtual > 1:
+    if kind in FOLDED and virtual != 2:
+        return (
+            f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
+            f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
+        )
+    if kind in FOLDED and not v["untie_embeddings_and_output_weights"]:
+        return (
+            f"--pipeline-schedule {kind} puts the embedding and the head on the same rank, where they cannot be tied yet; "
+            f"give --untie-embeddings-and-output-weights, or use zero-bubble"
+        )
+    if kind in ("1f1b", "gpipe") and virtual > 1:
         return (
             f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
             f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
@@ -249,15 +259,34 @@ def _schedule(v: Values, facts: Facts) -> str | None:
     return None
 
 
+def _micro_batch_count(v: Values, facts: Facts) -> int | None:
+    """Micro-batches of a step, where they are known and come out even."""
+    if v["global_batch_size"] is None or v["micro_batch_size"] is None or _batch(v, facts) is not None:
+        return None
+    return int(v["global_batch_size"] // (v["micro_batch_size"] * v["data_parallel_size"]))
+
+
+def _enough_micro_batches(v: Values, facts: Facts) -> str | None:
+    kind, ranks, count = (
+        v["pipeline_schedule"],
+        v["pipeline_model_parallel_size"],
+        _micro_batch_count(v, facts),
+    )
+    if kind != "dualpipev" or ranks == 1 or count is None:
+        return None
+    problem = schedule_problem(kind, ranks, 2, count)
+    return None if problem is None else f"--pipeline-schedule {problem}"
+
+
 def _micro_batch_groups(v: Values, facts: Facts) -> str | None:
     group, ranks = v["microbatch_group_size_per_virtual_pipeline_stage"], v["pipeline_model_parallel_size"]
     virtual = v["virtual_pipeline_model_parallel_size"] or 1
-    if group is None or virtual == 1 or ranks == 1:
+    if group is None or virtual == 1 or ranks == 1 or not takes_groups(v["pipeline_schedule"], virtual):
         return None
-    if v["global_batch_size"] is None or v["micro_batch_size"] is None or _batch(v, facts) is not None:
+    count = _micro_batch_count(v, facts)
+    if count is None:
         return None
-    chunk = v["micro_batch_size"] * v["data_parallel_size"]
-    problem = schedule_problem("interleaved", ranks, virtual, v["global_batch_size"] // chunk, group)
+    problem = schedule_problem("interleaved", ranks, virtual, count, group)
     return (
         None if problem is None else f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}"
     )
@@ -308,6 +337,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _layers_per_virtual_stage,
     _division,
     _schedule,
+    _enough_micro_batches,
     _micro_batch_groups,
     _experts,
     _expert_ranks,

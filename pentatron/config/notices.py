@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.run import table
+from pentatron.layout.schedules import takes_groups
 
 # Why a setting has nothing to act on, or nothing at all where it acts.
 Reason = Callable[[Draft, Facts], str]
@@ -71,11 +72,11 @@ def _not_interleaved(draft: Draft, facts: Facts) -> str:
     """One rank needs no schedule; with several, only virtual stages take micro-batches in groups."""
     if _one_stage(draft, facts):
         return _one_stage(draft, facts)
-    kind = draft["pipeline_schedule"]
+    kind, virtual = draft["pipeline_schedule"], draft["virtual_pipeline_model_parallel_size"] or 1
     return (
-        f"{kind} does not take micro-batches in groups, only interleaved does"
-        if kind != "interleaved"
-        else ""
+        ""
+        if takes_groups(kind, virtual)
+        else f"{kind} does not take micro-batches in groups, only interleaved does"
     )
 
 

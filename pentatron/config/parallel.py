@@ -28,7 +28,7 @@ class ParallelConfig:
     pipeline_schedule: str = setting(
         "1f1b",
         "order of work in the pipeline (interleaved with virtual stages)",
-        choices=("1f1b", "gpipe", "interleaved"),
+        choices=("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"),
     )
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "stages on each pipeline rank", also="--num-virtual-stages-per-pipeline-rank --vpp"

@@ -47,7 +47,20 @@ class RunConfig:
     @property
     def placement(self) -> Placement:
         """Which pipeline rank holds which stage."""
-        return schedules.looped_placement(self.parallel.pipeline_model_parallel_size, self.virtual_stages)
+        return schedules.placement_for(
+            self._schedule_kind, self.parallel.pipeline_model_parallel_size, self.virtual_stages
+        )
+
+    @property
+    def _schedule_kind(self) -> str:
+        """One rank has nobody to overlap with: its order is that of 1F1B, whatever was asked for."""
+        one = self.parallel.pipeline_model_parallel_size == 1
+        return "1f1b" if one else self.parallel.pipeline_schedule
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Whether some backwards come in two halves."""
+        return self._schedule_kind in schedules.HALVING
 
     @property
     def stages(self) -> tuple[StagePart, ...]:
@@ -59,10 +72,9 @@ class RunConfig:
         """What every pipeline rank does in a step of that many micro-batches."""
         p = self.parallel
         ranks, virtual = p.pipeline_model_parallel_size, self.virtual_stages
-        # One rank has nobody to overlap with: its order is that of 1F1B, whatever was asked for.
-        kind = p.pipeline_schedule if ranks > 1 else "1f1b"
+        kind = self._schedule_kind
         group = p.microbatch_group_size_per_virtual_pipeline_stage
-        if kind != "interleaved" or group is None:
+        if not schedules.takes_groups(kind, virtual) or group is None:
             return schedules.training_schedule(kind, ranks, virtual, micro_batches)
         # A group was chosen for a full step; a shorter one has no more than it has.
         return schedules.training_schedule(kind, ranks, virtual, micro_batches, min(group, micro_batches))

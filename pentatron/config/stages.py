@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pentatron.layout.ranks import Grid
+from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import Costs, Division
 
 
@@ -40,6 +41,7 @@ def division_of(values: Mapping[str, Any]) -> Division:
         count_head=values["account_for_loss_in_pipeline_split"],
         even=values["num_layers_per_virtual_pipeline_stage"] is not None,
         written=written,
+        folded=values["pipeline_schedule"] in FOLDED,
     )
 
 

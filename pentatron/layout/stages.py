@@ -34,7 +34,7 @@ class Division:
 
     `first` and `last` fix the layers of the first and the last rank. `count_embedding` and `count_head` make the
     embedding and the head weigh as much as one layer. `even`: only layers count, so that all stages have the same
-    number. `written` is a whole layout such as `Et|tt|tL`.
+    number. `written` is a whole layout such as `Et|tt|tL`. `folded`: the stages go down the ranks and come back.
     """
 
     ranks: int = 1
@@ -45,10 +45,15 @@ class Division:
     count_head: bool = False
     even: bool = False
     written: str | None = None
+    folded: bool = False
 
     @property
     def stages(self) -> int:
         return self.ranks * self.virtual
+
+    def rank_of(self, stage: int) -> int:
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.folded and turn % 2 else place
 
 
 def split_layers(
@@ -124,9 +129,10 @@ def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list
                 f"{flag} {count} is not divisible by the {virtual} virtual stages of a rank; "
                 f"use {max(virtual, count - count % virtual)} or {count - count % virtual + virtual}"
             )
-        for stage in range(rank, division.stages, ranks):
-            counts[stage] = count // virtual
-    open_stages = [s for s in range(division.stages) if s % ranks not in fixed]
+        for stage in range(division.stages):
+            if division.rank_of(stage) == rank:
+                counts[stage] = count // virtual
+    open_stages = [s for s in range(division.stages) if division.rank_of(s) not in fixed]
     given = sum(count for _, count in fixed.values())
     rest = num_layers - given
     if not open_stages and rest:

@@ -49,7 +49,10 @@ class Reduction(ABC):
         """Adds each new gradient of a parameter to its place in an fp32 buffer and drops it."""
 
         def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                assert self._ahead, "a gradient that is none"
+                # Left for the weight half; autograd tells of it all the same.
+                return
             if self._ahead:
                 self._came_ahead[number].add(span.first)
                 place = self._buffer_ahead(number, span)

@@ -10,8 +10,10 @@ from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
+from pentatron.nn.linear import defer_weight_gradients
 from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.context_axis import ContextAxis, context_axis
+from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
@@ -79,7 +81,10 @@ def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
     stages = build_stages(
         config.model, parts, axis, config.run.seed, world.device, config.kernels.attention_backend, context
     )
-    executor = Executor(open_messages(world), world.at.pipeline, model_dtype(config), world.device)
+    deferred = DeferredGradients()
+    if config.defers_weight_gradients:
+        defer_weight_gradients(stages.values(), deferred)
+    executor = Executor(open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred)
     return ParallelModel(config, world, axis, context, stages, executor)
 
 

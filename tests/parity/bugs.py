@@ -33,6 +33,7 @@ from pentatron.nn.loss import _SplitCrossEntropy
 from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.collectives import Group, Passing
+from pentatron.parallel.deferral import DeferredGradients, Product
 from pentatron.parallel.pieces import Declared, DeclaringModule
 from pentatron.parallel.tensor_axis import TensorAxis
 from pentatron.parallel.world import World
@@ -264,6 +265,30 @@ def loss_of_one_context_rank() -> None:
     step_module._said_once = first_alone
 
 
+def deferred_weight_gradient_lost() -> None:
+    compute = DeferredGradients.compute
+
+    def losing(self: DeferredGradients, cell: tuple[int, int]) -> None:
+        if cell[1] == 1:
+            self._waiting[cell].pop()
+        compute(self, cell)
+
+    DeferredGradients.compute = losing  # type: ignore[method-assign]
+
+
+def weight_gradient_of_another_micro_batch() -> None:
+    """The gradients of one micro-batch meet the inputs of the latest one of the same stage."""
+    compute = DeferredGradients.compute
+
+    def mixing(self: DeferredGradients, cell: tuple[int, int]) -> None:
+        latest = self._waiting[max(c for c in self.cells if c[0] == cell[0])]
+        own = self._waiting[cell]
+        own[:] = [Product(p.weight, q.inputs, p.gradient) for p, q in zip(own, latest)]
+        compute(self, cell)
+
+    DeferredGradients.compute = mixing  # type: ignore[method-assign]
+
+
 # Each bug with a family and a layout on which it acts.
 BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "row output not summed": (row_output_not_summed, "llama", "tp2"),
@@ -294,6 +319,12 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "key gradients left on the way": (key_gradients_left_on_the_way, "qwen2.5", "cp2"),
     "loss of one context rank": (loss_of_one_context_rank, "llama", "cp2"),
     "dropout by local position of a split sequence": (dropout_by_local_position, "gpt", "cp2"),
+    "a deferred weight gradient lost": (deferred_weight_gradient_lost, "llama", "pp2 zero-bubble"),
+    "weight gradient of another micro-batch": (
+        weight_gradient_of_another_micro_batch,
+        "llama",
+        "pp2 zbv dp2 zero1",
+    ),
 }
 
 

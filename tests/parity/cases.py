@@ -58,6 +58,10 @@ OVERLAP = "--overlap-grad-reduce"
 SMALL = "--ddp-bucket-size 3000"
 FIVE = "--num-layers 5"
 DROPOUT = "--hidden-dropout 0.2"
+EIGHT, NINE = "--num-layers 8", "--num-layers 9"
+ZERO_BUBBLE = "--pipeline-schedule zero-bubble"
+ZBV, DUALPIPEV = "--pipeline-schedule zbv", "--pipeline-schedule dualpipev"
+UNTIED = "--untie-embeddings-and-output-weights"
 
 
 def _cp(size: int, exchange: str = "p2p") -> str:
@@ -140,4 +144,27 @@ LAYOUTS = (
         both=FIVE,
     ),
     Layout("cp2 a2a pp2 dp2 zero2", 8, f"{_cp(2, 'a2a')} {_pp(2)} {_zero(2)}"),
+    # Backwards in two halves.
+    Layout("pp2 zero-bubble", 2, _pp(2, ZERO_BUBBLE)),
+    Layout("pp2 zbv", 2, _pp(2, ZBV), both=UNTIED),
+    Layout("pp2 dualpipev", 2, _pp(2, DUALPIPEV), both=UNTIED),
+    Layout("pp4 zero-bubble uneven dropout", 4, _pp(4, ZERO_BUBBLE), micro_batch=1, both=f"{FIVE} {DROPOUT}"),
+    Layout("pp4 zbv uneven dropout", 4, _pp(4, ZBV), micro_batch=1, both=f"{UNTIED} {NINE} {DROPOUT}"),
+    Layout("pp4 dualpipev", 4, _pp(4, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {EIGHT}"),
+    Layout("tp2 sp pp2 zero-bubble virtual2", 4, f"{_tp(2)} {SP} {_pp(2, f'{ZERO_BUBBLE} {VIRTUAL}')}"),
+    Layout("tp2 sp pp2 zbv", 4, f"{_tp(2)} {SP} {_pp(2, ZBV)}", both=UNTIED),
+    Layout(
+        "tp2 sp pp2 dualpipev dropout", 4, f"{_tp(2)} {SP} {_pp(2, DUALPIPEV)}", both=f"{UNTIED} {DROPOUT}"
+    ),
+    Layout("pp2 zero-bubble dp2", 4, _pp(2, ZERO_BUBBLE), micro_batch=1),
+    Layout(
+        "pp2 zero-bubble dp2 zero1 overlap", 4, f"{_pp(2, ZERO_BUBBLE)} {_zero(1, OVERLAP)}", micro_batch=1
+    ),
+    Layout("pp2 zero-bubble dp2 zero2", 4, f"{_pp(2, ZERO_BUBBLE)} {_zero(2)}", micro_batch=1),
+    Layout("pp2 zbv dp2 overlap", 4, f"{_pp(2, ZBV)} {SMALL} {OVERLAP}", micro_batch=1, both=UNTIED),
+    Layout("pp2 zbv dp2 zero1", 4, f"{_pp(2, ZBV)} {_zero(1)}", micro_batch=1, both=UNTIED),
+    Layout("pp2 zbv dp2 zero2 overlap", 4, f"{_pp(2, ZBV)} {_zero(2, OVERLAP)}", micro_batch=1, both=UNTIED),
+    Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {FIVE}"),
+    Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1, both=UNTIED),
+    Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1, both=UNTIED),
 )
