@@ -16,6 +16,7 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     _processes(draft, facts)
     _attention(draft)
     _widths(draft)
+    _recompute(draft)
     problems = _batches(draft)
     problems += _length(draft)
     _folders(draft)
@@ -96,6 +97,18 @@ def _widths(draft: Draft) -> None:
         multiple = draft["make_vocab_size_divisible_by"] * draft["tensor_model_parallel_size"]
         padded = math.ceil(draft["vocab_size"] / multiple) * multiple
         draft.derive("padded_vocab_size", padded, f"{draft['vocab_size']} up to a multiple of {multiple}")
+
+
+def _recompute(draft: Draft) -> None:
+    kind, method = draft["recompute_granularity"], draft["recompute_method"]
+    if kind == "selective" and not draft["recompute_modules"]:
+        draft.derive("recompute_modules", ("core_attn",), "as in Megatron")
+    if kind != "full":
+        return
+    if method is None:
+        draft.derive("recompute_method", "uniform", "--recompute-granularity full")
+    if method != "block" and draft["recompute_num_layers"] is None:
+        draft.derive("recompute_num_layers", 1, "every layer by itself")
 
 
 def _batches(draft: Draft) -> list[str]:

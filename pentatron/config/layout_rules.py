@@ -9,7 +9,7 @@ from typing import Any
 
 from pentatron.config.draft import Facts
 from pentatron.config.run import table
-from pentatron.config.stages import division_of, grid_of
+from pentatron.config.stages import costs_of, division_of, grid_of
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.ranks import expert_size_problem, world_size_problem
@@ -319,6 +319,36 @@ def _batch(v: Values, facts: Facts) -> str | None:
     return batch_problem(v["global_batch_size"], v["micro_batch_size"], v["data_parallel_size"])
 
 
+def _recompute_method(v: Values, facts: Facts) -> str | None:
+    kind, method, count = (v[f"recompute_{n}"] for n in ("granularity", "method", "num_layers"))
+    if kind == "selective" and (method is not None or count is not None):
+        flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
+        return (
+            f"{flag} is about whole layers, but --recompute-granularity selective recomputes modules; "
+            f"leave it out or use full"
+        )
+    if kind == "full" and method == "block" and count is None:
+        return (
+            "--recompute-method block needs to know how many of a stage's first layers it covers; "
+            "give --recompute-num-layers"
+        )
+    return None
+
+
+def _recomputed_layers(v: Values, facts: Facts) -> str | None:
+    count, ranks = v["recompute_num_layers"], v["pipeline_model_parallel_size"]
+    if v["recompute_granularity"] != "full" or count is None:
+        return None
+    if _division(v, facts) is not None or _layers_per_stage(v, facts) is not None:
+        return None
+    parts = stage_parts(v["num_layers"], division_of(v), costs_of(v))
+    most = max(len(part.layers) for part in parts)
+    if count <= most:
+        return None
+    where = "the model has" if ranks == 1 else "a stage has at most"
+    return f"--recompute-num-layers {count} is more than the {most} layers that {where}; use 1 to {most}"
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     _world,
     _expected_world,
@@ -339,6 +369,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _schedule,
     _enough_micro_batches,
     _micro_batch_groups,
+    _recompute_method,
+    _recomputed_layers,
     _experts,
     _expert_ranks,
     _batch,

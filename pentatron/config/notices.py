@@ -24,7 +24,20 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
             f"--attention-dropout {draft['attention_dropout']}: which attention weights are dropped depends on the "
             f"layout, so other parallel sizes give other losses (hidden dropout does not depend on it)"
         )
-    return [*found, *_idle_pipeline(draft)]
+    return [*found, *_every_layer_recomputed(draft), *_idle_pipeline(draft)]
+
+
+def _every_layer_recomputed(draft: Draft) -> list[str]:
+    """Megatron refuses full recompute without a method; here there is a usual one, and it is named."""
+    if draft["recompute_granularity"] != "full" or draft.given("recompute_method"):
+        return []
+    written = table()["recompute_granularity"].written("full", draft.source("recompute_granularity"))
+    each = draft["recompute_num_layers"]
+    return [
+        f"{written}: no --recompute-method is given, so uniform is used: every {each} layers are recomputed together"
+        if each > 1
+        else f"{written}: no --recompute-method is given, so uniform is used: every layer is recomputed by itself"
+    ]
 
 
 def _idle_pipeline(draft: Draft) -> list[str]:
@@ -245,6 +258,17 @@ def _not_monitored(draft: Draft, facts: Facts) -> str:
     )
 
 
+def _nothing_recomputed(draft: Draft, facts: Facts) -> str:
+    off = draft["recompute_granularity"] is None
+    return "nothing is recomputed without --recompute-granularity" if off else ""
+
+
+def _modules_not_recomputed(draft: Draft, facts: Facts) -> str:
+    if draft["recompute_granularity"] == "full":
+        return "full recompute covers whole layers, so no modules are chosen"
+    return _nothing_recomputed(draft, facts) if draft["recompute_modules"] else ""
+
+
 IDLE: dict[str, Reason] = {
     **dict.fromkeys((n for n, s in table().items() if s.section == "moe"), _no_experts),
     "num_experts": lambda draft, facts: "",
@@ -284,6 +308,8 @@ IDLE: dict[str, Reason] = {
     "distributed_timeout_minutes": _alone,
     "master_port": _port,
     "init_method": _meeting_point,
+    **dict.fromkeys(("recompute_method", "recompute_num_layers"), _nothing_recomputed),
+    "recompute_modules": _modules_not_recomputed,
     "fp8_recipe": _no_fp8,
     "memory_monitor_interval": _not_monitored,
 }

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pentatron.config.setting import setting
 
 _EP = "expert parallelism"
-_RECOMPUTE = "activation recompute"
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,25 @@ class MemoryConfig:
     """Memory"""
 
     recompute_granularity: str | None = setting(
-        None, "recompute activations in backward", choices=("selective", "full"), not_yet=_RECOMPUTE
+        None,
+        "recompute activations in backward",
+        sets={"--recompute-activations": "selective"},
+        choices=("selective", "full"),
+    )
+    recompute_method: str | None = setting(
+        None,
+        "full recompute: uniform, all layers in chunks that keep their input; block, single layers (uniform)",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = setting(
+        None, "layers in a chunk (uniform: 1), or how many of a stage's first layers (block)"
     )
     recompute_modules: tuple[str, ...] = setting(
         (),
-        "what selective recompute covers",
+        "what selective recompute covers (core_attn)",
         choices=("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"),
-        not_yet=_RECOMPUTE,
+        not_yet="mixture of experts",
+        available=("core_attn", "layernorm", "mlp"),
     )
     record_memory_history: bool = setting(
         False, "record CUDA allocations", not_yet="recording of CUDA allocations"

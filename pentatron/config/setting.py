@@ -60,7 +60,9 @@ class Setting:
 
     def refuses(self, value: Any) -> bool:
         """Whether `value` asks for a feature that has not been built."""
-        return bool(self.not_yet) and value != self.default and value not in self.available
+        if not self.not_yet or value == self.default:
+            return False
+        return not set(value if isinstance(value, tuple) else (value,)) <= set(self.available)
 
     def written(self, value: Any, source: str = "") -> str:
         """`--flag value`; the flag is the one the user typed, where `source` tells."""

@@ -3,7 +3,9 @@
 A pipeline stage is the same class with parts missing: no embedding, some of the layers, no head.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
 from pentatron.nn.loss import token_losses
 from pentatron.nn.mlp import MLP
 from pentatron.nn.norm import build_norm
+from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
 from pentatron.parallel.pieces import held_parameters
@@ -37,6 +40,7 @@ class TransformerLayer(nn.Module):
         self.attention = SelfAttention(config, axis, context)
         self.mlp_norm = build_norm(*norm)
         self.mlp = MLP(config, axis)
+        self.recompute: Recompute = NOTHING
 
     def forward(
         self,
@@ -45,9 +49,10 @@ class TransformerLayer(nn.Module):
         angles: tuple[Tensor, Tensor] | None,
         keys: DropoutKeys | None,
     ) -> Tensor:
-        attended = self.attention(self.input_norm(x_BSD), rope, angles)
+        attended = self.attention(self.recompute("layernorm", self.input_norm, x_BSD), rope, angles)
         x_BSD = x_BSD + self._drop(attended, keys, self.first_site)
-        return x_BSD + self._drop(self.mlp(self.mlp_norm(x_BSD)), keys, self.first_site + 1)
+        made = self.recompute("mlp", self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
+        return x_BSD + self._drop(made, keys, self.first_site + 1)
 
     def _drop(self, x_BSD: Tensor, keys: DropoutKeys | None, site: int) -> Tensor:
         return x_BSD if keys is None else hidden_dropout(x_BSD, keys, site, self.dropout)
@@ -92,6 +97,8 @@ class CausalLM(nn.Module):
         self.vocab_size = config.vocab_size
         self.attention_backend = attention_backend
         self.axis = axis
+        self.attention_dropout = config.attention_dropout
+        self.recompute: Recompute = NOTHING
         tied = not config.untie_embeddings_and_output_weights
         self.embedding = Embedding(config, axis, tied and not part.head) if part.embedding else None
         self.rope = (
@@ -134,14 +141,40 @@ class CausalLM(nn.Module):
             x_BSD = received_BSD
         angles = self.rope(positions_BS) if self.rope is not None else None
         with attention_kernels(self.attention_backend):
-            for layer in self.layers.values():
-                x_BSD = layer(x_BSD, self.rope, angles, keys)
+            for part, layers in self.recompute.chunks(list(self.layers.values())):
+                x_BSD = self.recompute(part, self._through, x_BSD, layers, angles, keys)
         if self.final_norm is None:
             return x_BSD
         logits_BSV, first_word = self._logits(self.final_norm(x_BSD))
         if labels_BS is None:
             return logits_BSV
         return token_losses(logits_BSV, labels_BS, self.vocab_size, first_word, self.axis.group)
+
+    def _through(
+        self,
+        x_BSD: Tensor,
+        layers: Sequence[nn.Module],
+        angles: tuple[Tensor, Tensor] | None,
+        keys: DropoutKeys | None,
+    ) -> Tensor:
+        for layer in layers:
+            x_BSD = layer(x_BSD, self.rope, angles, keys)
+        return x_BSD
+
+    def use_recompute(self, wanted: Recompute) -> None:
+        """What keeps only its input for backward from now on, and runs again there."""
+        kernels = partial(attention_kernels, self.attention_backend)
+        self.recompute = dataclasses.replace(wanted, draws=self.attention_dropout > 0, kernels=kernels)
+        for module in self.modules():
+            if isinstance(module, TransformerLayer | SelfAttention):
+                module.recompute = self.recompute
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Every layer keeps its input alone, and runs again in backward."""
+        self.use_recompute(EVERY_LAYER)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.use_recompute(NOTHING)
 
     def _logits(self, x_BSD: Tensor) -> tuple[Tensor, int]:
         """This rank's part of the logits, and the number of the first word in it."""

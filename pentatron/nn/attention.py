@@ -12,6 +12,7 @@ from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import build_norm
+from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
 from pentatron.parallel.tensor_axis import TensorAxis
@@ -54,6 +55,7 @@ class SelfAttention(nn.Module):
         self.groups = max(1, groups // axis.size)
         self.queries_per_group = queries // axis.kv_copies
         self.dropout = config.attention_dropout
+        self.recompute: Recompute = NOTHING
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -79,7 +81,13 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BSD: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        qkv = self.linear_qkv(x_BSD)
+        # The values are a view of the projection's output, so keeping that keeps no more, and rotated copies need not be.
+        attended = self.recompute("core_attn", self._attend, self.linear_qkv(x_BSD), rope, angles)
+        return self.linear_proj(attended)
+
+    def _attend(
+        self, qkv: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         batch, length, _ = qkv.shape
         per_group = qkv.view(batch, length, self.groups, self.queries_per_group + 2, self.head_width)
         q, k, v = per_group.split((self.queries_per_group, 1, 1), dim=3)
@@ -89,7 +97,7 @@ class SelfAttention(nn.Module):
             q_BNSH, k_BKSH = rope.rotate(q_BNSH, *angles), rope.rotate(k_BKSH, *angles)
         dropout = self.dropout if self.training else 0.0
         out_BNSH = attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout)
-        return self.linear_proj(out_BNSH.transpose(1, 2).flatten(2))
+        return out_BNSH.transpose(1, 2).flatten(2)
 
 
 def _qkv_rows(groups: int, queries: int, width: int, axis: TensorAxis) -> tuple[Rows, ...]:

@@ -11,6 +11,7 @@ from pentatron.data.loader import Batch
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.linear import defer_weight_gradients
+from pentatron.nn.recompute import recompute_of
 from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.context_axis import ContextAxis, context_axis
 from pentatron.parallel.deferral import DeferredGradients
@@ -81,6 +82,8 @@ def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
     stages = build_stages(
         config.model, parts, axis, config.run.seed, world.device, config.kernels.attention_backend, context
     )
+    for stage in stages.values():
+        stage.use_recompute(recompute_of(config.memory))
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)

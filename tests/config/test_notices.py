@@ -184,6 +184,23 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         Facts(2, 2),
         SLURM,
     ),
+    *(
+        (name, f"{LEAST} {words}", f"{LEAST} --recompute-granularity full {words}", ONE, ONE)
+        for name, words in (
+            ("recompute_method", "--recompute-method uniform"),
+            ("recompute_num_layers", "--recompute-num-layers 1"),
+        )
+    ),
+    *(
+        (
+            "recompute_modules",
+            f"{LEAST} {idle} --recompute-modules mlp",
+            f"{LEAST} --recompute-granularity selective --recompute-modules mlp",
+            ONE,
+            ONE,
+        )
+        for idle in ("", "--recompute-granularity full")
+    ),
     ("fp8_recipe", f"{LEAST} --fp8-recipe tensorwise", LEAST, ONE, ONE),
     ("memory_monitor_interval", f"{LEAST} --memory-monitor-interval 1.0", LEAST, ONE, ONE),
     ("moe_router_topk", f"{LEAST} --moe-router-topk 2", LEAST, ONE, ONE),
@@ -233,6 +250,18 @@ def test_attention_dropout_depends_on_the_layout_and_hidden_dropout_does_not() -
             "sizes give other losses (hidden dropout does not depend on it)"
         ]
     assert notices("--hidden-dropout 0.1") == []
+
+
+def test_full_recompute_without_a_method_says_which_one_it_takes() -> None:
+    assert notices("--recompute-granularity full") == [
+        "--recompute-granularity full: no --recompute-method is given, so uniform is used: every layer is recomputed "
+        "by itself"
+    ]
+    assert notices("--recompute-granularity full --recompute-num-layers 2") == [
+        "--recompute-granularity full: no --recompute-method is given, so uniform is used: every 2 layers are "
+        "recomputed together"
+    ]
+    assert notices("--recompute-granularity full --recompute-method uniform") == []
 
 
 def test_a_file_that_lists_defaults_is_not_scolded(tmp_path: Path) -> None:

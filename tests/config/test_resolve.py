@@ -418,3 +418,23 @@ def test_what_the_command_line_knows_to_be_wrong_is_reported_with_the_rest() -> 
 def test_nothing_to_say_about_a_plain_run() -> None:
     assert notices() == []
     assert problems() == []
+
+
+# --- recompute ---
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", (None, None, None, ())),
+        ("--recompute-activations", ("selective", None, None, ("core_attn",))),
+        ("--recompute-granularity selective", ("selective", None, None, ("core_attn",))),
+        ("--recompute-activations --recompute-modules mlp", ("selective", None, None, ("mlp",))),
+        ("--recompute-granularity full", ("full", "uniform", 1, ())),
+        ("--recompute-granularity full --recompute-num-layers 2", ("full", "uniform", 2, ())),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", ("full", "block", 2, ())),
+    ],
+)  # fmt: skip
+def test_recompute(words: str, expected: tuple[Any, ...]) -> None:
+    names = "recompute_granularity recompute_method recompute_num_layers recompute_modules"
+    assert tuple(chosen(values(words), names).values()) == expected

@@ -21,6 +21,7 @@ def relations(words: str, facts: Facts = ONE, least: str | None = None) -> list[
 TORCHRUN_4 = Facts(4, 4, 4, "torchrun", True)
 
 # name of the rule, words that break it, the sentence, words that keep it, facts of both
+FULL = "--num-layers 4 --recompute-granularity full --recompute-method"
 INTERLEAVED = "--num-layers 4 --pp_size 2 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
 CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_world", "--tp_size 2",
@@ -45,6 +46,23 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--nproc-per-node 2 does not match the 4 process(es) that torchrun started on this machine; "
      "leave --nproc-per-node out",
      "--nproc-per-node 4", TORCHRUN_4),
+    ("_recompute_method", "--recompute-granularity selective --recompute-method uniform --recompute-num-layers 1",
+     "--recompute-method uniform is about whole layers, but --recompute-granularity selective recomputes modules; "
+     "leave it out or use full",
+     f"{FULL} uniform --recompute-num-layers 1", ONE),
+    ("_recompute_method", "--recompute-activations --recompute-num-layers 1",
+     "--recompute-num-layers 1 is about whole layers, but --recompute-granularity selective recomputes modules; "
+     "leave it out or use full",
+     "--recompute-activations --recompute-modules mlp", ONE),
+    ("_recompute_method", f"{FULL} block",
+     "--recompute-method block needs to know how many of a stage's first layers it covers; give --recompute-num-layers",
+     f"{FULL} block --recompute-num-layers 1", ONE),
+    ("_recomputed_layers", f"{FULL} uniform --recompute-num-layers 5",
+     "--recompute-num-layers 5 is more than the 4 layers that the model has; use 1 to 4",
+     f"{FULL} uniform --recompute-num-layers 4", ONE),
+    ("_recomputed_layers", f"{FULL} block --recompute-num-layers 3 --pp_size 2",
+     "--recompute-num-layers 3 is more than the 2 layers that a stage has at most; use 1 to 2",
+     f"{FULL} block --recompute-num-layers 2 --pp_size 2", Facts(2, 2)),
     ("_meeting_point", "--init-method localhost:12345",
      "--init-method localhost:12345 must look like tcp://HOST:PORT, for example tcp://localhost:12345",
      "--init-method tcp://localhost:12345", ONE),
@@ -356,9 +374,10 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
     assert problems("--fp8 e4m3 --fp8_recipe=delayed") == [
         "--fp8 e4m3, --fp8_recipe delayed need fp8 training, which this version does not have yet; leave them out"
     ]
-    assert problems("--recompute-modules core_attn mlp") == [
-        "--recompute-modules core_attn mlp needs activation recompute, which this version does not have yet; leave it out"
+    assert problems("--recompute-activations --recompute-modules core_attn moe") == [
+        "--recompute-modules core_attn moe needs mixture of experts, which this version does not have yet; leave it out"
     ]
+    assert problems("--recompute-granularity selective --recompute-modules core_attn mlp layernorm") == []
 
 
 def test_refusals_of_a_presets_values() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import pentatron.models.causal_lm as causal_lm_module
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as context_module
 import pentatron.parallel.gathering as gathering_module
@@ -21,6 +22,7 @@ import pentatron.train.parallel_model as model_module
 import pentatron.train.step as step_module
 from pentatron.nn.attention import SelfAttention
 from pentatron.nn.attention_blocks import Block
+from pentatron.nn.dropout import DropoutKeys
 from pentatron.nn.linear import (
     ColumnParallelLinear,
     PositionTable,
@@ -289,6 +291,29 @@ def weight_gradient_of_another_micro_batch() -> None:
     DeferredGradients.compute = mixing  # type: ignore[method-assign]
 
 
+def dropout_drawn_anew_in_recompute() -> None:
+    """The mask depends on how often a place was visited, so the second run of a layer drops other elements."""
+    drop, visited = causal_lm_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
+
+    def counting(x: Tensor, keys: DropoutKeys, site: int, probability: float) -> Tensor:
+        again = any(seen is keys and place == site for seen, place in visited)
+        visited.append((keys, site))
+        return drop(x, keys, site + 1000 if again else site, probability)
+
+    causal_lm_module.hidden_dropout = counting
+
+
+def recomputed_without_a_sum() -> None:
+    """The second run of a layer leaves out the sum over the tensor axis that the first one had."""
+    forward = axis_module._Sum.forward
+
+    def local_in_backward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return x.clone() if in_backward else forward(ctx, x, group)
+
+    axis_module._Sum.forward = staticmethod(local_in_backward)  # type: ignore[method-assign]
+
+
 # Each bug with a family and a layout on which it acts.
 BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "row output not summed": (row_output_not_summed, "llama", "tp2"),
@@ -325,6 +350,8 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
         "llama",
         "pp2 zbv dp2 zero1",
     ),
+    "dropout drawn anew in recompute": (dropout_drawn_anew_in_recompute, "llama", "tp2 sp full"),
+    "recomputed without a sum": (recomputed_without_a_sum, "llama", "tp2 dp2 overlap full"),
 }
 
 

@@ -68,8 +68,19 @@ def _cp(size: int, exchange: str = "p2p") -> str:
     return f"--context-parallel-size {size} --cp-comm-type {exchange}"
 
 
+CORE, MLP, NORMS = "core_attn", "mlp", "layernorm"
+
+
 def _zero(stage: int, more: str = "") -> str:
     return f"--zero-stage {stage} {SMALL} {more}"
+
+
+def _full(method: str, layers: int) -> str:
+    return f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}"
+
+
+def _selective(*modules: str) -> str:
+    return f"--recompute-granularity selective --recompute-modules {' '.join(modules)}"
 
 
 LAYOUTS = (
@@ -167,4 +178,16 @@ LAYOUTS = (
     Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {FIVE}"),
     Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1, both=UNTIED),
     Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1, both=UNTIED),
+    # Activation recompute.
+    Layout("tp2 sp full", 2, f"{_tp(2)} {SP} {_full('uniform', 1)}", both=DROPOUT),
+    Layout("pp2 gpipe uneven full2", 2, f"{_pp(2, GPIPE)} {_full('uniform', 2)}", both=FIVE),
+    Layout("dp2 zero2 overlap block1", 2, f"{_zero(2, OVERLAP)} {_full('block', 1)}"),
+    Layout("tp2 dp2 overlap full", 4, f"{_tp(2)} {SMALL} {OVERLAP} {_full('uniform', 1)}"),
+    Layout("tp2 sp pp2 virtual2 full", 4, f"{_tp(2)} {SP} {_pp(2, VIRTUAL)} {_full('uniform', 1)}"),
+    Layout("pp2 dp2 zero1 block1 dropout", 4, f"{_pp(2)} {_zero(1)} {_full('block', 1)}", both=DROPOUT),
+    Layout("tp2 sp core_attn mlp layernorm", 2, f"{_tp(2)} {SP} {_selective(CORE, MLP, NORMS)}"),
+    Layout("dp2 zero2 layernorm", 2, f"{_zero(2)} {_selective(NORMS)}"),
+    Layout("tp2 pp2 gpipe mlp", 4, f"{_tp(2)} {_pp(2, GPIPE)} {_selective(MLP)}"),
+    Layout("pp2 uneven dp2 zero1 core_attn", 4, f"{_pp(2)} {_zero(1)} {_selective(CORE)}", both=FIVE),
+    Layout("pp2 virtual2 dp2 mlp layernorm", 4, f"{_pp(2, VIRTUAL)} {_selective(MLP, NORMS)}"),
 )

@@ -124,6 +124,7 @@ def traits(layout: Layout, family: str) -> set[str]:
         "uneven": len({len(part.layers) for part in config.stages}) > 1,
         "accumulation": config.accumulation > 1,
         "dropout": config.model.hidden_dropout > 0,
+        f"{config.memory.recompute_granularity} recompute": bool(config.memory.recompute_granularity),
         "untied" if config.model.untie_embeddings_and_output_weights else "tied": True,
     }
     return {trait for trait, present in found.items() if present}
@@ -141,6 +142,7 @@ def test_the_net_is_wide() -> None:
         # Embedding and head are on one rank there; refused.
         {"zbv", "tied"},
         {"dualpipev", "tied"},
+        {"full recompute", "selective recompute"},
         {"cp p2p", "cp allgather", "cp a2a"},
     ]
     missing = [

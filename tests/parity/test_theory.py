@@ -1,5 +1,6 @@
 """What a layout costs, against formulas: collectives of one step, and bytes of weights, gradients and Adam's state."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from pentatron.config.run import RunConfig
+from pentatron.layout.stages import StagePart
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
@@ -79,6 +81,7 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
             )
         else:
             total["all-reduce"] += (4 * layers + first + last) * micro_batches
+        total += Counter({kind: n * micro_batches for kind, n in recomputed(config, parts).items()})
         # The largest logit, then the two sums of the cross entropy.
         total["all-reduce"] += 2 * last * micro_batches
         # Norms lie at the end of a bucket: with shares, in the last one's.
@@ -117,9 +120,30 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
     return +total
 
 
+def recomputed(config: RunConfig, parts: list[StagePart]) -> Counter[str]:
+    """Collectives that a backward runs again. A second run ends with the last thing backward needs of it."""
+    memory, sp = config.memory, config.parallel.sequence_parallel
+    layers = [len(part.layers) for part in parts]
+    if memory.recompute_granularity == "selective":
+        # Of the modules only the MLP has collectives: it enters again, and what leaves it is not needed.
+        return Counter({"all-gather": sum(layers)} if sp and "mlp" in memory.recompute_modules else {})
+    each = memory.recompute_num_layers
+    if memory.recompute_granularity is None or each is None:
+        return Counter()
+    covered = sum(layers) if memory.recompute_method == "uniform" else sum(min(n, each) for n in layers)
+    chunks = sum(-(-n // each) for n in layers) if memory.recompute_method == "uniform" else covered
+    # Of a chunk's last layer the output is not needed, unless dropout behind it needs its keys.
+    leaving = 2 * covered - (chunks if config.model.hidden_dropout == 0 else 0)
+    if sp:
+        return Counter({"all-gather": 2 * covered, "reduce-scatter": leaving})
+    return Counter({"all-reduce": leaving})
+
+
 TP, SP, PP = "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"
 CP = "--context-parallel-size"
 VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
+FULL = "--recompute-granularity full --recompute-method"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +167,12 @@ VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
         ("qwen2.5", 2, f"{CP} 2 --cp-comm-type a2a"),
         ("gpt", 4, f"{CP} 2 {PP} 2 --cp-comm-type a2a"),
         ("qwen3", 8, f"{TP} 2 {SP} {CP} 2 --zero-stage 1"),
+        ("llama", 2, f"{TP} 2 {FULL} uniform --recompute-num-layers 1"),
+        ("gpt", 2, f"{TP} 2 {SP} {FULL} uniform --recompute-num-layers 3"),
+        ("llama", 2, f"{TP} 2 {SP} {FULL} block --recompute-num-layers 3"),
+        ("llama", 2, f"{PP} 2 {FULL} uniform --recompute-num-layers 1"),
+        ("llama", 2, f"{TP} 2 {SP} {SELECTIVE} core_attn mlp layernorm"),
+        ("qwen2.5", 8, f"{TP} 2 {SP} {PP} 2 --zero-stage 2 {FULL} uniform --recompute-num-layers 2"),
     ],
 )
 def test_collectives_are_those_of_the_theory(family: str, ranks: int, words: str) -> None:
@@ -150,6 +180,30 @@ def test_collectives_are_those_of_the_theory(family: str, ranks: int, words: str
     config = resolved(command, ranks).config
     for rank, seen in enumerate(run_distributed(step_on_a_rank, ranks, words=command)):
         assert +seen == expected(config, rank), f"rank {rank}"
+
+
+def layer_runs_on_a_rank(words: str) -> list[int]:
+    """How often each of this rank's layers begins to run in a step."""
+    config = resolved(words, dist.get_world_size()).config
+    world = here(config)
+    model = build_parallel_model(config, world)
+    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
+    seen: Counter[int] = Counter()
+    layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda module, inputs, number=number: seen.update([number]))
+    train_step(model, optimizer, chunk, 1e-3, step=0)
+    return [seen[number] for number in range(len(layers))]
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"), [("", 1), (f"{FULL} uniform --recompute-num-layers 2", 2), (f"{SELECTIVE} mlp", 1)]
+)
+def test_a_pipeline_runs_no_layer_more_often_than_recompute_needs(words: str, runs: int) -> None:
+    command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 2 {PP} 2 {words}"
+    for seen in run_distributed(layer_runs_on_a_rank, 2, words=command):
+        assert seen == [runs * 4] * len(seen) and seen, "four micro-batches"
 
 
 # Large enough that rounding up to whole shares is less than a percent.

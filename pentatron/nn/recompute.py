@@ -1,0 +1,76 @@
+"""Activation recompute: parts of a stage keep their input alone for backward, and run once more there.
+
+Collectives inside such a part run once more too. The ranks of a tensor group hold the same parts and come to them in the
+same order, so they meet again. Hidden dropout finds its mask again by itself; attention dropout draws from torch's
+generator, whose state is kept and set back for the second run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pentatron.config.parallel import MemoryConfig
+
+Item = TypeVar("Item")
+
+# Whole layers: what full recompute covers. The other parts have Megatron's names.
+LAYERS = "layers"
+_WITH_ATTENTION = (LAYERS, "core_attn")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which parts run again: whole layers (`chunk` of them at a time, of a stage's `first` ones or of all) or modules.
+
+    `draws`: attention draws from torch's generator. `kernels` restricts attention to the kernels of the first run.
+    """
+
+    parts: frozenset[str] = frozenset()
+    chunk: int = 1
+    first: int | None = None
+    draws: bool = False
+    kernels: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __call__(self, part: str, function: Callable[..., Tensor], *inputs: object) -> Tensor:
+        """`function(*inputs)`, of which nothing but the inputs is kept if the part is to run again."""
+        if part not in self.parts or not torch.is_grad_enabled():
+            return function(*inputs)
+
+        def with_kernels(*again: object) -> Tensor:
+            with self.kernels():
+                return function(*again)
+
+        preserve = self.draws and part in _WITH_ATTENTION
+        made: Tensor = checkpoint(with_kernels, *inputs, use_reentrant=False, preserve_rng_state=preserve)
+        return made
+
+    def chunks(self, layers: Sequence[Item]) -> Iterator[tuple[str, Sequence[Item]]]:
+        """The layers of a stage in the runs that are done at a time, each with the part it belongs to."""
+        covered = 0
+        if LAYERS in self.parts:
+            covered = len(layers) if self.first is None else min(self.first, len(layers))
+        for start in range(0, covered, self.chunk):
+            yield LAYERS, layers[start : min(start + self.chunk, covered)]
+        if covered < len(layers):
+            yield "", layers[covered:]
+
+
+NOTHING = Recompute()
+EVERY_LAYER = Recompute(frozenset({LAYERS}))
+
+
+def recompute_of(memory: MemoryConfig) -> Recompute:
+    """What the settings ask for."""
+    if memory.recompute_granularity is None:
+        return NOTHING
+    if memory.recompute_granularity == "selective":
+        return Recompute(frozenset(memory.recompute_modules))
+    assert memory.recompute_num_layers is not None, "known in every resolved configuration"
+    if memory.recompute_method == "block":
+        return Recompute(frozenset({LAYERS}), first=memory.recompute_num_layers)
+    return Recompute(frozenset({LAYERS}), chunk=memory.recompute_num_layers)
