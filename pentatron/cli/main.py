@@ -12,7 +12,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("prepare", "data", "import", "export", "verify", "plan", "bench", "launch", "doctor")
+PLANNED = ("prepare", "data", "import", "export", "plan", "bench", "launch", "doctor")
 
 USAGE = """usage: pentatron COMMAND [...]
 
@@ -22,6 +22,7 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   generate   continue a text with a trained model
   config     show the settings a training command resolves to, and where each came from
   layout     show which rank does what, and draw the pipeline's schedule
+  verify     compare a layout with one process, number by number, on a small model
   presets    list the named models and their shapes
   monitor    watch a run, or look back at a finished one
 
@@ -139,6 +140,12 @@ def _layout(words: Sequence[str]) -> int:
     return layout_command(words)
 
 
+def _verify(words: Sequence[str]) -> int:
+    from pentatron.cli.verify import verify_command
+
+    return verify_command(words)
+
+
 def _presets(words: Sequence[str]) -> int:
     from pentatron.cli.show import presets_command
 
@@ -156,6 +163,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "config": _config,
     "layout": _layout,
+    "verify": _verify,
     "presets": _presets,
     "monitor": _monitor,
 }

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from pentatron.train.comparison import STEPS
 from tests.support import LLAMA, REVEALING
 
-STEPS = 5
 BATCH = 8
 SEQUENCE = 16
 VOCABULARY = 61

@@ -1,0 +1,195 @@
+"""`pentatron verify`: whether a layout computes the same numbers as one process."""
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentatron.cli.environment import announce_worker, find_worker, prepare_for_workers
+from pentatron.cli.layout import describe
+from pentatron.cli.terminal import complain, say
+from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.limits import not_available
+from pentatron.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from pentatron.train.verify import Verdict
+
+USAGE = """usage: pentatron verify [--shrink-data] [--everything] [--json] [--setting value ...]
+
+Trains a small model of the same structure for a few steps, in the layout that the settings ask for and on one process, and
+compares losses, gradient norms, every gradient and every weight. It runs on this machine's CPU and reads no data. Ends
+with code 0 if all numbers agree, with 1 if any differs.
+
+  --shrink-data     at most 2 data-parallel ranks, for layouts that are too large for this machine
+  --everything      all parameters in the table, not only the worst
+  --json            the result for machines
+
+  pentatron verify --tp_size 2 --pp_size 2
+  pentatron verify --preset llama3-8b --tp_size 4 --sequence-parallel --dp_size 2 --zero-stage 2
+"""
+_MOST_PROCESSES = 16
+_MOST_ROWS = 8
+_TIMEOUT_MINUTES = 5.0
+_WORKER = "--worker"
+_RESTART = ("-m", "pentatron", "verify")
+
+
+def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> int:
+    """`restart` are the words after `python` that run this command again, for the workers."""
+    if "--help" in words or "-h" in words:
+        say(USAGE)
+        return 0
+    if _WORKER in words:
+        return _work(Path(words[-1]))
+    own = ("--json", "--everything", "--shrink-data")
+    as_json = "--json" in words
+    wanted = describe([w for w in words if w not in own]).config
+    config = _small(wanted, "--shrink-data" in words)
+    if not as_json:
+        from pentatron.train.verify import left_out
+
+        for note in left_out(wanted):
+            say(f"note: {note}")
+    verdict, seconds = _compare(config, restart, quiet=as_json)
+    say(json.dumps(_data(config, verdict), indent=1) if as_json else _text(verdict, "--everything" in words))
+    if not as_json:
+        say(f"\n{_sentence(config, verdict)} ({seconds:.0f} s)")
+    return 0 if verdict.passes else 1
+
+
+def _small(config: RunConfig, shrink: bool) -> RunConfig:
+    missing = not_available(config.flat(), {})
+    if missing:
+        raise ConfigError(missing)
+    from pentatron.train.verify import small_twin
+
+    replicas = min(2, config.grid.data) if shrink else config.grid.data
+    world = config.grid.world_size // config.grid.data * replicas
+    if world > _MOST_PROCESSES:
+        smaller = config.grid.world_size // config.grid.data * min(2, config.grid.data)
+        way_out = (
+            f"add --shrink-data to run {smaller}"
+            if smaller <= _MOST_PROCESSES and not shrink
+            else "try smaller parallel sizes"
+        )
+        raise UserError(
+            f"this layout takes {world} processes, more than the {_MOST_PROCESSES} that verify starts on one machine; "
+            f"{way_out}"
+        )
+    return small_twin(config, replicas)
+
+
+def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["Verdict", float]:
+    import torch
+
+    from pentatron.parallel.world import single_process
+    from pentatron.train.verify import in_words, judge, read_ranks, run_rank, run_reference, write_settings
+
+    started = time.perf_counter()
+    world = config.grid.world_size
+    tell = (lambda text: None) if quiet else say
+    tell(f"{in_words(config)}\n\none process ...")
+    reference = run_reference(config)
+    tell(f"{world} process{'es' if world > 1 else ''} in the layout ...")
+    with tempfile.TemporaryDirectory(prefix="pentatron-verify-") as name:
+        folder = Path(name)
+        if world == 1:
+            run_rank(config, single_process(torch.device("cpu")), folder)
+        else:
+            write_settings(config, folder)
+            _start(world, [*restart, _WORKER, name], config)
+        found = read_ranks(folder, world)
+    tell("")
+    return judge(found, reference), time.perf_counter() - started
+
+
+def _start(world: int, python_words: Sequence[str], config: RunConfig) -> None:
+    from pentatron.launch.local import run_workers
+
+    prepare_for_workers(1)
+    ended = run_workers(python_words, world, config.launch.master_port)
+    if ended.stopped_by is not None:
+        raise KeyboardInterrupt
+    if ended.exit_code != 0:
+        raise UserError(
+            f"rank {ended.failed_rank} of {world} failed with exit code {ended.exit_code} (its error is above), so there "
+            f"is nothing to compare"
+        )
+
+
+def _work(folder: Path) -> int:
+    import torch
+
+    from pentatron.parallel.world import open_world
+    from pentatron.train.verify import read_settings, run_rank
+
+    worker = find_worker(os.environ)
+    if worker is None:
+        raise UserError(f"{_WORKER} is for the processes that verify starts itself; leave it out")
+    config = read_settings(folder)
+    torch.set_num_threads(1)
+    announce_worker(worker, None)
+    place = (worker.rank, worker.local_rank, worker.local_size)
+    device = torch.device("cpu")
+    try:
+        with open_world(config.grid, *place, device, _TIMEOUT_MINUTES, config.shared()) as world:
+            run_rank(config, world, folder)
+    except UserError as error:
+        complain(f"rank {worker.rank}: {error}")
+        return 2
+    return 0
+
+
+# --- what is shown ---
+
+
+def _text(verdict: "Verdict", everything: bool) -> str:
+    lines = ["largest gaps as a share of what is allowed; above 100% differs", ""]
+    lines += [f"  {name:<46}{_share(ratio)}" for name, ratio in verdict.numbers()]
+    rows = verdict.tensors()
+    kinds = list(rows[0][1])
+    lines += ["", f"  {'parameter':<46}" + "".join(f"{kind:>14}" for kind in kinds)]
+    shown = rows if everything else rows[:_MOST_ROWS]
+    for name, ratios in shown:
+        lines.append(f"  {name:<46}" + "".join(_share(ratios.get(kind, math.inf)) for kind in kinds))
+    if len(shown) < len(rows):
+        lines.append(f"  ... {len(rows) - len(shown)} more parameters (--everything shows them)")
+    return "\n".join(lines)
+
+
+def _share(ratio: float) -> str:
+    text = "no number" if not math.isfinite(ratio) else f"{ratio:.1%}" if ratio < 10 else f"{ratio:.3g} ×"
+    return f"{text:>14}"
+
+
+def _sentence(config: RunConfig, verdict: "Verdict") -> str:
+    first = verdict.first
+    if first is None:
+        return f"the layout computes the same numbers as one process: all {len(verdict.judged)} comparisons agree"
+    count = sum(gap.fails for gap in verdict.judged)
+    return (
+        f"the layout computes other numbers: {count} of {len(verdict.judged)} comparisons differ; the first in the order "
+        f"of computation is {first.what}, the worst parameter is {verdict.tensors()[0][0]}"
+    )
+
+
+def _data(config: RunConfig, verdict: "Verdict") -> dict[str, Any]:
+    def finite(ratio: float) -> float | None:
+        return ratio if math.isfinite(ratio) else None
+
+    return {
+        "passes": verdict.passes,
+        "processes": config.grid.world_size,
+        "comparisons": len(verdict.judged),
+        "first": None if verdict.first is None else verdict.first.what,
+        "numbers": {name: finite(ratio) for name, ratio in verdict.numbers()},
+        "parameters": {
+            name: {kind: finite(ratio) for kind, ratio in ratios.items()}
+            for name, ratios in verdict.tensors()
+        },
+    }

@@ -1,0 +1,120 @@
+"""A few training steps under settings that reveal mistakes, and everything they computed."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentatron.config.run import RunConfig
+from pentatron.data.loader import build_loader
+from pentatron.data.synthetic import SyntheticDataset
+from pentatron.nn.init import normal_region
+from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.schedule import learning_rate
+from pentatron.parallel.pieces import Fragment, held_parameters, region
+from pentatron.parallel.world import World
+from pentatron.train.comparison import STEPS, Sent, Trajectory
+from pentatron.train.continue_text import weight_fragments
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.step import train_step, validation_loss
+
+
+class UnevenMasks:
+    """Samples whose number of valid tokens differs widely, so that a mean of means is not the mean."""
+
+    def __init__(self, samples: int, vocabulary: int, length: int) -> None:
+        self.source = SyntheticDataset(samples, vocabulary, length, seed=3)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = dict(self.source[index])
+        mask = sample["loss_mask"].copy()
+        mask[: (index * 7) % (len(mask) - 1)] = 0
+        sample["loss_mask"] = mask
+        return sample
+
+
+def run_trial(config: RunConfig, world: World) -> Trajectory:
+    """Trains a new model, on this rank of the layout."""
+    model = build_parallel_model(config, world)
+    reveal(model)
+    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    return follow(config, world, model, optimizer)
+
+
+def reveal(model: ParallelModel) -> None:
+    """Norm weights of 1 + N(0, 0.1) and biases of N(0, 0.1): exact ones and zeros hide mistakes about them."""
+    for stage in model.stages.values():
+        for held in held_parameters(stage):
+            if held.decays:
+                continue
+            for piece in held.declared.pieces:
+                noise = torch.empty(piece.size)
+                shape = held.declared.shape
+                normal_region(7, f"{held.tensor} noise", shape, piece.start, piece.size, noise)
+                region(held.parameter.data, piece.local, piece.size).add_(0.1 * noise.to(held.parameter))
+
+
+def follow(
+    config: RunConfig, world: World, model: ParallelModel, optimizer: Optimizer, first_step: int = 0
+) -> Trajectory:
+    """Trains `STEPS` steps from `first_step` on."""
+    found = Trajectory()
+    batch = config.train.global_batch_size
+    assert batch is not None
+    rate = learning_rate(config.optim, batch)
+    batches = micro_batches(config, world, first_step * batch)
+    for step in range(first_step, first_step + STEPS):
+        if step in (0, STEPS - 1):
+            keep_gradients(optimizer, found, f"gradients {step + 1}")
+        chunk = list(itertools.islice(batches, config.accumulation))
+        result = train_step(model, optimizer, chunk, rate(step * batch), step)
+        found.losses.append(result.loss)
+        found.norms.append(result.gradient_norm)
+        found.tokens.append(result.tokens)
+    found.fragments["weights"] = [
+        s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
+    ]
+    optimizer.wait_for_weights()
+    found.held = {
+        (f.tensor, f.start, tuple(f.values.shape)): _digest(f.values)
+        for stage in model.stages.values()
+        for f in weight_fragments(stage)
+    }
+    valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
+    found.validation = validation_loss(model, valid, config.accumulation)
+    return found
+
+
+def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
+    assert config.train.micro_batch_size and config.train.global_batch_size and config.model.vocab_size
+    samples = UnevenMasks(
+        2 * STEPS * config.train.global_batch_size, config.model.vocab_size, config.model.seq_length
+    )
+    loader = build_loader(samples, consumed, config.train.micro_batch_size, world.data.rank, world.data.size)
+    return (batch.to(world.device) for batch in loader)
+
+
+def keep_gradients(optimizer: Optimizer, found: Trajectory, name: str) -> None:
+    """Copies the gradients of the next step when they are complete and not yet clipped: as their norm is taken."""
+    take_norm = optimizer.squared_norm
+
+    def also_keep() -> Tensor:
+        found.fragments[name] = sent(optimizer.gradients(owned_only=True))
+        del optimizer.squared_norm
+        return take_norm()
+
+    optimizer.squared_norm = also_keep  # type: ignore[method-assign]
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def sent(fragments: Iterator[Fragment]) -> list[Sent]:
+    return [(f.tensor, f.shape, f.start, f.values.detach().cpu().clone()) for f in fragments]

@@ -1,0 +1,198 @@
+"""A layout against one process, on a small model of the same structure: what `pentatron verify` runs and says."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentatron.config.draft import Facts
+from pentatron.config.errors import ConfigError
+from pentatron.config.rules import problems_of
+from pentatron.config.run import RunConfig, build, table
+from pentatron.parallel.world import World, single_process
+from pentatron.train.comparison import STEPS, Gap, Trajectory, gaps, size
+from pentatron.train.trial import run_trial
+
+_CHANNELS, _HIDDEN, _INNER, _VOCABULARY, _SEQUENCE = 8, 32, 48, 61, 16
+# Initial values and an optimizer that reveal mistakes; default ones hide wrong gradients.
+_REVEALING: dict[str, Any] = {
+    "init_method_std": 0.1,
+    "lr": 3e-3,
+    "min_lr": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_decay_iters": STEPS,
+    "train_iters": STEPS,
+    "adam_eps": 1e-6,
+    "clip_grad": 0.5,
+    "weight_decay": 0.1,
+    "ddp_bucket_size": 3000,
+}
+# What no comparison can hold still: bf16 rounds by layout, attention dropout draws by rank, kernels are the GPU's.
+_LEFT_OUT: dict[str, Any] = {"bf16": False, "attention_dropout": 0.0, "attention_backend": "auto"}
+_DIVISION = (
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+_OTHER_WORDS_FOR_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
+_ALONE = (
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size "
+    "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+    "pipeline_model_parallel_layout zero_stage overlap_grad_reduce overlap_param_gather recompute_granularity "
+    "recompute_method recompute_num_layers recompute_modules"
+).split()
+
+
+def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
+    """The same layout and structure with small sizes; with `replicas`, another number of data-parallel ranks."""
+    values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **dict.fromkeys(_OTHER_WORDS_FOR_BATCHES)}
+    tensor, context = config.grid.tensor, config.grid.context
+    length = math.lcm(2 * context, context * tensor)
+    multiple = 16 * tensor
+    vocabulary = max(_VOCABULARY, 8 * tensor - 3)
+    values |= {
+        "num_layers": _layers(config),
+        "hidden_size": _HIDDEN,
+        "kv_channels": _CHANNELS,
+        "ffn_hidden_size": _up(_INNER, tensor),
+        "seq_length": _up(_SEQUENCE, length),
+        "max_position_embeddings": _up(_SEQUENCE, length),
+        "vocab_size": vocabulary,
+        "make_vocab_size_divisible_by": 16,
+        "padded_vocab_size": _up(vocabulary, multiple),
+        "data_parallel_size": replicas or config.grid.data,
+    }
+    micro = min(config.train.micro_batch_size or 1, 2)
+    values["micro_batch_size"] = micro
+    for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):
+        values["global_batch_size"] = micro * values["data_parallel_size"] * count
+        found = _problems(values)
+        if not found:
+            return build(values)
+    raise ConfigError(found)
+
+
+def _layers(config: RunConfig) -> int:
+    """Two for each stage, or one more than recompute takes together; uneven stages stay uneven."""
+    layers, stages = config.model.num_layers, config.placement.stages
+    if any(config.flat()[name] is not None for name in _DIVISION):
+        return layers
+    each = max(2, (config.memory.recompute_num_layers or 0) + 1)
+    return min(layers, each * stages + (layers % stages > 0))
+
+
+def _up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+def _problems(values: Mapping[str, Any]) -> list[str]:
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    world = math.prod(values[name] for name in (*sizes, "data_parallel_size"))
+    return problems_of({**values, "world_size": None, "nproc_per_node": world}, Facts(world, world))
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The same model on one process, which takes the whole batch at once and keeps everything."""
+    defaults = {name: table()[name].default for name in _ALONE}
+    batch = config.train.global_batch_size
+    return build({**config.flat(), **defaults, "data_parallel_size": 1, "micro_batch_size": batch})
+
+
+def in_words(config: RunConfig) -> str:
+    m, t, grid = config.model, config.train, config.grid
+    return (
+        f"{m.num_layers} layers × {m.hidden_size}, {m.num_attention_heads} heads of {m.kv_channels} in "
+        f"{m.num_query_groups} groups, MLP {m.ffn_hidden_size}, vocabulary {m.vocab_size} padded to "
+        f"{m.padded_vocab_size}, {m.seq_length} tokens\n"
+        f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data, "
+        f"ZeRO {config.parallel.zero_stage}; a step of {t.global_batch_size} samples in {config.accumulation} "
+        f"micro-batches of {t.micro_batch_size}; {STEPS} steps in fp32"
+    )
+
+
+def left_out(config: RunConfig) -> list[str]:
+    """What of the settings is not compared, and why."""
+    found = []
+    if config.precision.bf16:
+        found.append("bf16 is left out: its rounding depends on the layout")
+    if config.model.attention_dropout > 0:
+        found.append("attention dropout is left out: what it drops depends on the layout")
+    return found
+
+
+# --- between processes ---
+
+
+def write_settings(config: RunConfig, folder: Path) -> None:
+    (folder / "settings.json").write_text(json.dumps(config.flat()), encoding="utf-8")
+
+
+def read_settings(folder: Path) -> RunConfig:
+    found: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    return build({n: tuple(v) if table()[n].is_list else v for n, v in found.items()})
+
+
+def run_reference(config: RunConfig) -> Trajectory:
+    return run_trial(alone(config), single_process(torch.device("cpu")))
+
+
+def run_rank(config: RunConfig, world: World, folder: Path) -> None:
+    """One rank of the layout; what it saw goes into the folder."""
+    seen = dataclasses.asdict(run_trial(config, world))
+    torch.save(seen, folder / f"rank-{world.everyone.rank}.pt")
+
+
+def read_ranks(folder: Path, count: int) -> list[Trajectory]:
+    return [Trajectory(**torch.load(folder / f"rank-{n}.pt", weights_only=True)) for n in range(count)]
+
+
+# --- the verdict ---
+
+
+@dataclass(frozen=True)
+class Verdict:
+    judged: Sequence[Gap]
+
+    @property
+    def passes(self) -> bool:
+        return not any(gap.fails for gap in self.judged)
+
+    @property
+    def first(self) -> Gap | None:
+        """The first to differ as the run goes: the loss of the first step, its gradients, the rest.
+
+        Gradients are judged in the order of the buckets, which is about that of backward.
+        """
+        failing = [gap for gap in self.judged if gap.fails]
+        forward = [gap for gap in failing if gap.what.startswith("loss") and gap.what.endswith("step 1")]
+        backward = [gap for gap in failing if gap.kind == "gradients 1"]
+        return next(iter([*forward, *backward, *failing]), None)
+
+    def numbers(self) -> list[tuple[str, float]]:
+        """Loss, gradient norm and validation, each with its largest gap over ranks and steps."""
+        found: dict[str, float] = {}
+        for gap in self.judged:
+            if not gap.tensor:
+                name = gap.what.partition(" on rank")[0]
+                found[name] = max(found.get(name, 0.0), size(gap))
+        return list(found.items())
+
+    def tensors(self) -> list[tuple[str, dict[str, float]]]:
+        """Every parameter with the gaps of its gradients and weights, the worst first."""
+        found: dict[str, dict[str, float]] = {}
+        for gap in self.judged:
+            if gap.tensor:
+                found.setdefault(gap.tensor, {})[gap.kind] = size(gap)
+        return sorted(found.items(), key=lambda item: -max(item[1].values()))
+
+
+def judge(found: Sequence[Trajectory], reference: Trajectory) -> Verdict:
+    return Verdict(gaps(found, reference))

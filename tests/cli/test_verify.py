@@ -1,0 +1,66 @@
+"""`pentatron verify` as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.main import main
+from tests.cli.test_train import finish, start
+
+PLANTING = """
+import sys
+from pentatron.cli.main import guarded
+from pentatron.cli.verify import verify_command
+from tests.parity.bugs import plant
+
+plant("norm gradients not summed")
+sys.exit(guarded(lambda: verify_command(sys.argv[1:], [sys.argv[0]])))
+"""
+SP = ("--tp_size", "2", "--sequence-parallel")
+
+
+def test_a_sound_layout_ends_with_code_0() -> None:
+    code, out, err = finish(start("-m", "pentatron", "verify", *SP))
+    assert code == 0, err
+    assert "2 processes in the layout ..." in out
+    assert "the layout computes the same numbers as one process: all " in out
+
+
+def test_a_wrong_layout_ends_with_code_1_and_names_the_parameter(tmp_path: Path) -> None:
+    script = tmp_path / "planting.py"
+    script.write_text(PLANTING)
+    code, out, err = finish(start(str(script), *SP, "--json"))
+    assert code == 1, err
+    found = json.loads(out)
+    assert not found["passes"] and found["processes"] == 2
+    assert found["first"] == "gradients 1 of final_norm.bias", "backward comes to it first"
+    worst = next(iter(found["parameters"].items()))
+    assert "norm" in worst[0] and worst[1]["gradients 1"] > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            "--tp_size 4 --dp_size 8",
+            "this layout takes 32 processes, more than the 16 that verify starts on one machine; add --shrink-data to run 8",
+        ),
+        (
+            "--tp_size 4 --pp_size 8 --shrink-data",
+            "this layout takes 32 processes, more than the 16 that verify starts on one machine; try smaller parallel sizes",
+        ),
+        (
+            "--zero-stage 3",
+            "--zero-stage 3 needs parameter sharding (ZeRO-3), which this version does not have yet; leave it out",
+        ),
+    ],
+)
+def test_what_it_cannot_run_it_refuses(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *words.split()]) == 2
+    assert capsys.readouterr().err == f"pentatron: {sentence}\n"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: pentatron verify")

@@ -1,0 +1,157 @@
+"""The small twin of a layout keeps what matters of it, and the verdict on it is right."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pentatron.cli.layout import describe
+from pentatron.config.run import RunConfig
+from pentatron.train.comparison import Gap, Trajectory
+from pentatron.train.trial import run_trial
+from pentatron.train.verify import (
+    Verdict,
+    alone,
+    judge,
+    left_out,
+    read_settings,
+    run_reference,
+    small_twin,
+    write_settings,
+)
+from tests.harness import run_distributed
+from tests.parity.bugs import plant
+from tests.parity.trajectory import here
+
+
+def twin(words: str, replicas: int | None = None) -> RunConfig:
+    return small_twin(describe(words.split()).config, replicas)
+
+
+def on_a_rank(words: str, bug: str) -> Trajectory:
+    plant(bug)
+    config = twin(words)
+    assert config.grid.world_size == dist.get_world_size()
+    return run_trial(config, here(config))
+
+
+def verdict(words: str, bug: str = "") -> Verdict:
+    config = twin(words)
+    ranks = run_distributed(on_a_rank, config.grid.world_size, timeout=120.0, words=words, bug=bug)
+    return judge(ranks, run_reference(config))
+
+
+LLAMA = "--preset llama3-8b"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tp_size 2",
+        "--pp_size 2 --recompute-granularity full",
+        "--dp_size 2 --zero-stage 1",
+        f"{LLAMA} --tp_size 2 --sequence-parallel --hidden-dropout 0.1",
+    ],
+)
+def test_sound_layouts_pass(words: str) -> None:
+    found = verdict(words)
+    assert found.passes and found.first is None
+
+
+@pytest.mark.parametrize(
+    ("words", "bug", "first", "parameters"),
+    [
+        (
+            "--tp_size 2 --sequence-parallel",
+            "row bias gradient not summed",
+            "gradients 1 of ",
+            {"linear_fc2.bias", "linear_proj.bias"},
+        ),
+        (f"{LLAMA} --tp_size 2", "row output not summed", "loss on rank 0, step 1", set()),
+        ("--dp_size 2 --zero-stage 1", "stale ZeRO shard", "", set()),
+    ],
+)
+def test_a_planted_bug_is_named(words: str, bug: str, first: str, parameters: set[str]) -> None:
+    found = verdict(words, bug)
+    assert not found.passes and found.first is not None
+    assert found.first.what.startswith(first)
+    if parameters:
+        wrong = {g.tensor for g in found.judged if g.kind == "gradients 1" and g.fails}
+        assert {name.split(".", 3)[3] for name in wrong} == parameters
+        assert found.first.tensor in wrong and found.tensors()[0][0] in wrong
+
+
+def test_the_first_is_first_in_the_order_of_computation() -> None:
+    judged = [
+        Gap("loss on rank 0, step 1", 0.5),
+        Gap("loss on rank 0, step 2", 3.0),
+        Gap("gradients 1 of a", 2.0, "a", "gradients 1"),
+        Gap("gradients 1 of b", 2.0, "b", "gradients 1"),
+        Gap("gradients 1 of c", 0.1, "c", "gradients 1"),
+    ]
+    found = Verdict(judged).first
+    assert found is not None and found.what == "gradients 1 of a"
+    judged[0] = Gap("loss on rank 0, step 1", math.nan)
+    assert Verdict(judged).first == judged[0], "what is no number differs"
+
+
+# --- the twin ---
+
+LARGE = (
+    "--preset qwen3-0.6b --tp_size 4 --pp_size 2 --dp_size 4 --zero-stage 2 --sequence-parallel --micro-batch-size 4 "
+    "--num-microbatches 64"
+)
+
+
+def test_the_twin_keeps_layout_and_structure() -> None:
+    large, small = describe(LARGE.split()).config, twin(LARGE)
+    assert small.grid == large.grid and small.parallel.sequence_parallel and small.parallel.zero_stage == 2
+    kept = "num_attention_heads num_query_groups normalization gated_linear_unit qk_layernorm position_embedding_type"
+    for name in (*kept.split(), "untie_embeddings_and_output_weights", "hidden_dropout"):
+        assert getattr(small.model, name) == getattr(large.model, name), name
+    assert small.model.num_layers == 4 and small.model.hidden_size == 32
+    assert small.accumulation == 4 and small.train.micro_batch_size == 2
+    assert small.model.padded_vocab_size != small.model.vocab_size
+    assert small.optim.clip_grad == 0.5 and small.model.init_method_std == 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ("--pp_size 2 --num-layers 64", [2, 2]),
+        ("--pp_size 2 --num-layers 63", [3, 2]),
+        ("--pp_size 2 --num-layers 64 --virtual-pipeline-model-parallel-size 2", [2, 2, 2, 2]),
+        ("--pp_size 2 --pipeline-model-parallel-layout Et|tttL", [1, 3]),
+        ("--num-layers 1", [1]),
+        ("--num-layers 40 --recompute-granularity full --recompute-num-layers 3", [4]),
+    ],
+)
+def test_layers_are_what_the_layout_needs(words: str, layers: list[int]) -> None:
+    assert sorted(len(part.layers) for part in twin(words).stages) == sorted(layers)
+
+
+def test_fewer_replicas() -> None:
+    assert twin(LARGE, replicas=2).grid.world_size == 16
+
+
+def test_one_process_is_one_process() -> None:
+    config = alone(twin(f"{LARGE} --recompute-activations"))
+    assert config.grid.world_size == 1 and config.accumulation == 1 and len(config.stages) == 1
+    assert config.memory.recompute_granularity is None and config.parallel.zero_stage == 0
+    assert config.train.global_batch_size == twin(LARGE).train.global_batch_size
+
+
+def test_settings_survive_the_way_to_the_ranks(tmp_path: Path) -> None:
+    config = twin(f"{LARGE} --recompute-activations")
+    write_settings(config, tmp_path)
+    assert read_settings(tmp_path) == config
+
+
+def test_what_cannot_be_compared_is_left_out_and_said() -> None:
+    words = "--bf16 --attention-dropout 0.1"
+    config = twin(words)
+    assert not config.precision.bf16 and config.model.attention_dropout == 0
+    notes = left_out(describe(words.split()).config)
+    assert [note.split(" is left out")[0] for note in notes] == ["bf16", "attention dropout"]
+    assert left_out(describe([]).config) == []
