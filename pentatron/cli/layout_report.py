@@ -197,9 +197,13 @@ def _schedule(report: Report) -> str:
         f"    pipeline rank {rank:>2}  {alive:>3}  {'▪' * min(alive, 60)}"
         for rank, alive in enumerate(checked.alive)
     ]
+    if any(checked.deferred):
+        held = ", ".join(map(str, checked.deferred))
+        lines.append(f"  of them between the halves of their backward, at most, by rank: {held}")
     lines.append("")
+    backward = "each half of a backward as 1" if any(checked.deferred) else "a backward as 2"
     lines.append(
-        f"  waiting: {checked.bubble:.1%} of the ranks' time ({checked.time} steps, a forward taken as 1, a backward as 2)"
+        f"  waiting: {checked.bubble:.1%} of the ranks' time ({checked.time} steps, a forward taken as 1, {backward})"
     )
     if checked.bubble > 0.2:
         lines.append(
@@ -241,6 +245,7 @@ def as_data(report: Report) -> dict[str, Any]:
             "kind": report.kind,
             "micro_batches": report.config.accumulation,
             "alive": list(checked.alive),
+            "deferred": list(checked.deferred),
             "bubble": checked.bubble,
             "time": checked.time,
             "timeline": [

@@ -5,12 +5,14 @@ from html import escape
 from typing import TypeVar
 
 from pentatron.layout.actions import Kind, Placement
-from pentatron.layout.check import Checked, Slot
+from pentatron.layout.check import NAMES, Checked, Slot
 
-# Background colours of a 256-colour terminal for forward and backward, one for each stage of a rank in turn.
-_FORWARD, _BACKWARD = (25, 31, 62, 67), (28, 64, 100, 65)
+# Background colours of a 256-colour terminal for forward, backward and weight gradients, one for each stage of a rank in
+# turn.
+_FORWARD, _BACKWARD, _WEIGHT = (25, 31, 62, 67), (28, 64, 100, 65), (94, 130, 136, 137)
 _PICTURE_FORWARD = ("#4c78a8", "#7fa3c9", "#35577a", "#9dbbd9")
 _PICTURE_BACKWARD = ("#59a14f", "#8bc07f", "#3f7a37", "#aad3a1")
+_PICTURE_WEIGHT = ("#b07a2b", "#cfa05c", "#8a5d1c", "#dcb985")
 _IDLE = "·"
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ def rows(checked: Checked, placement: Placement, width: int, colours: bool) -> l
             drawn = "".join(_cells(slots, placement, first, last, cell, colours))
             lines.append(f"rank {rank}".ljust(margin) + f"▕{drawn}▏")
         lines.append("")
-    return [*lines, *_legend(placement)]
+    return [*lines, *_legend(checked, placement)]
 
 
 def _scale(first: int, last: int, cell: int) -> str:
@@ -80,7 +82,7 @@ def _idle(steps: int, cell: int) -> str:
 def _painted(text: str, placement: Placement, slot: Slot, colours: bool) -> str:
     if not colours:
         return text
-    palette = _FORWARD if slot.action.kind is Kind.FORWARD else _BACKWARD
+    palette = {Kind.FORWARD: _FORWARD, Kind.WEIGHT: _WEIGHT}.get(slot.action.kind, _BACKWARD)
     return f"\x1b[97;48;5;{_of_stage(palette, placement, slot)}m{text[:-1]}\x1b[0m "
 
 
@@ -89,8 +91,19 @@ def _of_stage(palette: Sequence[T], placement: Placement, slot: Slot) -> T:
     return palette[own.index(slot.action.stage) % len(palette)]
 
 
-def _legend(placement: Placement) -> list[str]:
-    lines = [f"F0 forward, B0 backward of micro-batch 0 (a backward takes two steps), {_IDLE} waiting"]
+def _legend(checked: Checked, placement: Placement) -> list[str]:
+    kinds = {slot.action.kind for slots in checked.timeline for slot in slots}
+    names = "F0 forward, "
+    if Kind.INPUT in kinds:
+        names += "I0 input gradient, W0 weight gradient" + (", " if Kind.BACKWARD in kinds else "")
+    if Kind.BACKWARD in kinds or Kind.INPUT not in kinds:
+        names += "B0 backward"
+    names += " of micro-batch 0"
+    if Kind.INPUT not in kinds:
+        names += " (a backward takes two steps)"
+    elif Kind.BACKWARD in kinds:
+        names += " (B is I and W in one)"
+    lines = [f"{names}, {_IDLE} waiting"]
     if placement.stages > placement.ranks:
         dealt = (
             f"{_letter(i)} stages {first}-{first + placement.ranks - 1}"
@@ -127,22 +140,29 @@ def picture(checked: Checked, placement: Placement, title: str) -> str:
         for time in range(0, checked.time + 1, 5)
     ]
     parts += [
-        f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>' for i, line in enumerate(_keys(placement))
+        f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>'
+        for i, line in enumerate(_keys(checked, placement))
     ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _keys(placement: Placement) -> list[str]:
+def _keys(checked: Checked, placement: Placement) -> list[str]:
     colours = "blue: forward, green: backward (takes two steps), grey: waiting; the numbers are micro-batches"
-    return [colours, *_legend(placement)[1:]]
+    if any(checked.deferred):
+        colours = (
+            "blue: forward, green: input gradient (two steps: whole backward), brown: weight gradient, grey: waiting; "
+            "the numbers are micro-batches"
+        )
+    return [colours, *_legend(checked, placement)[1:]]
 
 
 def _box(slot: Slot, placement: Placement, y: int) -> str:
-    palette = _PICTURE_FORWARD if slot.action.kind is Kind.FORWARD else _PICTURE_BACKWARD
+    palettes = {Kind.FORWARD: _PICTURE_FORWARD, Kind.WEIGHT: _PICTURE_WEIGHT}
+    palette = palettes.get(slot.action.kind, _PICTURE_BACKWARD)
     x, width = _LEFT + slot.start * _STEP, (slot.end - slot.start) * _STEP
     text = f"{slot.action.micro_batch}{letter(placement, slot.action.stage)}"
     return (
-        f"<g><title>{slot.action.kind.name.lower()} of micro-batch {slot.action.micro_batch}, stage "
+        f"<g><title>{NAMES.get(slot.action.kind, slot.action.kind.name.lower())} of micro-batch {slot.action.micro_batch}, stage "
         f'{slot.action.stage}</title><rect x="{x}" y="{y}" width="{width - 1}" height="{_ROW - 4}" rx="2" '
         f'fill="{_of_stage(palette, placement, slot)}"/><text x="{x + width / 2:g}" y="{y + 15}" fill="white" '
         f'text-anchor="middle">{text}</text></g>'

@@ -10,8 +10,9 @@ from xml.dom import minidom
 import pytest
 
 from pentatron.cli.layout import describe
+from pentatron.cli.layout_report import as_data, as_text
 from pentatron.cli.main import COMMANDS, PLANNED, main
-from pentatron.cli.timeline import rows
+from pentatron.cli.timeline import picture, rows
 from pentatron.layout.check import check
 from pentatron.layout.schedules import training_schedule
 
@@ -168,14 +169,21 @@ def cells(lines: list[str], rank: int) -> str:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize(
-    "words", ["--pp_size 3 --num-microbatches 12", "--pp_size 2 --virtual-pipeline-model-parallel-size 2", ""]
+    "words",
+    [
+        "--pp_size 3 --num-microbatches 12",
+        "--pp_size 2 --virtual-pipeline-model-parallel-size 2",
+        "--pp_size 3 --num-microbatches 12 --pipeline-schedule zero-bubble",
+        "--pp_size 2 --num-microbatches 6 --pipeline-schedule dualpipev --untie-embeddings-and-output-weights",
+        "",
+    ],
 )
 def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, width: int) -> None:
     report = describe(words.split())
     lines = rows(report.checked, report.placement, width, colours=False)
     assert all(len(line) <= width for line in lines if line.startswith(("rank", " ")))
     for rank, slots in enumerate(report.checked.timeline):
-        drawn = re.findall(r"[FB]\d+[a-z]?", cells(lines, rank))
+        drawn = re.findall(r"[FBIW]\d+[a-z]?", cells(lines, rank))
         own = report.placement.stages_of(rank)
         letters = [""] if len(own) == 1 else ["a", "b"]
         assert drawn == [
@@ -193,6 +201,20 @@ def test_columns_are_time() -> None:
         for slot in slots:
             label = f"{slot.action.kind.value}{slot.action.micro_batch}"
             assert drawn[3 * slot.start :].startswith(label)
+
+
+def test_halves_of_backwards_are_told() -> None:
+    report = describe("--pp_size 2 --num-microbatches 4 --pipeline-schedule zero-bubble".split())
+    text = as_text(report, everything=False)
+    assert "of them between the halves of their backward, at most, by rank: 1, 2" in text
+    assert "(13 steps, a forward taken as 1, each half of a backward as 1)" in text
+    assert as_data(report)["schedule"]["deferred"] == [1, 2]
+    legend = rows(report.checked, report.placement, 80, colours=False)[-1]
+    assert legend == "F0 forward, I0 input gradient, W0 weight gradient of micro-batch 0, · waiting"
+    assert "brown: weight gradient" in picture(report.checked, report.placement, "title")
+    whole = describe("--pp_size 2 --num-microbatches 4".split())
+    assert "halves" not in as_text(whole, everything=False)
+    assert "brown" not in picture(whole.checked, whole.placement, "title")
 
 
 def test_colours_change_nothing_but_colours() -> None:

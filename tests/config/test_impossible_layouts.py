@@ -77,6 +77,20 @@ IMPOSSIBLE: dict[str, tuple[int, str, str]] = {
         4, "--pp_size 4 --num-layers 6 --pipeline-model-parallel-layout Ett|tt|ttL",
         "--pipeline-model-parallel-layout Ett|tt|ttL has 3 stages, but 4 (pipeline) × 1 (virtual) = 4; "
         "write 4 stages, or change the sizes"),
+    "a folded pipeline with three stages on a rank": (
+        2, "--pp_size 2 --num-layers 6 --pipeline-schedule zbv --virtual-pipeline-model-parallel-size 3 "
+        "--untie-embeddings-and-output-weights",
+        "--pipeline-schedule zbv runs two stages on each rank, not 3; "
+        "leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"),
+    "a folded pipeline with tied embeddings": (
+        2, "--pp_size 2 --num-layers 4 --pipeline-schedule zbv",
+        "--pipeline-schedule zbv puts the embedding and the head on the same rank, where they cannot be tied yet; "
+        "give --untie-embeddings-and-output-weights, or use zero-bubble"),
+    "too few micro-batches for dualpipev": (
+        2, "--pp_size 2 --num-layers 4 --pipeline-schedule dualpipev --untie-embeddings-and-output-weights "
+        "--micro-batch-size 4",
+        "--pipeline-schedule dualpipev needs 2 × 2 (pipeline ranks) = 4 or more micro-batches, not 2; "
+        "use 4 or more, or the schedule zbv"),
     "interleaved without virtual stages": (
         2, "--pp_size 2 --pipeline-schedule interleaved",
         "--pipeline-schedule interleaved needs several stages on each rank; "

@@ -123,6 +123,13 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_division", "--num-layers 30 --pp_size 2 --pipeline-model-parallel-layout Et*14|t*14L",
      "--pipeline-model-parallel-layout Et*14|t*14L has 28 layers in its 2 stages, but --num-layers is 30; add 2 t",
      "--num-layers 30 --pp_size 2 --pipeline-model-parallel-layout Et*16|t*14L", Facts(2, 2)),
+    ("_enough_micro_batches",
+     "--num-layers 4 --pp_size 2 --pipeline-schedule dualpipev --untie-embeddings-and-output-weights "
+     "--micro-batch-size 4 --global-batch-size 8",
+     "--pipeline-schedule dualpipev needs 2 × 2 (pipeline ranks) = 4 or more micro-batches, not 2; "
+     "use 4 or more, or the schedule zbv",
+     "--num-layers 4 --pp_size 2 --pipeline-schedule dualpipev --untie-embeddings-and-output-weights "
+     "--micro-batch-size 2 --global-batch-size 8", Facts(2, 2)),
     ("_schedule", "--num-layers 4 --pp_size 2 --pipeline-schedule interleaved",
      "--pipeline-schedule interleaved needs several stages on each rank; "
      "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b",

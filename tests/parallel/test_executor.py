@@ -105,10 +105,11 @@ def test_one_rank_needs_no_messages(virtual: int) -> None:
     assert_each_once([found], virtual)
 
 
-def test_bfloat16_activations() -> None:
-    found = run_distributed(on_ranks, 2, kind="1f1b", virtual=1, dtype="bfloat16")
+@pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("zbv", 2)])
+def test_bfloat16_activations(kind: str, virtual: int) -> None:
+    found = run_distributed(on_ranks, 2, kind=kind, virtual=virtual, dtype="bfloat16")
     assert found[0].gradients[0]["0.0.weight"].dtype is torch.bfloat16
-    assert_same(found, one_process(1, dtype=torch.bfloat16))
+    assert_same(found, one_process(2 * virtual - 1, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

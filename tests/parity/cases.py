@@ -61,6 +61,7 @@ DROPOUT = "--hidden-dropout 0.2"
 EIGHT, NINE = "--num-layers 8", "--num-layers 9"
 ZERO_BUBBLE = "--pipeline-schedule zero-bubble"
 ZBV, DUALPIPEV = "--pipeline-schedule zbv", "--pipeline-schedule dualpipev"
+BOTH_OVERLAPS = f"{OVERLAP} --overlap-param-gather"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -169,12 +170,17 @@ LAYOUTS = (
     ),
     Layout("pp2 zero-bubble dp2", 4, _pp(2, ZERO_BUBBLE), micro_batch=1),
     Layout(
-        "pp2 zero-bubble dp2 zero1 overlap", 4, f"{_pp(2, ZERO_BUBBLE)} {_zero(1, OVERLAP)}", micro_batch=1
+        "pp2 zero-bubble dp2 zero1 overlap",
+        4,
+        f"{_pp(2, ZERO_BUBBLE)} {_zero(1, BOTH_OVERLAPS)}",
+        micro_batch=1,
     ),
     Layout("pp2 zero-bubble dp2 zero2", 4, f"{_pp(2, ZERO_BUBBLE)} {_zero(2)}", micro_batch=1),
     Layout("pp2 zbv dp2 overlap", 4, f"{_pp(2, ZBV)} {SMALL} {OVERLAP}", micro_batch=1, both=UNTIED),
     Layout("pp2 zbv dp2 zero1", 4, f"{_pp(2, ZBV)} {_zero(1)}", micro_batch=1, both=UNTIED),
-    Layout("pp2 zbv dp2 zero2 overlap", 4, f"{_pp(2, ZBV)} {_zero(2, OVERLAP)}", micro_batch=1, both=UNTIED),
+    Layout(
+        "pp2 zbv dp2 zero2 overlap", 4, f"{_pp(2, ZBV)} {_zero(2, BOTH_OVERLAPS)}", micro_batch=1, both=UNTIED
+    ),
     Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {FIVE}"),
     Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1, both=UNTIED),
     Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1, both=UNTIED),

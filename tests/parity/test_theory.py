@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from pentatron.config.run import RunConfig
+from pentatron.layout.actions import Kind
+from pentatron.layout.check import check
 from pentatron.layout.stages import StagePart
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
@@ -91,9 +93,12 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
         total["all-reduce"] += grid.kv_copies > 1
     if grid.pipeline > 1:
         total["all-reduce"] += tied and (first or last)
-        boundaries_down = sum(not part.head for part in parts)
-        boundaries_up = sum(not part.embedding for part in parts)
-        messages = (boundaries_down + boundaries_up) * micro_batches
+        where = config.placement.rank_of
+        # Both ways over every boundary that another rank lies beyond: a folded pipeline turns on its last rank.
+        boundaries = [
+            pair for pair in itertools.pairwise(where) if at.pipeline in pair and len(set(pair)) > 1
+        ]
+        messages = len(boundaries) * micro_batches
         total += Counter({"send": messages, "receive": messages})
     if grid.context > 1:
         match config.parallel.cp_comm_type:
@@ -161,6 +166,12 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
         ("gpt", 2, f"{PP} 2 {VIRTUAL}"),
         ("qwen3", 4, f"{TP} 2 {SP} {PP} 2 --pipeline-schedule gpipe"),
         ("qwen2.5", 8, f"{TP} 2 {SP} {PP} 2 --zero-stage 2"),
+        ("qwen2.5", 4, f"{PP} 2 --zero-stage 2 --pipeline-schedule zero-bubble"),
+        (
+            "llama",
+            4,
+            f"{PP} 2 --zero-stage 2 --overlap-grad-reduce --pipeline-schedule zbv --micro-batch-size 1",
+        ),
         ("llama", 2, f"{CP} 2"),
         ("gpt", 4, f"{CP} 4 --zero-stage 1"),
         ("qwen3", 2, f"{CP} 2 --cp-comm-type all_gather --zero-stage 2"),
@@ -204,6 +215,46 @@ def test_a_pipeline_runs_no_layer_more_often_than_recompute_needs(words: str, ru
     command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 2 {PP} 2 {words}"
     for seen in run_distributed(layer_runs_on_a_rank, 2, words=command):
         assert seen == [runs * 4] * len(seen) and seen, "four micro-batches"
+
+
+def deferred_on_a_rank(words: str) -> int:
+    """The most numbers that wait for weight gradients in one step."""
+    config = resolved(words, dist.get_world_size()).config
+    world = here(config)
+    model = build_parallel_model(config, world)
+    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    batches = micro_batches(config, world, 0)
+    most = 0
+    end = optimizer.end_backward
+
+    def counting_end(stage: int, last: bool, kind: Kind) -> None:
+        nonlocal most
+        most = max(most, model.executor.deferred.elements)
+        end(stage, last, kind)
+
+    optimizer.end_backward = counting_end  # type: ignore[method-assign,assignment]
+    train_step(model, optimizer, [next(batches) for _ in range(config.accumulation)], 1e-3, step=0)
+    return most
+
+
+@pytest.mark.parametrize("words", [f"{PP} 2", f"{TP} 2 {SP} {PP} 2", f"{TP} 2 {PP} 2"])
+def test_what_waits_for_weight_gradients(words: str) -> None:
+    """The input and the gradient of the output of every linear layer, for every micro-batch between the halves."""
+    command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 1 {words} --pipeline-schedule zero-bubble"
+    ranks = 2 if TP not in words else 4
+    config = resolved(command, ranks).config
+    m, tensor = config.model, config.grid.tensor
+    assert m.num_attention_heads and m.num_query_groups and m.kv_channels
+    assert m.ffn_hidden_size and m.padded_vocab_size
+    attention = (2 * m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels
+    layer = 4 * m.hidden_size + (attention + 3 * m.ffn_hidden_size) // tensor
+    head = m.hidden_size + m.padded_vocab_size // tensor
+    deferred = check(config.schedule(config.accumulation)).deferred
+    for rank, most in enumerate(run_distributed(deferred_on_a_rank, ranks, words=command)):
+        at = config.grid.coordinates(rank).pipeline
+        part = config.stages[at]
+        of_one = m.seq_length * (len(part.layers) * layer + part.head * head)
+        assert most == deferred[at] * of_one, f"rank {rank}"
 
 
 # Large enough that rounding up to whole shares is less than a percent.

@@ -1,0 +1,86 @@
+"""Weight gradients that come later: the same bits, through the same hooks, and nothing kept but what they need."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pentatron.parallel.deferral import DeferredGradients, linear
+
+
+def layer(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Parameter, nn.Parameter]:
+    torch.manual_seed(3)
+    x = torch.randn(2, 5, 7).to(dtype).requires_grad_()
+    return x, nn.Parameter(torch.randn(4, 7).to(dtype)), nn.Parameter(torch.randn(4).to(dtype))
+
+
+def gradients(dtype: torch.dtype, deferred: DeferredGradients | None, halves: bool) -> list[Tensor]:
+    x, weight, bias = layer(dtype)
+    loss = linear(x, weight, bias, deferred).square().sum()
+    if deferred is not None and halves:
+        with deferred.collecting((0, 0)):
+            loss.backward()
+        assert weight.grad is None and bias.grad is not None and deferred.cells == [(0, 0)]
+        deferred.compute((0, 0))
+        assert deferred.cells == []
+    else:
+        loss.backward()
+    found = [x.grad, weight.grad, bias.grad]
+    return [g for g in found if g is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_same_bits_as_torch(dtype: torch.dtype, halves: bool) -> None:
+    expected = gradients(dtype, None, False)
+    found = gradients(dtype, DeferredGradients(), halves)
+    assert len(found) == 3
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_hooks_hear_of_them_and_gradients_add_up() -> None:
+    x, weight, bias = layer()
+    deferred, heard = DeferredGradients(), []
+    weight.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad is not None))
+    for micro_batch in range(2):
+        with deferred.collecting((1, micro_batch)):
+            linear(x, weight, bias, deferred).sum().backward()
+    assert True not in heard, "nothing has been computed yet"
+    deferred.compute((1, 1))
+    once = weight.grad.clone() if weight.grad is not None else None
+    deferred.compute((1, 0))
+    assert heard.count(True) == 2 and once is not None and weight.grad is not None
+    assert torch.equal(weight.grad, 2 * once)
+
+
+def test_what_is_kept() -> None:
+    """The input and the gradient of the output; the activation behind the layer is let go with the graph."""
+    x, weight, bias = layer()
+    deferred = DeferredGradients()
+    made = linear(x, weight, bias, deferred)
+    activated = made.tanh()
+    behind = StorageWeakRef(activated.untyped_storage())
+    with deferred.collecting((0, 0)):
+        activated.square().sum().backward()
+    del made, activated
+    assert deferred.elements == x.numel() + 2 * 5 * 4
+    assert behind.expired()
+    deferred.compute((0, 0))
+    assert deferred.elements == 0
+
+
+def test_frozen_weights_leave_nothing() -> None:
+    x, weight, bias = layer()
+    weight.requires_grad_(False)
+    deferred = DeferredGradients()
+    with deferred.collecting((0, 0)):
+        linear(x, weight, bias, deferred).sum().backward()
+    assert deferred.elements == 0 and x.grad is not None
+
+
+def test_a_cell_is_cut_in_two_once() -> None:
+    deferred = DeferredGradients()
+    with deferred.collecting((0, 0)):
+        pass
+    with pytest.raises(AssertionError, match="twice"), deferred.collecting((0, 0)):
+        pass
