@@ -196,4 +196,21 @@ LAYOUTS = (
     Layout("tp2 pp2 gpipe mlp", 4, f"{_tp(2)} {_pp(2, GPIPE)} {_selective(MLP)}"),
     Layout("pp2 uneven dp2 zero1 core_attn", 4, f"{_pp(2)} {_zero(1)} {_selective(CORE)}", both=FIVE),
     Layout("pp2 virtual2 dp2 mlp layernorm", 4, f"{_pp(2, VIRTUAL)} {_selective(MLP, NORMS)}"),
+    # Context parallelism with backwards in two halves, and with recompute.
+    *(
+        Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}", micro_batch=1, both=UNTIED)
+        for kind in ("p2p", "all_gather", "a2a")
+        for name, schedule in (("zero-bubble", ZERO_BUBBLE), ("zbv", ZBV), ("dualpipev", DUALPIPEV))
+    ),
+    *(
+        Layout(f"cp2 {kind} {name}", 2, f"{_cp(2, kind)} {recompute}")
+        for kind in ("p2p", "all_gather", "a2a")
+        for name, recompute in (
+            (
+                "full recompute",
+                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            ),
+            ("selective recompute", "--recompute-granularity selective --recompute-modules core_attn mlp"),
+        )
+    ),
 )
