@@ -95,15 +95,20 @@ class Pair:
         return f"{self.family}: {self.saved.name} to {self.loaded.name}"
 
 
+def resharded_layouts() -> list[Layout]:
+    """All but the folded pipelines, which cannot have the tied embeddings that some families have."""
+    return [layout for layout in LAYOUTS if not any(kind in layout.name for kind in ("zbv", "dualpipev"))]
+
+
 def random_pairs(count: int, saves: int, seed: int = 11) -> list[Pair]:
     """`count` different pairs that start from `saves` saved runs, so that each of those is made once."""
     generator = random.Random(seed)
-    origins = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
+    origins = [(family, layout) for family in FAMILIES for layout in resharded_layouts()]
     generator.shuffle(origins)
     pairs: list[Pair] = []
     while len(pairs) < count:
         family, saved = origins[len(pairs) % saves]
-        pair = Pair(family, saved, generator.choice(LAYOUTS))
+        pair = Pair(family, saved, generator.choice(resharded_layouts()))
         if pair not in pairs and pair.loaded != saved:
             pairs.append(pair)
     return sorted(pairs, key=lambda p: (p.family, p.saved.name))
