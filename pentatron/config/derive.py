@@ -16,6 +16,7 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     _processes(draft, facts)
     _attention(draft)
     _widths(draft)
+    _experts(draft)
     _recompute(draft)
     problems = _batches(draft)
     problems += _length(draft)
@@ -97,6 +98,18 @@ def _widths(draft: Draft) -> None:
         multiple = draft["make_vocab_size_divisible_by"] * draft["tensor_model_parallel_size"]
         padded = math.ceil(draft["vocab_size"] / multiple) * multiple
         draft.derive("padded_vocab_size", padded, f"{draft['vocab_size']} up to a multiple of {multiple}")
+
+
+def _experts(draft: Draft) -> None:
+    if draft["num_experts"] is None:
+        return
+    if draft["moe_ffn_hidden_size"] is None:
+        draft.derive("moe_ffn_hidden_size", draft["ffn_hidden_size"], "ffn-hidden-size")
+    if draft["expert_tensor_parallel_size"] is None:
+        draft.derive("expert_tensor_parallel_size", draft["tensor_model_parallel_size"], "as dense layers")
+    tensor = draft["tensor_model_parallel_size"]
+    if tensor > 1 and not draft["sequence_parallel"] and not draft.given("sequence_parallel"):
+        draft.derive("sequence_parallel", True, f"experts on {tensor} tensor ranks need it")
 
 
 def _recompute(draft: Draft) -> None:

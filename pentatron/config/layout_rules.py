@@ -9,10 +9,10 @@ from typing import Any
 
 from pentatron.config.draft import Facts
 from pentatron.config.run import table
-from pentatron.config.stages import costs_of, division_of, grid_of
+from pentatron.config.stages import costs_of, division_of
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
-from pentatron.layout.ranks import expert_size_problem, world_size_problem
+from pentatron.layout.ranks import world_size_problem
 from pentatron.layout.schedules import FOLDED, HALVING, schedule_problem, takes_groups
 from pentatron.layout.stages import Costs, stage_parts
 
@@ -292,27 +292,6 @@ def _micro_batch_groups(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _experts(v: Values, facts: Facts) -> str | None:
-    experts, ep, topk = v["num_experts"], v["expert_model_parallel_size"], v["moe_router_topk"]
-    if experts is None:
-        return f"--expert-model-parallel-size {ep} needs experts; give --num-experts" if ep > 1 else None
-    if experts % ep:
-        return (
-            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}; "
-            f"use {either(divisors(experts))}"
-        )
-    if topk > experts:
-        return f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
-    return None
-
-
-def _expert_ranks(v: Values, facts: Facts) -> str | None:
-    if v["num_experts"] is None:
-        return None
-    grid = grid_of(v)
-    return expert_size_problem(grid.data, grid.context, grid.tensor, grid.expert, grid.expert_tensor)
-
-
 def _batch(v: Values, facts: Facts) -> str | None:
     if v["global_batch_size"] is None or v["micro_batch_size"] is None:
         return None
@@ -382,7 +361,5 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _recompute_method,
     _recompute_in_halves,
     _recomputed_layers,
-    _experts,
-    _expert_ranks,
     _batch,
 )

@@ -28,6 +28,7 @@ LIMITS: dict[str, Limit] = {
             "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
             "max_position_embeddings vocab_size padded_vocab_size make_vocab_size_divisible_by layernorm_epsilon "
             "rotary_base num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size "
+            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_expert_capacity_factor "
             "corpus_bytes dataset_size prefetch_factor micro_batch_size global_batch_size "
             "gradient_accumulation_steps num_microbatches rank_batch_size train_iters epochs lr_decay_iters adam_eps "
             "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
@@ -42,7 +43,7 @@ LIMITS: dict[str, Limit] = {
     ),
     **dict.fromkeys(
         (
-            "sample_tokens init_method_std moe_aux_loss_coeff num_workers eval_interval eval_iters lr min_lr "
+            "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate num_workers eval_interval eval_iters lr min_lr "
             "lr_warmup_iters weight_decay clip_grad local_rank"
         ).split(),
         ZERO_OR_MORE,
@@ -59,10 +60,16 @@ LIMITS: dict[str, Limit] = {
 def out_of_limits(values: Mapping[str, Any]) -> dict[str, str]:
     """A sentence for every value that is wrong whatever the others are."""
     return {
-        name: f"{table()[name].flag} {values[name]} must be {limit.words}"
+        name: f"{table()[name].written(values[name])} must be {limit.words}"
         for name, limit in LIMITS.items()
-        if values[name] is not None and not limit.holds(values[name])
+        if not all(limit.holds(number) for number in _numbers(values[name]))
     }
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
 
 
 def not_available(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:

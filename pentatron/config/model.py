@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from pentatron.config.setting import setting
 
-_MOE = "mixture of experts"
-
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -63,27 +61,60 @@ class TransformerConfig:
 class MoEConfig:
     """Mixture of experts"""
 
-    num_experts: int | None = setting(None, "number of experts", not_yet=_MOE)
-    moe_router_topk: int = setting(2, "experts per token", not_yet=_MOE)
-    moe_grouped_gemm: bool = setting(False, "run the experts as one grouped matmul", not_yet=_MOE)
+    num_experts: int | None = setting(None, "number of experts")
+    moe_layer_freq: str = setting(
+        "1", "which layers have experts: every N-th, or a list such as [0]*1+[1]*26 with 1 for experts"
+    )
+    moe_ffn_hidden_size: int | None = setting(None, "width inside one expert (ffn-hidden-size)")
+    moe_router_topk: int = setting(2, "experts per token")
+    moe_router_score_function: str = setting(
+        "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = setting(
+        False, "softmax over all experts before the top-k, not over the chosen ones"
+    )
+    moe_router_topk_scaling_factor: float | None = setting(None, "multiplies the weights of the experts")
+    moe_router_num_groups: int | None = setting(None, "groups of experts, of which a token uses some")
+    moe_router_group_topk: int | None = setting(None, "groups of experts a token uses")
+    moe_router_dtype: str | None = setting(
+        None, "precision of the router's logits (that of the model)", choices=("fp32", "fp64")
+    )
+    moe_router_load_balancing_type: tuple[str, ...] = setting(
+        ("aux_loss",),
+        "how experts are kept equally busy, one or several",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = setting((0.0,), "weight of the balancing loss, or of each")
+    moe_z_loss_coeff: float | None = setting(None, "weight of the loss that keeps the router's logits small")
+    moe_router_enable_expert_bias: bool = setting(
+        False, "balance without a loss: a bias that only chooses, moved after every step"
+    )
+    moe_router_bias_update_rate: float = setting(1e-3, "how far that bias moves in a step")
+    moe_token_dispatcher_type: str = setting(
+        "alltoall", "how tokens travel to experts", choices=("alltoall", "allgather")
+    )
+    moe_grouped_gemm: bool = setting(False, "run the experts of a rank as one grouped matmul")
     moe_use_legacy_grouped_gemm: bool = setting(
         False, "an older grouped matmul", notice="there is one grouped matmul here, so this changes nothing"
     )
-    moe_token_dispatcher_type: str = setting(
-        "alltoall", "how tokens travel to experts", choices=("alltoall", "allgather"), not_yet=_MOE
+    moe_expert_capacity_factor: float | None = setting(
+        None, "drop what is above this multiple of an expert's equal share (nothing is dropped)"
     )
-    moe_router_load_balancing_type: str = setting(
-        "aux_loss",
-        "how experts are kept equally busy",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-        not_yet=_MOE,
+    moe_token_drop_policy: str = setting(
+        "probs",
+        "what is dropped: the smallest weights, or the last tokens",
+        choices=("probs", "position"),
+        not_yet="dropping by position",
+        available=("probs",),
     )
-    moe_aux_loss_coeff: float = setting(0.0, "weight of the balancing loss", not_yet=_MOE)
-    moe_ffn_hidden_size: int | None = setting(None, "width inside one expert (ffn-hidden-size)", not_yet=_MOE)
     moe_shared_expert_intermediate_size: int | None = setting(
-        None, "width of the shared expert", not_yet=_MOE
+        None, "width of the shared expert, which every token uses"
     )
-    moe_shared_expert_gate: bool = setting(False, "gate of the shared expert", not_yet=_MOE)
+    moe_shared_expert_gate: bool = setting(False, "gate of the shared expert (Qwen2-MoE)")
+    moe_per_layer_logging: bool = setting(False, "write the load of every layer's experts to metrics.jsonl")
+
+
+NO_EXPERTS = MoEConfig()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,15 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
             f"--attention-dropout {draft['attention_dropout']}: which attention weights are dropped depends on the "
             f"layout, so other parallel sizes give other losses (hidden dropout does not depend on it)"
         )
-    return [*found, *_every_layer_recomputed(draft), *_idle_pipeline(draft)]
+    return [*found, *_every_layer_recomputed(draft), *_idle_pipeline(draft), *_no_bias_in_experts(draft)]
+
+
+def _no_bias_in_experts(draft: Draft) -> list[str]:
+    if draft["num_experts"] is None or not draft["add_bias_linear"]:
+        return []
+    return [
+        "experts have no bias here; the other linear layers have one (--disable-bias-linear takes it away there too)"
+    ]
 
 
 def _every_layer_recomputed(draft: Draft) -> list[str]:

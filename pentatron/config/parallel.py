@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from pentatron.config.setting import setting
 
-_EP = "expert parallelism"
-
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -14,11 +12,9 @@ class ParallelConfig:
     tensor_model_parallel_size: int = setting(1, "ranks that share one layer", also="--tp_size --tp")
     pipeline_model_parallel_size: int = setting(1, "ranks the layers are divided over", also="--pp_size --pp")
     context_parallel_size: int = setting(1, "ranks that share one sequence", also="--cp_size --cp")
-    expert_model_parallel_size: int = setting(
-        1, "ranks that share the experts", also="--ep_size --ep", not_yet=_EP
-    )
+    expert_model_parallel_size: int = setting(1, "ranks that share the experts", also="--ep_size --ep")
     expert_tensor_parallel_size: int | None = setting(
-        None, "ranks that share one expert (tensor parallel size)", not_yet=_EP
+        None, "ranks that share one expert (tensor parallel size)"
     )
     data_parallel_size: int | None = setting(
         None, "copies of the model (world / (tp × pp × cp), checked if given)", also="--dp_size --dp"
@@ -95,8 +91,6 @@ class MemoryConfig:
         (),
         "what selective recompute covers (core_attn)",
         choices=("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"),
-        not_yet="mixture of experts",
-        available=("core_attn", "layernorm", "mlp"),
     )
     record_memory_history: bool = setting(
         False, "record CUDA allocations", not_yet="recording of CUDA allocations"

@@ -64,10 +64,18 @@ _GPT: dict[str, dict[str, Any]] = {
 }
 
 _MOE_COLUMNS = (*_DENSE_COLUMNS, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff")
+_QWEN3_MOE = {**_QWEN3, "moe_router_dtype": "fp32"}
+_QWEN2_MOE = {
+    **_QWEN25,
+    "moe_router_pre_softmax": True,
+    "moe_shared_expert_gate": True,
+    "moe_shared_expert_intermediate_size": 20480,
+}
 _MOE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
-    "mixtral-8x7b":    (_LLAMA, (32, 4096, 14336, 32, 8, 128, 1e6, 32768, 32000, True, 1e-5, 8, 2, 14336, 1e-2)),
-    "qwen3-30b-a3b":   (_QWEN3, (48, 2048, 6144, 32, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 768, 1e-3)),
-    "qwen3-235b-a22b": (_QWEN3, (94, 4096, 12288, 64, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 1536, 1e-3)),
+    "mixtral-8x7b":    (_LLAMA, (32, 4096, 14336, 32, 8, 128, 1e6, 32768, 32000, True, 1e-5, 8, 2, 14336, (1e-2,))),
+    "qwen2-57b-a14b":  (_QWEN2_MOE, (28, 3584, 18944, 28, 4, 128, 1e6, 131072, 151936, True, 1e-6, 64, 8, 2560, (1e-3,))),
+    "qwen3-30b-a3b":   (_QWEN3_MOE, (48, 2048, 6144, 32, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 768, (1e-3,))),
+    "qwen3-235b-a22b": (_QWEN3_MOE, (94, 4096, 12288, 64, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 1536, (1e-3,))),
 }
 # fmt: on
 

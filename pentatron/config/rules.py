@@ -8,6 +8,7 @@ from pentatron.config.address import meeting_point
 from pentatron.config.draft import Facts
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
+from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.run import table
 from pentatron.layout.divisors import divisors, either
 
@@ -186,6 +187,7 @@ def _fresh(v: Values, facts: Facts) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
+    *MOE_RULES,
     _meeting_point,
     _groups,
     _grouping,

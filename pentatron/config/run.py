@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentatron.config.model import KernelConfig, MoEConfig, TransformerConfig
+from pentatron.config.moe_layers import moe_layers
 from pentatron.config.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.config.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
 from pentatron.config.setting import Setting, settings_of
@@ -67,6 +68,13 @@ class RunConfig:
         """What every stage holds of the model, in the order of the model."""
         values = self.flat()
         return stage_parts(self.model.num_layers, division_of(values), costs_of(values))
+
+    @property
+    def layers_with_experts(self) -> tuple[int, ...]:
+        if self.moe.num_experts is None:
+            return ()
+        found = moe_layers(self.moe.moe_layer_freq, self.model.num_layers)
+        return tuple(number for number, has_experts in enumerate(found) if has_experts)
 
     def schedule(self, micro_batches: int) -> Schedule:
         """What every pipeline rank does in a step of that many micro-batches."""

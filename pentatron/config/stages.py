@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pentatron.config.moe_layers import moe_layers
 from pentatron.layout.ranks import Grid
 from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import Costs, Division
@@ -49,9 +50,24 @@ def costs_of(values: Mapping[str, Any]) -> Costs:
     """Multiplications for one token of a full sequence; looking up an embedding takes none."""
     hidden, attended = values["hidden_size"], values["num_attention_heads"] * values["kv_channels"]
     projections = hidden * (2 * attended + 2 * values["num_query_groups"] * values["kv_channels"])
-    mlp = (3 if values["gated_linear_unit"] else 2) * hidden * values["ffn_hidden_size"]
+    mlp = (3 if values["gated_linear_unit"] else 2) * hidden * _inner_width(values)
     # A token looks back at half the sequence on average, once for the scores and once for the values.
     scores = values["seq_length"] * attended
     return Costs(
         layer=projections + mlp + scores, embedding=0, head=hidden * (values["padded_vocab_size"] or 0)
     )
+
+
+def _inner_width(values: Mapping[str, Any]) -> float:
+    """Of a feed-forward part, as one token sees it; the mean, where some layers have experts and some do not."""
+    dense, layers = values["ffn_hidden_size"], values["num_layers"]
+    if values["num_experts"] is None:
+        return float(dense)
+    try:
+        share = sum(moe_layers(values["moe_layer_freq"], layers)) / layers
+    except ValueError:
+        # A rule will say what is wrong with it.
+        share = 1.0
+    sparse = values["moe_router_topk"] * values["moe_ffn_hidden_size"]
+    sparse += values["moe_shared_expert_intermediate_size"] or 0
+    return share * sparse + (1 - share) * dense

@@ -10,7 +10,9 @@ from typing import Literal
 
 # The dense axes; the sparse axes, which cut the same ranks of a stage another way; and what follows from them:
 # `replicas` hold the same weights and see other tokens (data × context), `kv` are neighbours on the tensor axis
-# that hold the same key/value head, `embedding` are the first and the last stage, which share a tied embedding.
+# that hold the same key/value head, `embedding` are the first and the last stage, which share a tied embedding,
+# `sequence` share the tokens of a micro-batch (tensor × context), `experts` hold all experts of a layer between them
+# (expert × expert tensor).
 Axis = Literal[
     "tensor",
     "context",
@@ -22,7 +24,12 @@ Axis = Literal[
     "replicas",
     "kv",
     "embedding",
+    "sequence",
+    "experts",
 ]
+
+
+_TOGETHER: dict[Axis, tuple[Axis, ...]] = {"replicas": ("data", "context"), "sequence": ("tensor", "context")}
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,9 @@ class Grid:
         if axis == "embedding":
             ends = at.pipeline in (0, self.pipeline - 1)
             return (at.tensor, at.context, at.data, -1 if ends else at.pipeline)
-        varying = ("data", "context") if axis == "replicas" else (axis,)
+        if axis == "experts":
+            return at.pipeline, at.expert_data
+        varying = _TOGETHER.get(axis, (axis,))
         return tuple(dense[a] for a in dense if a not in varying)
 
 

@@ -10,18 +10,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.model import TransformerConfig
+from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
+from pentatron.config.moe_layers import moe_layers
 from pentatron.layout.stages import StagePart
 from pentatron.nn.attention import SelfAttention, attention_kernels
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
+from pentatron.nn.experts import Experts
 from pentatron.nn.init import draw_weights
 from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
 from pentatron.nn.loss import token_losses
 from pentatron.nn.mlp import MLP
+from pentatron.nn.moe import MoE
 from pentatron.nn.norm import build_norm
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
+from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -29,17 +32,20 @@ _TIED_TENSOR = "embedding.word.weight"
 
 
 class TransformerLayer(nn.Module):
-    def __init__(
-        self, config: TransformerConfig, number: int, axis: TensorAxis, context: ContextAxis
-    ) -> None:
+    def __init__(self, config: TransformerConfig, moe: MoEConfig, number: int, axes: Axes) -> None:
         super().__init__()
+        assert config.ffn_hidden_size is not None
+        axis = axes.tensor
         norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, axis.partial_in_stream)
         self.dropout = config.hidden_dropout
         self.first_site = 2 * number + 1
         self.input_norm = build_norm(*norm)
-        self.attention = SelfAttention(config, axis, context)
+        self.attention = SelfAttention(config, axis, axes.context)
         self.mlp_norm = build_norm(*norm)
-        self.mlp = MLP(config, axis)
+        has_experts = moe.num_experts and moe_layers(moe.moe_layer_freq, config.num_layers)[number]
+        self.mlp = (
+            MoE(config, moe, axis, axes.expert) if has_experts else MLP(config, axis, config.ffn_hidden_size)
+        )
         self.recompute: Recompute = NOTHING
 
     def forward(
@@ -51,7 +57,8 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         attended = self.attention(self.recompute("layernorm", self.input_norm, x_BSD), rope, angles)
         x_BSD = x_BSD + self._drop(attended, keys, self.first_site)
-        made = self.recompute("mlp", self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
+        part = "mlp" if isinstance(self.mlp, MLP) else ""
+        made = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
         return x_BSD + self._drop(made, keys, self.first_site + 1)
 
     def _drop(self, x_BSD: Tensor, keys: DropoutKeys | None, site: int) -> Tensor:
@@ -87,12 +94,13 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
+        moe: MoEConfig,
         part: StagePart,
-        axis: TensorAxis,
+        axes: Axes,
         attention_backend: str = "auto",
-        context: ContextAxis = WHOLE_SEQUENCES,
     ) -> None:
         super().__init__()
+        axis = axes.tensor
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
         self.attention_backend = attention_backend
@@ -109,7 +117,7 @@ class CausalLM(nn.Module):
             else None
         )
         # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, i, axis, context) for i in part.layers})
+        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, moe, i, axes) for i in part.layers})
         self.final_norm: nn.Module | None = None
         self.head: VocabularyHead | None = None
         if part.head:
@@ -166,7 +174,7 @@ class CausalLM(nn.Module):
         kernels = partial(attention_kernels, self.attention_backend)
         self.recompute = dataclasses.replace(wanted, draws=self.attention_dropout > 0, kernels=kernels)
         for module in self.modules():
-            if isinstance(module, TransformerLayer | SelfAttention):
+            if isinstance(module, TransformerLayer | SelfAttention | MoE | Experts):
                 module.recompute = self.recompute
 
     def gradient_checkpointing_enable(self) -> None:
@@ -186,25 +194,29 @@ class CausalLM(nn.Module):
 
 def build_stages(
     config: TransformerConfig,
+    moe: MoEConfig,
     parts: Mapping[int, StagePart],
-    axis: TensorAxis,
+    axes: Axes,
     seed: int,
     device: torch.device,
     attention_backend: str = "auto",
-    context: ContextAxis = WHOLE_SEQUENCES,
 ) -> dict[int, CausalLM]:
     """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else."""
     stages = {}
     for number, part in parts.items():
         with device:
-            stages[number] = CausalLM(config, part, axis, attention_backend, context)
+            stages[number] = CausalLM(config, moe, part, axes, attention_backend)
         draw_weights(held_parameters(stages[number]), seed, config.init_method_std)
     return stages
 
 
 def build_model(
-    config: TransformerConfig, seed: int, device: torch.device, attention_backend: str = "auto"
+    config: TransformerConfig,
+    seed: int,
+    device: torch.device,
+    attention_backend: str = "auto",
+    moe: MoEConfig = NO_EXPERTS,
 ) -> CausalLM:
     """The whole model on one process."""
     part = StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
-    return build_stages(config, {0: part}, TensorAxis(), seed, device, attention_backend)[0]
+    return build_stages(config, moe, {0: part}, Axes(), seed, device, attention_backend)[0]

@@ -1,7 +1,37 @@
 """What one step or one validation has to say, and how it reads in the log."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
+
+# Megatron's names for the losses of routers.
+_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """How busy the experts were: the busiest in units of an equal share, how many got nothing, and by layer."""
+
+    losses: Mapping[str, float]
+    imbalance: float
+    idle: int
+    by_layer: Mapping[int, Sequence[int]]
+
+    def fields(self) -> list[str]:
+        return [f"{_NAMES[name]}: {value:.2f}" for name, value in self.losses.items()]
+
+    def as_metrics(self) -> dict[str, Any]:
+        found: dict[str, Any] = {_NAMES[name]: value for name, value in self.losses.items()}
+        found |= {"expert_imbalance": round(self.imbalance, 4), "idle_experts": self.idle}
+        if self.by_layer:
+            found["tokens_per_expert"] = {str(layer): counts for layer, counts in self.by_layer.items()}
+        return found
 
 
 @dataclass(frozen=True)
@@ -18,6 +48,7 @@ class StepReport:
     seconds: float
     memory_bytes: int
     teraflops_per_device: float
+    experts: ExpertReport | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -37,6 +68,7 @@ def log_line(report: StepReport, now: datetime, throughput: bool) -> str:
         f"learning rate: {report.next_learning_rate:.6E}",
         f"global batch size: {report.global_batch_size:5d}",
         f"lm loss: {report.loss:.6E}",
+        *(report.experts.fields() if report.experts else ()),
         "loss scale: 1.0",
         f"grad norm: {report.gradient_norm:.3f}",
         f"number of skipped iterations: {0:3d}",
@@ -44,6 +76,9 @@ def log_line(report: StepReport, now: datetime, throughput: bool) -> str:
         f"tokens/s: {report.tokens_per_second:.0f}",
         f"memory (MiB): {report.memory_bytes / 2**20:.0f}",
     ]
+    if report.experts is not None:
+        fields.append(f"busiest expert: {report.experts.imbalance:.2f} x mean")
+        fields.append(f"idle experts: {report.experts.idle}")
     return " | ".join(fields) + " |"
 
 

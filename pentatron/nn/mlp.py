@@ -12,11 +12,10 @@ from pentatron.parallel.tensor_axis import TensorAxis
 class MLP(nn.Module):
     """Gated SiLU (`fc1` holds the gate's rows, then the up projection's) or GELU; the inner width is split."""
 
-    def __init__(self, config: TransformerConfig, axis: TensorAxis) -> None:
+    def __init__(self, config: TransformerConfig, axis: TensorAxis, inner: int) -> None:
         super().__init__()
-        assert config.ffn_hidden_size
         self.gated = config.gated_linear_unit
-        inner, hidden, bias = config.ffn_hidden_size, config.hidden_size, config.add_bias_linear
+        hidden, bias = config.hidden_size, config.add_bias_linear
         gate = even_rows(inner, axis)
         # A rank needs the same share of gate and up: not a contiguous share of the two together.
         up = tuple(Rows(inner + rows.start, rows.count) for rows in gate) if self.gated else ()

@@ -6,7 +6,7 @@ generator, whose state is kept and set back for the second run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,6 +48,24 @@ class Recompute:
         preserve = self.draws and part in _WITH_ATTENTION
         made: Tensor = checkpoint(with_kernels, *inputs, use_reentrant=False, preserve_rng_state=preserve)
         return made
+
+    @contextmanager
+    def made_again(self, part: str, made: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
+        """What runs inside does not keep `made` for its backward, if the part is to run again; `again` makes it there."""
+        if part not in self.parts or not torch.is_grad_enabled():
+            yield
+            return
+        place = made.data_ptr()
+
+        def keep(tensor: Tensor) -> Tensor | None:
+            return None if tensor.data_ptr() == place and tensor.shape == made.shape else tensor
+
+        def fetch(kept: Tensor | None) -> Tensor:
+            with torch.no_grad():
+                return again() if kept is None else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
+            yield
 
     def chunks(self, layers: Sequence[Item]) -> Iterator[tuple[str, Sequence[Item]]]:
         """The layers of a stage in the runs that are done at a time, each with the part it belongs to."""

@@ -1,6 +1,6 @@
 """AdamW over what this rank keeps of the flat buffers: fp32 master weights, moments and gradients.
 
-What the replicas divide between them is decided by the ZeRO stage: 0 nothing, 1 master weights and moments, 2 gradients as
+What the ranks with copies of a parameter divide between them is decided by the ZeRO stage: 0 nothing, 1 master weights and moments, 2 gradients as
 well. Everything below works on stretches of buckets and is the same for all of them, and for one process.
 """
 
@@ -59,9 +59,7 @@ class Optimizer:
         self._reductions = _reductions(stages, world, parallel)
         # Buckets are packed from a model's end to its start.
         forward = [bucket for stage in sorted(stages) for bucket in reversed(stages[stage])]
-        self._gathering = WeightGathering(
-            forward, chunks.values(), world.replicas, parallel.overlap_param_gather
-        )
+        self._gathering = WeightGathering(forward, chunks.values(), parallel.overlap_param_gather)
         self._kept = [
             (bucket, kept)
             for reduction in self._reductions.values()
@@ -74,9 +72,8 @@ class Optimizer:
         self._adam = self._make_adam()
 
     def _take_over(self, chunk: nn.Module, parallel: ParallelConfig, dtype: torch.dtype) -> list[Bucket]:
-        replicas = self.world.replicas
-        plans = plan_buckets(held_parameters(chunk), parallel.ddp_bucket_size, replicas.size)
-        return [Bucket(plan, dtype, replicas, self._sharded) for plan in plans]
+        plans = plan_buckets(held_parameters(chunk), parallel.ddp_bucket_size, self.world.group)
+        return [Bucket(plan, dtype, self._sharded) for plan in plans]
 
     def _make_adam(self) -> torch.optim.AdamW:
         groups = [
@@ -132,7 +129,7 @@ class Optimizer:
         self._reductions[stage].reduce()
 
     def finish_reduction(self) -> None:
-        """Waits until all gradients are summed over the replicas, and adds up what is partial over other axes."""
+        """Waits until all gradients are summed over their copies, and adds up what is partial over other axes."""
         for reduction in self._reductions.values():
             reduction.finish()
         if self._uncovered:
@@ -213,9 +210,9 @@ def _reductions(
     if parallel.zero_stage == 2:
         largest = max((bucket.size for buckets in stages.values() for bucket in buckets), default=0)
         buffers = ScatterBuffers(largest, world.device, overlap)
-        return {s: ScatteredReduction(b, world.replicas, buffers) for s, b in stages.items()}
+        return {s: ScatteredReduction(b, buffers) for s, b in stages.items()}
     scatter = parallel.zero_stage == 1
-    return {s: WholeReduction(b, world.replicas, scatter, overlap) for s, b in stages.items()}
+    return {s: WholeReduction(b, scatter, overlap) for s, b in stages.items()}
 
 
 def _stretches(bucket: Bucket, kept: Tensor) -> Iterator[_Stretch]:

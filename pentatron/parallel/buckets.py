@@ -1,17 +1,18 @@
 """Parameters as flat buffers: a bucket holds the weights of some parameters, which become views of it.
 
-A bucket is what one collective moves, and what the replicas cut into equal shares when they divide optimizer state or
-gradients between them. Parameters are packed from the last to the first, about the order in which backward
+A bucket is what one collective moves, and what the ranks with copies of it cut into equal shares when they divide optimizer
+state or gradients between them. Parameters whose copies are on other ranks (experts) have buckets of their own. Parameters are packed from the last to the first, about the order in which backward
 finishes them, so that early buckets are complete while backward still runs. Within a bucket the decayed
 parameters come first: any share of it is then at most two stretches for the optimizer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pentatron.layout.ranks import Axis
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, Held, Piece, fragments_of
 
@@ -51,20 +52,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """What lies where in a bucket of `size` elements: decayed parameters up to `decayed`, then the others."""
+    """What lies where in a bucket of `size` elements: decayed parameters up to `decayed`, then the others.
+
+    `copies` are the ranks that have the same bucket.
+    """
 
     slots: tuple[Slot, ...]
     decayed: int
     size: int
+    copies: Group
 
     def kinds(self) -> tuple[tuple[bool, Span], tuple[bool, Span]]:
         """The decayed and the undecayed stretch; either may be empty."""
         return (True, Span(0, self.decayed)), (False, Span(self.decayed, self.size))
 
-    def share(self, number: int, shares: int) -> Span:
-        """One of the equal shares of the bucket."""
-        length = self.size // shares
-        return Span(number * length, (number + 1) * length)
+    def own_share(self) -> Span:
+        """This rank's of the equal shares of the bucket."""
+        length = self.size // self.copies.size
+        return Span(self.copies.rank * length, (self.copies.rank + 1) * length)
 
     def pieces(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Piece, Fragment]]:
         """The pieces that lie in `within`, as views of `values`, whose first element is element `begin` here."""
@@ -76,26 +81,29 @@ class Plan:
                 yield from fragments_of(slot.held, flat, local.first, local.last)
 
 
-def plan_buckets(held: Sequence[Held], limit: int, replicas: int) -> list[Plan]:
+def plan_buckets(held: Sequence[Held], limit: int, group_of: Callable[[Axis], Group]) -> list[Plan]:
     """Packs parameters, given in the order of the model, into buckets of at most `limit` elements.
 
     A larger parameter gets a bucket of its own. So does one that the first and the last stage share: what surrounds
-    it differs between the two, and yet both must cut it into the same shares to add up its gradients.
+    it differs between the two, and yet both must cut it into the same shares to add up its gradients. `group_of` gives
+    the ranks of an axis. Buckets come in the order in which they are opened.
     """
-    groups: list[list[Held]] = []
-    filled = limit
+    found: list[tuple[Axis, list[Held]]] = []
+    open_ones: dict[Axis, tuple[list[Held], int]] = {}
     for parameter in reversed(held):
+        copies = parameter.declared.copies
         room = _aligned(parameter.parameter.numel(), ALIGNMENT)
         alone = any("embedding" in piece.partial_over for piece in parameter.declared.pieces)
+        members, filled = open_ones.get(copies, ([], limit))
         if alone or filled + room > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(parameter)
-        filled = limit if alone else filled + room
-    return [_plan(group, replicas) for group in groups]
+            members, filled = [], 0
+            found.append((copies, members))
+        members.append(parameter)
+        open_ones[copies] = (members, limit if alone else filled + room)
+    return [_plan(members, group_of(copies)) for copies, members in found]
 
 
-def _plan(group: Sequence[Held], replicas: int) -> Plan:
+def _plan(group: Sequence[Held], copies: Group) -> Plan:
     slots: list[Slot] = []
     end = decayed = 0
     for held in sorted(group, key=lambda h: not h.decays):
@@ -103,7 +111,7 @@ def _plan(group: Sequence[Held], replicas: int) -> Plan:
         end = _aligned(slots[-1].span.last, ALIGNMENT)
         if held.decays:
             decayed = end
-    return Plan(tuple(slots), decayed, _aligned(end, ALIGNMENT * replicas))
+    return Plan(tuple(slots), decayed, _aligned(end, ALIGNMENT * copies.size), copies)
 
 
 def _aligned(number: int, unit: int) -> int:
@@ -113,13 +121,13 @@ def _aligned(number: int, unit: int) -> int:
 class Bucket:
     """Takes the parameters of a plan over: their values move into `weights`, of which they become views.
 
-    `own` is this rank's share among the replicas, `kept` what this rank updates: its share where `sharded`, else
+    `own` is this rank's share among those with copies, `kept` what this rank updates: its share where `sharded`, else
     everything. `master` holds the fp32 values of what is kept; weights in fp32 are their own master.
     """
 
-    def __init__(self, plan: Plan, dtype: torch.dtype, replicas: Group, sharded: bool) -> None:
+    def __init__(self, plan: Plan, dtype: torch.dtype, sharded: bool) -> None:
         self.plan = plan
-        self.own = plan.share(replicas.rank, replicas.size)
+        self.own = plan.own_share()
         self.kept = self.own if sharded else Span(0, plan.size)
         exact = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
         for slot in plan.slots:
@@ -135,6 +143,10 @@ class Bucket:
     @property
     def size(self) -> int:
         return self.plan.size
+
+    @property
+    def copies(self) -> Group:
+        return self.plan.copies
 
     @property
     def master_is_separate(self) -> bool:

@@ -91,14 +91,29 @@ def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pend
     return cast(Pending, scatter(part, whole, group=group.process_group, async_op=True))
 
 
-def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> None:
-    """Cut along the first dimension, part i of `sent` goes to rank i; what comes from rank i is part i of `received`."""
+def all_to_all_into(
+    received: Tensor,
+    sent: Tensor,
+    group: Group,
+    received_sizes: Sequence[int] | None = None,
+    sent_sizes: Sequence[int] | None = None,
+) -> None:
+    """Cut along the first dimension, part i of `sent` goes to rank i; what comes from rank i is part i of `received`.
+
+    Without sizes all parts are equal.
+    """
     if group.size == 1:
         received.copy_(sent)
         return
     # Host memory where messages need it: gloo exchanges parts as messages between two ranks.
     place = torch.empty_like(received, device="cpu") if group.through_host else received
-    dist.all_to_all_single(place, sent.cpu() if group.through_host else sent, group=group.process_group)
+    dist.all_to_all_single(
+        place,
+        sent.cpu() if group.through_host else sent,
+        None if received_sizes is None else list(received_sizes),
+        None if sent_sizes is None else list(sent_sizes),
+        group=group.process_group,
+    )
     if group.through_host:
         received.copy_(place)
 

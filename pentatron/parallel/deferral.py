@@ -5,22 +5,34 @@ the gradient of its output) instead of computing it; the weight half computes th
 the way autograd would, hooks included. Gradients of biases, norms and tables are cheap and come with the input half.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pentatron.parallel.grouped import Groups
+
 # A stage and a micro-batch.
 Cell = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Product:
-    """The weight gradient of `y = x Wᵀ`, not yet computed."""
+class Product(Protocol):
+    """The gradient of a weight, not yet computed."""
+
+    weight: nn.Parameter
+    inputs: Tensor
+    gradient: Tensor
+
+    def compute(self) -> Tensor: ...
+
+
+@dataclass
+class DenseProduct:
+    """That of `y = x Wᵀ`."""
 
     weight: nn.Parameter
     inputs: Tensor
@@ -28,6 +40,19 @@ class Product:
 
     def compute(self) -> Tensor:
         return self.gradient.flatten(0, -2).t() @ self.inputs.flatten(0, -2)
+
+
+@dataclass
+class GroupedProduct:
+    """That of `grouped_linear`."""
+
+    weight: nn.Parameter
+    inputs: Tensor
+    gradient: Tensor
+    groups: Groups
+
+    def compute(self) -> Tensor:
+        return self.groups.outer(self.gradient, self.inputs)
 
 
 class DeferredGradients:
@@ -60,7 +85,9 @@ class DeferredGradients:
         products.reverse()
         while products:
             product = products.pop()
-            torch.autograd.backward(product.weight, product.compute())
+            with torch.no_grad():
+                gradient = product.compute()
+            torch.autograd.backward(product.weight, gradient)
 
     @property
     def cells(self) -> list[Cell]:
@@ -101,6 +128,44 @@ class _Linear(torch.autograd.Function):
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         of_weight = None
         if ctx.needs_input_grad[1]:
-            product = Product(weight, x, gradient)
+            product = DenseProduct(weight, x, gradient)
             of_weight = None if ctx.deferred.take(product) else product.compute()
         return of_input, of_weight, of_bias, None
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: nn.Parameter,
+    counts: Sequence[int],
+    grouped: bool,
+    deferred: DeferredGradients | None,
+) -> Tensor:
+    """`x Wᵀ` with a matrix for each group of rows; `weight` is [groups, outputs, inputs], `counts` the rows of each.
+
+    `grouped` asks for one matmul instead of one for each group.
+    """
+    result = _GroupedLinear.apply(rows, weight, Groups(tuple(counts), grouped), deferred)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: nn.Parameter, groups: Groups, deferred: DeferredGradients | None
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.groups, ctx.deferred = groups, deferred
+        return groups.times(rows, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weight = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        of_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            product = GroupedProduct(weight, rows, gradient, ctx.groups)
+            deferred = ctx.deferred is not None and ctx.deferred.take(product)
+            of_weight = None if deferred else product.compute()
+        return of_input, of_weight, None, None

@@ -6,24 +6,21 @@ from typing import Any
 from torch import nn
 
 from pentatron.parallel.buckets import Bucket
-from pentatron.parallel.collectives import Group, Pending, start_all_gather_into
+from pentatron.parallel.collectives import Pending, start_all_gather_into
 
 
 class WeightGathering:
-    """Gathers the shares of the weights over the replicas, bucket by bucket in the order given: that of forward.
+    """Gathers the shares of the weights over their copies, bucket by bucket in the order given: that of forward.
 
     With `overlap` the first modules compute while the last buckets still travel: before a module runs, a hook waits for
     the parameters it holds itself. Whoever reads weights before their module has run calls `wait`.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], models: Iterable[nn.Module], replicas: Group, overlap: bool
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], models: Iterable[nn.Module], overlap: bool) -> None:
         self.buckets = buckets
-        self.replicas = replicas
         self.overlap = overlap
         self._pending: dict[int, Pending] = {}
-        if overlap and replicas.size > 1:
+        if overlap and any(bucket.copies.size > 1 for bucket in buckets):
             for model in models:
                 self._hook(model)
 
@@ -50,7 +47,7 @@ class WeightGathering:
 
     def start(self) -> None:
         for number, bucket in enumerate(self.buckets):
-            pending = start_all_gather_into(bucket.weights, bucket.own.of(bucket.weights), self.replicas)
+            pending = start_all_gather_into(bucket.weights, bucket.own.of(bucket.weights), bucket.copies)
             if pending is not None:
                 self._pending[number] = pending
         if not self.overlap:

@@ -24,7 +24,8 @@ Shape = tuple[int, ...]
 class Piece:
     """`size` elements: at `start` in the logical tensor, at `local` in the parameter.
 
-    Which ranks hold other data and thus add to every gradient (the replicas) is understood and not listed here.
+    Ranks that hold the same parameter for other tokens, and thus add to its gradient, are not listed here: they are the
+    same for all pieces of a parameter (`Declared.copies`).
     """
 
     start: Shape
@@ -52,12 +53,17 @@ ONES = Initial(constant=1.0)
 
 @dataclass(frozen=True)
 class Declared:
-    """What one parameter holds. `tensor` names the logical tensor where it is not the parameter's own name."""
+    """What one parameter holds. `tensor` names the logical tensor where it is not the parameter's own name.
+
+    `copies` is the axis of the ranks that hold the same parameter and see other tokens. Its gradient is summed over
+    them, and they are the ones that may divide optimizer state between them.
+    """
 
     shape: Shape
     pieces: tuple[Piece, ...]
     initial: Initial
     tensor: str | None = None
+    copies: Axis = "replicas"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Gradients of one stage: collected in fp32 as backward makes them, and summed over the replicas.
+"""Gradients of one stage: collected in fp32 as backward makes them, and summed over the ranks with copies of them.
 
 `WholeReduction` keeps all of them and reduces once a step (ZeRO 0 and 1), `ScatteredReduction` keeps this rank's share
 and reduces in every backward pass (ZeRO 2). Both reduce the buckets strictly in their order: a bucket
-that is complete early waits for those before it. Replicas run the same schedule over the same buckets, so all of them
+that is complete early waits for those before it. The ranks of a stage run the same schedule over the same buckets, so all of them
 start the same collectives in the same order, even where a parameter gets no gradient on some of them.
 
 Where a backward comes in halves, the input half brings gradients ahead of those of its weight half; a bucket is complete
@@ -19,7 +19,6 @@ from torch import Tensor
 from pentatron.layout.actions import Kind
 from pentatron.parallel.buckets import Bucket, Span
 from pentatron.parallel.collectives import (
-    Group,
     Pending,
     start_all_reduce_,
     start_reduce_scatter_into,
@@ -31,9 +30,8 @@ class Reduction(ABC):
 
     kept: list[Tensor]
 
-    def __init__(self, buckets: Sequence[Bucket], replicas: Group) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self.replicas = replicas
         # Buckets before this one are reduced already, in this step or, where that is the rule, in this pass.
         self._next = 0
         # Where buckets are reduced as they fill: the parameters of each whose gradient has not come in this pass.
@@ -98,7 +96,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def _start(self, number: int) -> None:
-        """Starts to sum a bucket over the replicas."""
+        """Starts to sum a bucket over its copies."""
 
     @abstractmethod
     def zero(self) -> None:
@@ -136,8 +134,8 @@ class WholeReduction(Reduction):
     With `overlap` that happens during the last backward pass, else after it.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], replicas: Group, scatter: bool, overlap: bool) -> None:
-        super().__init__(buckets, replicas)
+    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool) -> None:
+        super().__init__(buckets)
         self.scatter = scatter
         self.overlap = overlap
         self._whole = [
@@ -150,11 +148,11 @@ class WholeReduction(Reduction):
         return self._whole[number]
 
     def _start(self, number: int) -> None:
-        whole = self._whole[number]
+        whole, copies = self._whole[number], self.buckets[number].copies
         if self.scatter:
-            pending = start_reduce_scatter_into(self.kept[number], whole, self.replicas)
+            pending = start_reduce_scatter_into(self.kept[number], whole, copies)
         else:
-            pending = start_all_reduce_(whole, self.replicas)
+            pending = start_all_reduce_(whole, copies)
         if pending is not None:
             self._pending.append(pending)
 
@@ -221,11 +219,11 @@ class ScatterBuffers:
         buffer[: bucket.size].zero_()
         return buffer
 
-    def scatter(self, buffer: Tensor, bucket: Bucket, share: Tensor, replicas: Group) -> None:
-        """Sums a bucket's gradients over the replicas, adds this rank's part of the sum to `share`, frees the buffer."""
+    def scatter(self, buffer: Tensor, bucket: Bucket, share: Tensor) -> None:
+        """Sums a bucket's gradients over its copies, adds this rank's part of the sum to `share`, frees the buffer."""
         self.finish()
         part = bucket.own.of(buffer)
-        pending = start_reduce_scatter_into(part, buffer[: bucket.size], replicas)
+        pending = start_reduce_scatter_into(part, buffer[: bucket.size], bucket.copies)
         self._running = _Scattering(buffer, part, share, pending)
         if not self.overlap:
             self.finish()
@@ -246,8 +244,8 @@ class ScatteredReduction(Reduction):
     one fp32 copy of the biases, norms and tables of the stage.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], replicas: Group, buffers: ScatterBuffers) -> None:
-        super().__init__(buckets, replicas)
+    def __init__(self, buckets: Sequence[Bucket], buffers: ScatterBuffers) -> None:
+        super().__init__(buckets)
         self.buffers = buffers
         self.kept = [torch.zeros_like(bucket.master, dtype=torch.float32) for bucket in buckets]
         self._filling: dict[int, Tensor] = {}
@@ -267,7 +265,7 @@ class ScatteredReduction(Reduction):
         for span, values in self._kept_ahead[number].items():
             span.of(buffer).add_(values)
         self._kept_ahead[number].clear()
-        self.buffers.scatter(buffer, bucket, self.kept[number], self.replicas)
+        self.buffers.scatter(buffer, bucket, self.kept[number])
 
     def zero(self) -> None:
         for share in self.kept:

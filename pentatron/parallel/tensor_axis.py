@@ -68,6 +68,9 @@ class TensorAxis:
         return self.share(length) if self.sequence_parallel else length
 
 
+WHOLE_LAYERS = TensorAxis()
+
+
 def tensor_axis(world: World, sequence_parallel: bool) -> TensorAxis:
     return TensorAxis(world.tensor, world.grid.kv_copies, sequence_parallel and world.tensor.size > 1)
 

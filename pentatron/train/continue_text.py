@@ -10,11 +10,12 @@ import torch
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
-from pentatron.config.model import TransformerConfig
+from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.generate import generate
+from pentatron.nn.moe import MoE
 from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters
 from pentatron.train.datasets import configured_tokenizer
 
@@ -56,8 +57,10 @@ def open_continuation(
         )
     config = TransformerConfig(**found.manifest.config["model"])
     tokenizer = _tokenizer(folder, found.manifest.config)
-    model = build_model(config, seed=0, device=torch.device("cpu")).eval()
+    moe = MoEConfig(**_tuples(found.manifest.config["moe"]))
+    model = build_model(config, seed=0, device=torch.device("cpu"), moe=moe).eval()
     load_fragments(found.folder, found.manifest, weight_fragments(model))
+    load_fragments(found.folder, found.manifest, chosen_by_bias(model))
     return continuation(model, tokenizer, prompt, config.seq_length, max_tokens, temperature, top_k, seed)
 
 
@@ -68,12 +71,23 @@ def weight_fragments(model: CausalLM) -> Iterator[Fragment]:
             yield replace(fragment, tensor=f"weights/{fragment.tensor}")
 
 
+def chosen_by_bias(model: CausalLM) -> Iterator[Fragment]:
+    """What, besides weights, decides which experts a token goes to."""
+    for number, layer in model.layers.items():
+        if isinstance(layer.mlp, MoE) and layer.mlp.router.load.has_bias:
+            bias = layer.mlp.router.load.bias
+            yield Fragment(f"routers/layers.{number}.mlp.router.bias", tuple(bias.shape), (0,), bias)
+
+
+def _tuples(section: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+
+
 def _tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     for run_folder in (folder, Path(config["run"]["run_dir"])):
         if (prepared := run_folder / "data" / "tokenizer.json").exists():
             return FileTokenizer(prepared)
-    data: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["data"].items()}
-    tokenizer = configured_tokenizer(DataConfig(**data), config["model"]["vocab_size"])
+    tokenizer = configured_tokenizer(DataConfig(**_tuples(config["data"])), config["model"]["vocab_size"])
     if tokenizer is None:
         raise UserError(
             f"the run in {folder} was trained without a tokenizer, so there is no text to continue"

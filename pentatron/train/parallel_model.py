@@ -12,24 +12,24 @@ from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.linear import defer_weight_gradients
 from pentatron.nn.recompute import recompute_of
+from pentatron.parallel.axes import Axes, axes_of
 from pentatron.parallel.collectives import all_reduce_
-from pentatron.parallel.context_axis import ContextAxis, context_axis
 from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
-from pentatron.parallel.tensor_axis import TensorAxis, tensor_axis
 from pentatron.parallel.world import World
+from pentatron.train.router_loads import RouterLoads
 
 
 @dataclass(frozen=True)
 class ParallelModel:
     config: RunConfig
     world: World
-    axis: TensorAxis
-    context: ContextAxis
+    axes: Axes
     stages: Mapping[int, CausalLM]
     executor: Executor
+    routers: RouterLoads
 
     def train(self, mode: bool = True) -> None:
         for stage in self.stages.values():
@@ -42,14 +42,14 @@ class ParallelModel:
             for stage in self.stages.values()
             for held in held_parameters(stage)
             for piece in held.declared.pieces
-            if self.world.is_first_of({"replicas", *piece.replicated_over})
+            if self.world.is_first_of({held.declared.copies, *piece.replicated_over})
         )
         return int(all_reduce_(torch.tensor(own, device=self.world.device), self.world.everyone))
 
     def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """Of micro-batches of whole sequences, the tokens this rank computes, with their labels and positions."""
         return [
-            Batch(**{f.name: self.context.own_sequence(getattr(batch, f.name)) for f in fields(Batch)})
+            Batch(**{f.name: self.axes.context.own_sequence(getattr(batch, f.name)) for f in fields(Batch)})
             for batch in batches
         ]
 
@@ -60,14 +60,14 @@ class ParallelModel:
         keys: list[DropoutKeys | None] = []
         for number, batch in enumerate(batches):
             samples, length = batch.tokens.shape
-            positions = self.context.positions(length, batch.tokens.device)[None]
+            positions = self.axes.context.positions(length, batch.tokens.device)[None]
             keys.append(
                 dropout_keys(
                     self.config.run.seed,
                     step,
                     first_sample=(number * self.world.data.size + self.world.data.rank) * samples,
                     batch=samples,
-                    positions=self.axis.own_sequence(positions)[0],
+                    positions=self.axes.tensor.own_sequence(positions)[0],
                     device=batch.tokens.device,
                 )
             )
@@ -75,12 +75,17 @@ class ParallelModel:
 
 
 def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
-    axis = tensor_axis(world, config.parallel.sequence_parallel)
-    context = context_axis(world, config.parallel.cp_comm_type)
+    axes = axes_of(world, config.parallel)
     own = config.placement.stages_of(world.at.pipeline)
     parts = {number: config.stages[number] for number in own}
     stages = build_stages(
-        config.model, parts, axis, config.run.seed, world.device, config.kernels.attention_backend, context
+        config.model,
+        config.moe,
+        parts,
+        axes,
+        config.run.seed,
+        world.device,
+        config.kernels.attention_backend,
     )
     for stage in stages.values():
         stage.use_recompute(recompute_of(config.memory))
@@ -88,7 +93,7 @@ def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)
     executor = Executor(open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred)
-    return ParallelModel(config, world, axis, context, stages, executor)
+    return ParallelModel(config, world, axes, stages, executor, RouterLoads(config, world, stages))
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:
@@ -118,4 +123,4 @@ class MicroBatches:
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape
-        return samples, self.model.axis.sequence_in_stream(length), self.model.config.model.hidden_size
+        return samples, self.model.axes.tensor.sequence_in_stream(length), self.model.config.model.hidden_size

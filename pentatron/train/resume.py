@@ -1,5 +1,6 @@
 """Going on where an earlier process stopped."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pentatron.config.run import RunConfig
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
 from pentatron.train.state import TrainState
 
@@ -24,12 +26,33 @@ _FREE_SETTINGS = frozenset(
 _MODEL_SIZE = "_model_parallel_size"
 # They belong to the architecture's settings but leave no trace in the weights.
 _NOT_IN_THE_WEIGHTS = frozenset(
-    {"padded_vocab_size", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout"}
+    {
+        "padded_vocab_size",
+        "make_vocab_size_divisible_by",
+        "hidden_dropout",
+        "attention_dropout",
+        "moe_router_dtype",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_bias_update_rate",
+        "moe_token_dispatcher_type",
+        "moe_grouped_gemm",
+        "moe_use_legacy_grouped_gemm",
+        "moe_expert_capacity_factor",
+        "moe_token_drop_policy",
+        "moe_per_layer_logging",
+    }
 )
 
 
 def starting_point(
-    resolved: Resolved, world: World, optimizer: Optimizer, store: CheckpointStore, data_fingerprint: str
+    resolved: Resolved,
+    world: World,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    store: CheckpointStore,
+    data_fingerprint: str,
 ) -> tuple[TrainState, list[str]]:
     """The newest valid checkpoint of the run itself, else of --load, else the beginning; and what to tell of it."""
     config = resolved.config
@@ -41,7 +64,7 @@ def starting_point(
         found, complaints = _find(there, config.checkpoint.verify_checkpoint, folder == own, world)
         notes += complaints
         if found is not None:
-            state, changes = _resume(found, config, optimizer, world, data_fingerprint)
+            state, changes = _resume(found, config, model, optimizer, world, data_fingerprint)
             return state, [*notes, *changes]
     if resolved.given("load") and other != own:
         raise AgreedError(
@@ -68,7 +91,12 @@ def _find(
 
 
 def _resume(
-    found: Found, config: RunConfig, optimizer: Optimizer, world: World, data_fingerprint: str
+    found: Found,
+    config: RunConfig,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    world: World,
+    data_fingerprint: str,
 ) -> tuple[TrainState, list[str]]:
     """Loads weights, optimizer and random state; returns where the run stands and which settings have changed."""
     state = TrainState(**found.manifest.run_state)
@@ -81,7 +109,10 @@ def _resume(
                 f"another --run-dir"
             )
         _require_same_model(found.folder, found.manifest.config, config)
-        load_fragments(found.folder, found.manifest, optimizer.fragments(owned_only=False))
+        wanted = itertools.chain(
+            optimizer.fragments(owned_only=False), model.routers.fragments(owned_only=False)
+        )
+        load_fragments(found.folder, found.manifest, wanted)
         restore_random_state(found, world)
 
     on_some_ranks(True, load, world.everyone)
@@ -125,7 +156,9 @@ def _require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfi
     length = {"seq_length", "max_position_embeddings"}
     learned = config.model.position_embedding_type == "learned_absolute"
     free = _NOT_IN_THE_WEIGHTS | ({"seq_length"} if learned else length)
-    different = [d for d in _differences(saved, config.nested()) if d[0] == "model" and d[1] not in free]
+    different = [
+        d for d in _differences(saved, config.nested()) if d[0] in ("model", "moe") and d[1] not in free
+    ]
     if different:
         shown = "; ".join(f"{name} was {before}, is {now}" for _, name, before, now in different)
         raise UserError(

@@ -91,7 +91,7 @@ def _run(
     model = build_parallel_model(config, world)
     optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
-    state, notes = starting_point(resolved, world, optimizer, store, datasets.fingerprint)
+    state, notes = starting_point(resolved, world, model, optimizer, store, datasets.fingerprint)
     output = on_some_ranks(
         True, lambda: _open_output(resolved, world, folder, display, state, cleanup), world.everyone
     )

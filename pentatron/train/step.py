@@ -13,6 +13,7 @@ from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
+from pentatron.train.router_loads import ExpertLoad
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class StepResult:
     loss: float
     gradient_norm: float
     tokens: int
+    experts: ExpertLoad | None = None
 
 
 def train_step(
@@ -34,16 +36,19 @@ def train_step(
     batches = model.own_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
+    model.routers.begin_step(len(batches))
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
     loss = model.executor.train(model.config.schedule(len(batches)), program, optimizer)
     optimizer.finish_reduction()
-    totals = torch.stack((_said_once(loss, world), optimizer.squared_norm().double()))
-    mean_loss, squared_norm = all_reduce_(totals, world.everyone).tolist()
+    of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm().double()))
+    totals = all_reduce_(torch.cat((of_step, model.routers.numbers())), world.everyone)
+    mean_loss, squared_norm = totals[:2].tolist()
     norm = math.sqrt(squared_norm)
     # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
     if math.isfinite(mean_loss) and math.isfinite(norm):
         optimizer.step(learning_rate, norm)
-    return StepResult(mean_loss, norm, int(valid.total()))
+        model.routers.settle(totals[2:])
+    return StepResult(mean_loss, norm, int(valid.total()), model.routers.report(totals[2:]))
 
 
 def _said_once(loss: Tensor, world: World) -> Tensor:

@@ -17,7 +17,7 @@ from pentatron.models.flops import step_flops
 from pentatron.monitor.display import Display
 from pentatron.monitor.memory import memory_bytes
 from pentatron.monitor.metrics import MetricsFile
-from pentatron.monitor.report import StepReport, log_line
+from pentatron.monitor.report import ExpertReport, StepReport, log_line
 from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.collectives import largest, raise_together
@@ -26,6 +26,7 @@ from pentatron.train.datasets import Datasets
 from pentatron.train.interrupt import StopRequest
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import random_state
+from pentatron.train.router_loads import ExpertLoad
 from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step, validation_loss
 
@@ -72,7 +73,7 @@ class Trainer:
         self.batch_size = config.train.global_batch_size
         self.save_interval = config.checkpoint.save_interval
         self.rate = learning_rate(config.optim, self.batch_size)
-        self.flops = step_flops(config.model, self.batch_size, config.model.seq_length)
+        self.flops = step_flops(config.model, self.batch_size, config.model.seq_length, config.moe)
         self._recent: list[float] = []
         self._saved_step = state.step
 
@@ -118,7 +119,9 @@ class Trainer:
             return
         folder = self.store.save(
             self.state.step,
-            self.optimizer.fragments(owned_only=True),
+            itertools.chain(
+                self.optimizer.fragments(owned_only=True), self.model.routers.fragments(owned_only=True)
+            ),
             random_state(self.world),
             self.state.to_json(),
             self.config.nested(),
@@ -186,6 +189,15 @@ class Trainer:
             seconds=seconds,
             memory_bytes=memory_bytes(self.world.device),
             teraflops_per_device=self.flops / seconds / self.world.everyone.size / 1e12,
+            experts=self._expert_report(result.experts),
+        )
+
+    def _expert_report(self, load: ExpertLoad | None) -> ExpertReport | None:
+        if load is None:
+            return None
+        by_layer = dict(zip(load.layers, load.counts.long().tolist()))
+        return ExpertReport(
+            load.losses, load.imbalance, load.idle, by_layer if self.config.moe.moe_per_layer_logging else {}
         )
 
     def _show(self, report: StepReport) -> None:
@@ -211,4 +223,5 @@ def metrics_row(report: StepReport) -> dict[str, Any]:
         "seconds": round(report.seconds, 6),
         "tokens_per_second": round(report.tokens_per_second, 1),
         "memory_bytes": report.memory_bytes,
+        **({} if report.experts is None else report.experts.as_metrics()),
     }

@@ -1,14 +1,13 @@
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
-from pentatron.parallel.buckets import ALIGNMENT, Bucket, Span, held_bytes, in_few_runs, plan_buckets
+from pentatron.parallel.buckets import ALIGNMENT, Bucket, Plan, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Held, held_parameters
 from tests.optim.tiny import Prescribed, fill, network, rows
-
-ALONE = Group(0, 1)
 
 
 def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> list[Held]:
@@ -22,15 +21,21 @@ def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> li
     )
 
 
-def names(held: list[Held], limit: int, replicas: int = 1) -> list[list[str]]:
-    return [[slot.held.name for slot in plan.slots] for plan in plan_buckets(held, limit, replicas)]
+def plans(held: list[Held], limit: int, rank: int = 0, copies: int = 1) -> list[Plan]:
+    """Dense parameters have `copies` copies; experts a third of them."""
+    groups = {"replicas": Group(rank, copies), "expert_data": Group(rank // 3, max(1, copies // 3))}
+    return plan_buckets(held, limit, lambda axis: groups[axis])
+
+
+def names(held: list[Held], limit: int) -> list[list[str]]:
+    return [[slot.held.name for slot in plan.slots] for plan in plans(held, limit)]
 
 
 def test_buckets_are_filled_from_the_end_with_decayed_parameters_first() -> None:
     held = packed({"a": (8,), "b": (2, 8), "c": (8,), "d": (1, 8)})
     assert names(held, limit=32) == [["d", "b", "c"], ["a"]]
     assert names(held, limit=1000) == [["d", "b", "c", "a"]]
-    assert [plan.decayed for plan in plan_buckets(held, 32, 1)] == [24, 0]
+    assert [plan.decayed for plan in plans(held, 32)] == [24, 0]
 
 
 def test_a_parameter_above_the_limit_is_alone() -> None:
@@ -52,14 +57,33 @@ def test_each_tied_parameter_has_a_bucket_of_its_own() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_slots_are_aligned_and_shares_tile_the_bucket(replicas: int) -> None:
-    for plan in plan_buckets(packed({"a": (3, 5), "b": (7,), "c": (4, 4), "d": (1,)}), 40, replicas):
+    held = packed({"a": (3, 5), "b": (7,), "c": (4, 4), "d": (1,)})
+    of_ranks = [plans(held, 40, rank, replicas) for rank in range(replicas)]
+    for number, plan in enumerate(of_ranks[0]):
         assert plan.size % (ALIGNMENT * replicas) == 0
         assert all(slot.span.first % ALIGNMENT == 0 for slot in plan.slots)
         spans = sorted((slot.span.first, slot.span.last) for slot in plan.slots)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)) and spans[-1][1] <= plan.size
-        shares = [plan.share(number, replicas) for number in range(replicas)]
+        shares = [found[number].own_share() for found in of_ranks]
         assert [s.first for s in shares] == [0, *(s.last for s in shares[:-1])]
         assert shares[-1].last == plan.size
+
+
+def test_experts_have_buckets_and_shares_of_their_own() -> None:
+    held = packed({"a": (8,), "experts": (2, 8, 4), "b": (8,), "more": (2, 8, 4), "c": (8,)})
+    sparse = [
+        dataclasses.replace(h, declared=dataclasses.replace(h.declared, copies="expert_data"))
+        if len(h.declared.shape) == 3
+        else h
+        for h in held
+    ]
+    found = plans(sparse, 1000, rank=4, copies=6)
+    assert [[slot.held.name for slot in plan.slots] for plan in found] == [
+        ["c", "b", "a"],
+        ["more", "experts"],
+    ]
+    assert [(plan.copies.rank, plan.copies.size) for plan in found] == [(4, 6), (1, 2)]
+    assert found[1].own_share() == Span(64, 128)
 
 
 def test_spans_meet() -> None:
@@ -72,8 +96,7 @@ def test_spans_meet() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_become_views_without_changing(sharded: bool) -> None:
     model, twin = network(), network()
-    plans = plan_buckets(held_parameters(model), 100, 2)
-    buckets = [Bucket(plan, torch.float32, Group(1, 2), sharded) for plan in plans]
+    buckets = [Bucket(p, torch.float32, sharded) for p in plans(held_parameters(model), 100, 1, 2)]
     for p, q in zip(model.parameters(), twin.parameters()):
         assert torch.equal(p, q)
     for bucket in buckets:
@@ -87,8 +110,8 @@ def test_parameters_become_views_without_changing(sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bf16_weights_have_an_exact_master_and_nothing_more(sharded: bool) -> None:
     model, twin = network(), network()
-    plan = plan_buckets(held_parameters(model), 1000, 2)[0]
-    bucket = Bucket(plan, torch.bfloat16, Group(0, 2), sharded)
+    plan = plans(held_parameters(model), 1000, 0, 2)[0]
+    bucket = Bucket(plan, torch.bfloat16, sharded)
     exact = torch.zeros(plan.size)
     values = dict(twin.named_parameters())
     for slot in plan.slots:
@@ -119,8 +142,8 @@ def test_views_are_joined_across_alignment_and_nothing_else() -> None:
 
 def test_pieces_of_a_span_are_the_parameters_elements() -> None:
     model = fill(Prescribed({"w": ((4, 6), rows((9, 6), (5, 0, 2, (), ()), (1, 3, 1, (), ())))}))
-    plan = plan_buckets(held_parameters(model), 100, 1)[0]
-    bucket = Bucket(plan, torch.float32, ALONE, sharded=False)
+    plan = plans(held_parameters(model), 100)[0]
+    bucket = Bucket(plan, torch.float32, sharded=False)
     found = torch.zeros(9, 6)
     for first, last in ((0, 3), (3, 13), (13, 24)):
         span = Span(first, last)
