@@ -64,7 +64,7 @@ class Judge:
         self.kept: dict[str, Trajectory] = {}
 
     def reference(self, layout: Layout, family: str) -> Trajectory:
-        words = f"{layout.reference(family)} --micro-batch-size 8"
+        words = layout.alone(family)
         if words not in self.kept:
             self.kept[words] = run(words, 1, self.device)
         return self.kept[words]

@@ -35,11 +35,11 @@ from pentatron.nn.loss import _SplitCrossEntropy
 from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.collectives import Group, Passing
-from pentatron.parallel.deferral import DeferredGradients, Product
-from pentatron.parallel.pieces import Declared, DeclaringModule
+from pentatron.parallel.deferral import DeferredGradients, DenseProduct
 from pentatron.parallel.tensor_axis import TensorAxis
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
+from tests.parity.mixture_bugs import MIXTURE_BUGS, forget_partial
 
 
 def row_output_not_summed() -> None:
@@ -50,39 +50,24 @@ def column_input_gradient_not_summed() -> None:
     axis_module._Copy.backward = staticmethod(lambda ctx, *g: (g[0].clone(), None))  # type: ignore[method-assign]
 
 
-def _forget_partial(chosen: Callable[[Any, str], bool]) -> None:
-    """Layers that `chosen` picks declare their gradients complete although they are parts of a sum."""
-    declare = DeclaringModule.declare
-
-    def forgetful(self: Any, name: str, shape: tuple[int, ...], declared: Declared) -> Any:
-        if chosen(self, name):
-            pieces = tuple(
-                type(p)(p.start, p.local, p.size, p.replicated_over, frozenset()) for p in declared.pieces
-            )
-            declared = Declared(declared.shape, pieces, declared.initial, declared.tensor)
-        return declare(self, name, shape, declared)
-
-    DeclaringModule.declare = forgetful  # type: ignore[method-assign]
-
-
 def norm_gradients_not_summed() -> None:
-    _forget_partial(lambda layer, name: isinstance(layer, RMSNorm | LayerNorm))
+    forget_partial(lambda layer, name: isinstance(layer, RMSNorm | LayerNorm))
 
 
 def row_bias_gradient_not_summed() -> None:
-    _forget_partial(lambda layer, name: isinstance(layer, RowParallelLinear) and name == "bias")
+    forget_partial(lambda layer, name: isinstance(layer, RowParallelLinear) and name == "bias")
 
 
 def position_gradients_not_summed() -> None:
-    _forget_partial(lambda layer, name: isinstance(layer, PositionTable))
+    forget_partial(lambda layer, name: isinstance(layer, PositionTable))
 
 
 def shared_key_value_gradients_not_summed() -> None:
-    _forget_partial(lambda layer, name: isinstance(layer, ColumnParallelLinear))
+    forget_partial(lambda layer, name: isinstance(layer, ColumnParallelLinear))
 
 
 def tied_weights_not_summed() -> None:
-    _forget_partial(lambda layer, name: isinstance(layer, VocabularyTable))
+    forget_partial(lambda layer, name: isinstance(layer, VocabularyTable))
 
 
 def loss_divided_by_a_local_count() -> None:
@@ -285,7 +270,7 @@ def weight_gradient_of_another_micro_batch() -> None:
     def mixing(self: DeferredGradients, cell: tuple[int, int]) -> None:
         latest = self._waiting[max(c for c in self.cells if c[0] == cell[0])]
         own = self._waiting[cell]
-        own[:] = [Product(p.weight, q.inputs, p.gradient) for p, q in zip(own, latest)]
+        own[:] = [DenseProduct(p.weight, q.inputs, p.gradient) for p, q in zip(own, latest)]
         compute(self, cell)
 
     DeferredGradients.compute = mixing  # type: ignore[method-assign]
@@ -352,6 +337,7 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     ),
     "dropout drawn anew in recompute": (dropout_drawn_anew_in_recompute, "llama", "tp2 sp full"),
     "recomputed without a sum": (recomputed_without_a_sum, "llama", "tp2 dp2 overlap full"),
+    **MIXTURE_BUGS,
 }
 
 

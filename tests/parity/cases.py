@@ -16,6 +16,7 @@ SHAPE = (
     f"--lr 3e-3 --train-iters {STEPS} --global-batch-size {BATCH}"
 )
 GROUPED = "--group-query-attention --num-query-groups 2"
+_UNTIED = "--untie-embeddings-and-output-weights"
 
 FAMILIES = {
     "gpt": "--hidden-dropout 0.1",
@@ -24,22 +25,54 @@ FAMILIES = {
     "qwen3": f"{LLAMA} {GROUPED} --qk-layernorm --untie-embeddings-and-output-weights",
 }
 
+_SPARSE = f"{LLAMA} {GROUPED} --moe-ffn-hidden-size 24"
+MIXTURES = {
+    "mixtral": (
+        f"{_SPARSE} {_UNTIED} --num-experts 4 --moe-router-topk 2 "
+        f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05"
+    ),
+    "qwen2-moe": (
+        f"{_SPARSE} --add-qkv-bias --num-experts 8 --moe-router-topk 3 --moe-router-pre-softmax --moe-layer-freq 2 "
+        f"--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-z-loss-coeff 0.01 "
+        f"--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.05"
+    ),
+    "qwen3-moe": (
+        f"{_SPARSE} {_UNTIED} --qk-layernorm --num-experts 8 --moe-router-topk 2 --moe-router-dtype fp32 "
+        f"--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.05 0.02"
+    ),
+    "sigmoid": (
+        f"{_SPARSE} --num-experts 8 --moe-router-topk 4 --moe-router-score-function sigmoid "
+        f"--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --moe-router-num-groups 4 "
+        f"--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 24 "
+        f"--moe-router-load-balancing-type none"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Layout:
-    """`words` are flags of the spread run; `both` are flags that the run on one process gets too."""
+    """`words` are flags of the spread run; `both` are flags that the run on one process gets too.
+
+    `same_cut`: what is computed depends on the micro-batches, so the run on one process has the same ones; otherwise it
+    takes the whole batch at once.
+    """
 
     name: str
     ranks: int
     words: str
     micro_batch: int = 2
     both: str = ""
+    same_cut: bool = False
 
     def command(self, family: str) -> str:
         return f"{self.reference(family)} {self.words} --micro-batch-size {self.micro_batch}"
 
     def reference(self, family: str) -> str:
-        return f"{SHAPE} {FAMILIES[family]} {self.both}"
+        return f"{SHAPE} {(FAMILIES | MIXTURES)[family]} {self.both}"
+
+    def alone(self, family: str) -> str:
+        """The run on one process."""
+        return f"{self.reference(family)} --micro-batch-size {self.micro_batch if self.same_cut else BATCH}"
 
 
 def _tp(size: int) -> str:
@@ -142,7 +175,12 @@ LAYOUTS = (
     Layout("cp2 pp2 virtual2 uneven zero2", 4, f"{_cp(2)} {_pp(2, VIRTUAL)} {_zero(2)}", both=FIVE),
     Layout("cp2 all_gather pp2", 4, f"{_cp(2, 'all_gather')} {_pp(2)}", micro_batch=1),
     Layout("cp2 all_gather pp2 gpipe", 4, f"{_cp(2, 'all_gather')} {_pp(2, GPIPE)}"),
-    Layout("cp2 all_gather pp2 virtual2 uneven", 4, f"{_cp(2, 'all_gather')} {_pp(2, VIRTUAL)}", both=FIVE),
+    Layout(
+        "cp2 all_gather pp2 virtual2 uneven",
+        4,
+        f"{_cp(2, 'all_gather')} {_pp(2, VIRTUAL)}",
+        both=FIVE,
+    ),
     Layout("cp2 a2a pp2 gpipe", 4, f"{_cp(2, 'a2a')} {_pp(2, GPIPE)}"),
     Layout("cp2 dp2", 4, _cp(2)),
     Layout("cp2 dp2 zero1 overlap", 4, f"{_cp(2)} {_zero(1, OVERLAP)}", micro_batch=1),
@@ -166,7 +204,10 @@ LAYOUTS = (
     Layout("tp2 sp pp2 zero-bubble virtual2", 4, f"{_tp(2)} {SP} {_pp(2, f'{ZERO_BUBBLE} {VIRTUAL}')}"),
     Layout("tp2 sp pp2 zbv", 4, f"{_tp(2)} {SP} {_pp(2, ZBV)}", both=UNTIED),
     Layout(
-        "tp2 sp pp2 dualpipev dropout", 4, f"{_tp(2)} {SP} {_pp(2, DUALPIPEV)}", both=f"{UNTIED} {DROPOUT}"
+        "tp2 sp pp2 dualpipev dropout",
+        4,
+        f"{_tp(2)} {SP} {_pp(2, DUALPIPEV)}",
+        both=f"{UNTIED} {DROPOUT}",
     ),
     Layout("pp2 zero-bubble dp2", 4, _pp(2, ZERO_BUBBLE), micro_batch=1),
     Layout(
@@ -179,7 +220,11 @@ LAYOUTS = (
     Layout("pp2 zbv dp2 overlap", 4, f"{_pp(2, ZBV)} {SMALL} {OVERLAP}", micro_batch=1, both=UNTIED),
     Layout("pp2 zbv dp2 zero1", 4, f"{_pp(2, ZBV)} {_zero(1)}", micro_batch=1, both=UNTIED),
     Layout(
-        "pp2 zbv dp2 zero2 overlap", 4, f"{_pp(2, ZBV)} {_zero(2, BOTH_OVERLAPS)}", micro_batch=1, both=UNTIED
+        "pp2 zbv dp2 zero2 overlap",
+        4,
+        f"{_pp(2, ZBV)} {_zero(2, BOTH_OVERLAPS)}",
+        micro_batch=1,
+        both=UNTIED,
     ),
     Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {FIVE}"),
     Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1, both=UNTIED),
@@ -198,7 +243,13 @@ LAYOUTS = (
     Layout("pp2 virtual2 dp2 mlp layernorm", 4, f"{_pp(2, VIRTUAL)} {_selective(MLP, NORMS)}"),
     # Context parallelism with backwards in two halves, and with recompute.
     *(
-        Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}", micro_batch=1, both=UNTIED)
+        Layout(
+            f"cp2 {kind} pp2 {name}",
+            4,
+            f"{_cp(2, kind)} {_pp(2, schedule)}",
+            micro_batch=1,
+            both=UNTIED,
+        )
         for kind in ("p2p", "all_gather", "a2a")
         for name, schedule in (("zero-bubble", ZERO_BUBBLE), ("zbv", ZBV), ("dualpipev", DUALPIPEV))
     ),

@@ -3,19 +3,26 @@
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from tests.harness import run_distributed
 from tests.parity.bugs import BUGS
-from tests.parity.cases import FAMILIES, LAYOUTS, Layout
+from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
 from tests.parity.compare import failures, gaps
+from tests.parity.mixtures import MIXTURE_LAYOUTS
 from tests.parity.trajectory import Trajectory, on_a_rank, run
 from tests.support import resolved
 
 TIMEOUT = 180.0
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
+MIXTURES_BY_NAME = {layout.name: layout for layout in MIXTURE_LAYOUTS}
+
+
+def named(layout: str, family: str) -> Layout:
+    return (MIXTURES_BY_NAME if family in MIXTURES else BY_NAME)[layout]
 
 
 @functools.cache
@@ -24,20 +31,20 @@ def on_one_process(words: str) -> Trajectory:
 
 
 def reference(layout: Layout, family: str) -> Trajectory:
-    """The whole batch at once, on one process."""
-    return on_one_process(f"{layout.reference(family)} --micro-batch-size 8")
+    """The same on one process."""
+    return on_one_process(layout.alone(family))
 
 
 def spread(layout: Layout, family: str, bug: str = "") -> list[Trajectory]:
     return run_distributed(on_a_rank, layout.ranks, timeout=TIMEOUT, words=layout.command(family), bug=bug)
 
 
-def families_for(number: int) -> list[str]:
+def in_turn(layouts: Sequence[Layout], families: Iterable[str]) -> list[tuple[str, str]]:
     """One family for each layout, in turn, so that every family meets every kind of layout."""
-    return [list(FAMILIES)[number % len(FAMILIES)]]
+    return [(layout.name, family) for layout, family in zip(layouts, itertools.cycle(families))]
 
 
-CASES = [(layout.name, family) for n, layout in enumerate(LAYOUTS) for family in families_for(n)]
+CASES = in_turn(LAYOUTS, FAMILIES) + in_turn(MIXTURE_LAYOUTS, MIXTURES)
 # Pairs that must not depend on whose turn it is.
 CASES += [
     pair
@@ -55,14 +62,14 @@ CASES += [
 
 @pytest.mark.parametrize(("layout", "family"), CASES)
 def test_a_layout_computes_the_same_numbers(layout: str, family: str) -> None:
-    case = BY_NAME[layout]
+    case = named(layout, family)
     assert failures(gaps(spread(case, family), reference(case, family))) == []
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(bug: str) -> None:
     _, family, name = BUGS[bug]
-    case = BY_NAME[name]
+    case = named(name, family)
     assert failures(gaps(spread(case, family, bug), reference(case, family))) != []
 
 
@@ -84,10 +91,12 @@ def disagreements(ranks: list[Trajectory]) -> list[str]:
         ("tp4 sp", "qwen2.5"),
         ("tp2 sp pp2 dp2 zero1", "gpt"),
         ("cp2 dp2 zero1 overlap", "llama"),
+        ("dp4 ep2 zero1", "sigmoid"),
+        ("tp2 pp2 dp2 ep2 zero1", "qwen2-moe"),
     ],
 )
 def test_replicas_stay_bitwise_equal(layout: str, family: str) -> None:
-    ranks = spread(BY_NAME[layout], family)
+    ranks = spread(named(layout, family), family)
     shared = Counter(place for rank in ranks for place in rank.held)
     assert max(shared.values()) > 1, "some weights are held by several ranks"
     assert disagreements(ranks) == []
@@ -125,6 +134,8 @@ def traits(layout: Layout, family: str) -> set[str]:
         "accumulation": config.accumulation > 1,
         "dropout": config.model.hidden_dropout > 0,
         f"{config.memory.recompute_granularity} recompute": bool(config.memory.recompute_granularity),
+        f"ep {config.moe.moe_token_dispatcher_type}": grid.expert > 1,
+        "etp": config.moe.num_experts is not None and grid.expert_tensor > 1,
         "untied" if config.model.untie_embeddings_and_output_weights else "tied": True,
     }
     return {trait for trait, present in found.items() if present}
@@ -135,6 +146,7 @@ def test_the_net_is_wide() -> None:
     assert len([layout for layout in LAYOUTS if layout.ranks > 1]) >= 25
     assert {layout.ranks for layout in LAYOUTS} == {1, 2, 4, 8}
     cases = [traits(layout, family) for layout in LAYOUTS for family in FAMILIES]
+    cases += [traits(layout, family) for layout in MIXTURE_LAYOUTS for family in MIXTURES]
     exclusive = [
         {"1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"},
         {"zero0", "zero1", "zero2"},
@@ -144,6 +156,7 @@ def test_the_net_is_wide() -> None:
         {"dualpipev", "tied"},
         {"full recompute", "selective recompute"},
         {"cp p2p", "cp allgather", "cp a2a"},
+        {"ep alltoall", "ep allgather"},
     ]
     # Refused: halves of a backward need activations that recompute does not keep.
     exclusive += [

@@ -1,0 +1,185 @@
+"""Mistakes about experts, planted like those of `bugs.py`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pentatron.nn.dispatch as dispatch_module
+import pentatron.nn.experts as experts_module
+from pentatron.nn.balance import RouterLoad
+from pentatron.nn.moe import SharedGate
+from pentatron.nn.router import Router
+from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.expert_axis import ExpertAxis
+from pentatron.parallel.pieces import Declared, DeclaringModule, Piece
+from pentatron.parallel.reduction import WholeReduction
+from pentatron.train.router_loads import RouterLoads
+
+
+def forget_partial(chosen: Callable[[Any, str], bool]) -> None:
+    """Layers that `chosen` picks declare their gradients complete although they are parts of a sum."""
+    declare = DeclaringModule.declare
+
+    def forgetful(self: Any, name: str, shape: tuple[int, ...], declared: Declared) -> Any:
+        if chosen(self, name):
+            pieces = tuple(
+                type(p)(p.start, p.local, p.size, p.replicated_over, frozenset()) for p in declared.pieces
+            )
+            declared = dataclasses.replace(declared, pieces=pieces)
+        return declare(self, name, shape, declared)
+
+    DeclaringModule.declare = forgetful  # type: ignore[method-assign]
+
+
+def token_combined_with_the_wrong_weight() -> None:
+    weighted = dispatch_module._weighted
+
+    def rolled(made: Tensor, weights: Tensor) -> Tensor:
+        return weighted(made, weights.roll(1, dims=1))
+
+    dispatch_module._weighted = rolled
+
+
+def tokens_returned_in_the_order_of_experts() -> None:
+    """What comes back is not put where its token is."""
+    put_back = dispatch_module._put_back
+
+    def as_it_came(rows: Tensor, order: Tensor, count: int) -> Tensor:
+        return put_back(rows, order.sort().values, count)
+
+    dispatch_module._put_back = as_it_came
+
+
+def balance_judged_by_local_counts() -> None:
+    ExpertAxis.over_micro_batch = lambda self, x: x.clone()  # type: ignore[method-assign]
+
+
+def balance_averaged_over_own_micro_batches() -> None:
+    """Data-parallel ranks each take the mean over their own micro-batches, and all of them are added up."""
+
+    def own(self: RouterLoads, micro_batches: int) -> None:
+        for load in self.own.values():
+            load.begin_step(micro_batches)
+
+    RouterLoads.begin_step = own  # type: ignore[method-assign]
+
+
+def expert_gradients_divided_by_the_wrong_number() -> None:
+    """By the copies of dense layers, after they were summed over the copies of experts."""
+    finish = WholeReduction.finish
+
+    def divided(self: WholeReduction) -> None:
+        finish(self)
+        most = max(bucket.copies.size for bucket in self.buckets)
+        for bucket, kept in zip(self.buckets, self.kept):
+            kept.mul_(bucket.copies.size / most)
+
+    WholeReduction.finish = divided  # type: ignore[method-assign]
+
+
+def expert_gradients_summed_with_dense_ones() -> None:
+    """Over all data-parallel ranks, of which some hold other experts."""
+    start = WholeReduction._start
+
+    def with_all(self: WholeReduction, number: int) -> None:
+        of_dense = max((bucket.copies for bucket in self.buckets), key=lambda group: group.size)
+        bucket = self.buckets[number]
+        bucket.plan = dataclasses.replace(bucket.plan, copies=of_dense)
+        start(self, number)
+
+    WholeReduction._start = with_all  # type: ignore[method-assign]
+
+
+def expert_norm_counted_on_the_first_tensor_rank() -> None:
+    """As if tensor ranks held copies of each other's experts: the norm lacks some of them."""
+    runs = Optimizer._runs_counted_here
+
+    def fewer(self: Optimizer) -> list[Tensor]:
+        kept = self._kept
+        if self.world.tensor.rank > 0:
+            self._kept = [
+                (bucket, values)
+                for bucket, values in kept
+                if bucket.plan.slots[0].held.declared.copies != "expert_data"
+            ]
+        found = runs(self)
+        self._kept = kept
+        return found
+
+    Optimizer._runs_counted_here = fewer  # type: ignore[method-assign]
+
+
+def shared_gate_gradient_not_summed() -> None:
+    forget_partial(lambda layer, name: isinstance(layer, SharedGate))
+
+
+def router_gradients_not_summed() -> None:
+    forget_partial(lambda layer, name: isinstance(layer, Router))
+
+
+def bias_moved_by_local_counts() -> None:
+    settle = RouterLoad.settle
+
+    def local(self: RouterLoad, numbers: Tensor) -> None:
+        settle(self, self.numbers())
+
+    RouterLoad.settle = local  # type: ignore[method-assign]
+
+
+def expert_gate_and_up_cut_as_one() -> None:
+    """A rank that has a part of an expert takes consecutive rows of [gate; up]."""
+    build = experts_module.ExpertLinear.__init__
+
+    def contiguous(
+        self: Any, shape: Any, local: Any, pieces: tuple[Piece, ...], scale: float, grouped: bool
+    ) -> None:
+        if len(pieces) == 2 and shape[1] > local[1]:
+            first = pieces[0]
+            part = (first.start[1] - 0) // first.size[1]
+            start = (first.start[0], part * local[1], 0)
+            pieces = (Piece(start, (0, 0, 0), (first.size[0], local[1], local[2])),)
+        build(self, shape, local, pieces, scale, grouped)
+
+    experts_module.ExpertLinear.__init__ = contiguous  # type: ignore[method-assign]
+
+
+def capacity_by_local_tokens() -> None:
+    """Every rank drops by its own tokens, as if they were the micro-batch."""
+
+    def own(self: ExpertAxis, x: Tensor) -> Tensor:
+        return torch.cat([x] + [torch.zeros_like(x)] * (self.sequence.size - 1))
+
+    ExpertAxis.of_micro_batch = own  # type: ignore[method-assign]
+    ExpertAxis.own_rows = lambda self, count: slice(0, count)  # type: ignore[method-assign]
+
+
+# Each bug with a family and a layout on which it acts.
+MIXTURE_BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
+    "a token combined with the wrong weight": (token_combined_with_the_wrong_weight, "mixtral", "ep2"),
+    "tokens returned in the order of experts": (
+        tokens_returned_in_the_order_of_experts,
+        "mixtral",
+        "ep2 gather",
+    ),
+    "balance judged by local counts": (balance_judged_by_local_counts, "mixtral", "cp2 p2p ep2"),
+    "balance averaged over own micro-batches": (balance_averaged_over_own_micro_batches, "qwen3-moe", "dp2"),
+    "expert gradients divided by dp, not edp": (
+        expert_gradients_divided_by_the_wrong_number,
+        "mixtral",
+        "tp2 dp2 ep2",
+    ),
+    "expert gradients summed with dense ones": (expert_gradients_summed_with_dense_ones, "mixtral", "ep2"),
+    "expert norm counted on the first tensor rank": (
+        expert_norm_counted_on_the_first_tensor_rank,
+        "qwen3-moe",
+        "tp2 ep2 whole",
+    ),
+    "shared-expert gate not summed": (shared_gate_gradient_not_summed, "qwen2-moe", "tp2"),
+    "router gradients not summed": (router_gradients_not_summed, "mixtral", "tp2"),
+    "expert bias moved by local counts": (bias_moved_by_local_counts, "sigmoid", "ep2"),
+    "gate and up of an expert cut as one": (expert_gate_and_up_cut_as_one, "mixtral", "dp2 etp2"),
+    "capacity by local tokens": (capacity_by_local_tokens, "mixtral", "tp2 cp2 ep2 capacity gather"),
+}
