@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from tests.harness import run_distributed  # noqa: E402
 from tests.parity.bugs import BUGS  # noqa: E402
-from tests.parity.cases import FAMILIES, LAYOUTS, STEPS, Layout  # noqa: E402
+from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, STEPS, Layout  # noqa: E402
 from tests.parity.compare import (  # noqa: E402
     GRADIENTS,
     NUMBERS,
@@ -33,6 +33,7 @@ from tests.parity.compare import (  # noqa: E402
     gaps,
     worst,
 )
+from tests.parity.mixtures import MIXTURE_LAYOUTS  # noqa: E402
 from tests.parity.trajectory import Trajectory, on_a_rank, run  # noqa: E402
 
 PAGE = ROOT / "docs" / "parity.md"
@@ -81,7 +82,7 @@ class Judge:
 def sweep(layouts: list[Layout], families: list[str], judge: Judge) -> list[list[Cell]]:
     name_width = max(len(layout.name) for layout in layouts)
     heading = f"{'layout':<{name_width}}  ranks  " + "".join(f"{f:>{WIDTH}}" for f in families)
-    print("largest gap as a share of what is allowed (below 100% passes)\n")
+    print("\nlargest gap as a share of what is allowed (below 100% passes)\n")
     print(heading)
     rows = []
     for layout in layouts:
@@ -99,10 +100,10 @@ def sweep(layouts: list[Layout], families: list[str], judge: Judge) -> list[list
 def plant_all(judge: Judge) -> list[tuple[str, Cell]]:
     """Every planted bug on the layout where it acts; the first comparison that notices is shown."""
     print("\nplanted bugs, and the largest gap each one causes (as a multiple of what is allowed)\n")
-    by_name = {layout.name: layout for layout in LAYOUTS}
     found = []
     for bug, (_, family, layout) in BUGS.items():
-        cell = judge(by_name[layout], family, bug)
+        among = MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS
+        cell = judge(next(x for x in among if x.name == layout), family, bug)
         found.append((bug, cell))
         seen = worst(cell.judged)
         verdict = "caught" if not cell.passes else "MISSED"
@@ -110,7 +111,8 @@ def plant_all(judge: Judge) -> list[tuple[str, Cell]]:
     return found
 
 
-def page(rows: list[list[Cell]], bugs: list[tuple[str, Cell]], families: list[str], seconds: float) -> str:
+def page(tables: list[list[list[Cell]]], bugs: list[tuple[str, Cell]], seconds: float) -> str:
+    rows = [row for table in tables for row in table]
     worst_cell = max((cell for row in rows for cell in row), key=lambda c: worst(c.judged).ratio)
     lines = [
         "# Parity: every layout computes the same numbers",
@@ -128,13 +130,11 @@ def page(rows: list[list[Cell]], bugs: list[tuple[str, Cell]], families: list[st
         + f" (‖Δg‖ against the larger of ‖g‖ and {SMALL:g} of the whole gradient's norm); every weight within {WEIGHTS:g} "
         f"(largest element) after {STEPS} steps. A cell shows its largest gap as a share of what is allowed.",
         "",
-        "| layout | ranks | " + " | ".join(families) + " |",
-        "|---|---|" + "---|" * len(families),
+        "Layouts of mixtures of experts whose balancing loss or capacity is defined by micro-batch have the same micro-batches on "
+        "one process.",
     ]
-    for row in rows:
-        layout = row[0].layout
-        cells = " | ".join(c.text if c.passes else f"**fails: {c.text}**" for c in row)
-        lines.append(f"| {layout.name} | {layout.ranks} | {cells} |")
+    for table in tables:
+        lines += in_markdown(table)
     count = sum(len(row) for row in rows)
     good = sum(cell.passes for row in rows for cell in row)
     lines += [
@@ -162,36 +162,56 @@ def page(rows: list[list[Cell]], bugs: list[tuple[str, Cell]], families: list[st
     return "\n".join(lines)
 
 
+def in_markdown(rows: list[list[Cell]]) -> list[str]:
+    families = [cell.family for cell in rows[0]]
+    lines = ["", "| layout | ranks | " + " | ".join(families) + " |", "|---|---|" + "---|" * len(families)]
+    for row in rows:
+        layout = row[0].layout
+        cells = " | ".join(c.text if c.passes else f"**fails: {c.text}**" for c in row)
+        lines.append(f"| {layout.name} | {layout.ranks} | {cells} |")
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated families")
+    parser.add_argument("--families", default=",".join(FAMILIES | MIXTURES), help="comma-separated families")
     parser.add_argument("--only", default="", help="only layouts whose name contains this")
     parser.add_argument("--largest", type=int, default=8, help="only layouts of at most so many processes")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: all processes on one GPU, over gloo")
     parser.add_argument("--no-page", action="store_true", help="do not write docs/parity.md")
     words = parser.parse_args()
     families = words.families.split(",")
-    unknown = [f for f in families if f not in FAMILIES]
-    layouts = [x for x in LAYOUTS if words.only in x.name and x.ranks <= words.largest]
-    if unknown or not layouts:
+    unknown = [f for f in families if f not in FAMILIES | MIXTURES]
+    kinds = [
+        (
+            [x for x in layouts if words.only in x.name and x.ranks <= words.largest],
+            [f for f in families if f in of_kind],
+        )
+        for layouts, of_kind in ((LAYOUTS, FAMILIES), (MIXTURE_LAYOUTS, MIXTURES))
+    ]
+    kinds = [(layouts, chosen) for layouts, chosen in kinds if layouts and chosen]
+    if unknown or not kinds:
         print(f"there is no family {unknown[0]}" if unknown else "no layout fits these words")
         return 2
-    whole = len(layouts) == len(LAYOUTS) and len(families) == len(FAMILIES) and words.device == "cpu"
+    everything = len(LAYOUTS) * len(FAMILIES) + len(MIXTURE_LAYOUTS) * len(MIXTURES)
+    whole = sum(len(x) * len(f) for x, f in kinds) == everything and words.device == "cpu"
     started = time.perf_counter()
     judge = Judge(words.device)
-    rows = sweep(layouts, families, judge)
+    tables = [sweep(layouts, chosen, judge) for layouts, chosen in kinds]
     bugs = plant_all(judge) if whole else []
-    bad = [cell for row in rows for cell in row if not cell.passes]
+    cells = [cell for rows in tables for row in rows for cell in row]
+    bad = [cell for cell in cells if not cell.passes]
     for cell in bad:
         print(f"\n{cell.family}, {cell.layout.name}:")
         print("\n".join(f"  {line}" for line in failures(cell.judged)[:10]))
     missed = [bug for bug, cell in bugs if cell.passes]
     if whole and not words.no_page:
-        PAGE.write_text(page(rows, bugs, families, time.perf_counter() - started), encoding="utf-8")
-    cells = sum(len(row) for row in rows)
-    print(f"\n{cells - len(bad)} of {cells} cells pass, {len(bugs) - len(missed)} of {len(bugs)} bugs caught")
+        PAGE.write_text(page(tables, bugs, time.perf_counter() - started), encoding="utf-8")
+    print(
+        f"\n{len(cells) - len(bad)} of {len(cells)} cells pass, {len(bugs) - len(missed)} of {len(bugs)} bugs caught"
+    )
     return 1 if bad or missed else 0
 
 
