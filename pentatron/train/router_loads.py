@@ -66,10 +66,10 @@ class RouterLoads:
 
     def settle(self, summed: Tensor) -> None:
         """The step is done: what later steps need of it is kept."""
-        rows = summed.view(len(self.layers), -1)
-        for row, layer in enumerate(self.layers):
+        width = self.experts + len(self.names)
+        for layer, numbers in zip(self.layers, summed.view(len(self.layers), width)):
             if layer in self.own:
-                self.own[layer].settle(rows[row])
+                self.own[layer].settle(numbers)
 
     def report(self, summed: Tensor) -> ExpertLoad | None:
         if not self.layers:
