@@ -104,8 +104,6 @@ class MoEConfig:
         "probs",
         "what is dropped: the smallest weights, or the last tokens",
         choices=("probs", "position"),
-        not_yet="dropping by position",
-        available=("probs",),
     )
     moe_shared_expert_intermediate_size: int | None = setting(
         None, "width of the shared expert, which every token uses"

@@ -43,9 +43,7 @@ class TransformerLayer(nn.Module):
         self.attention = SelfAttention(config, axis, axes.context)
         self.mlp_norm = build_norm(*norm)
         has_experts = moe.num_experts and moe_layers(moe.moe_layer_freq, config.num_layers)[number]
-        self.mlp = (
-            MoE(config, moe, axis, axes.expert) if has_experts else MLP(config, axis, config.ffn_hidden_size)
-        )
+        self.mlp = MoE(config, moe, axes) if has_experts else MLP(config, axis, config.ffn_hidden_size)
         self.recompute: Recompute = NOTHING
 
     def forward(

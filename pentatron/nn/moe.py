@@ -9,7 +9,7 @@ from pentatron.nn.experts import Experts
 from pentatron.nn.mlp import MLP
 from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.router import Router
-from pentatron.parallel.expert_axis import ExpertAxis
+from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import DeclaringModule, Initial, whole
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -42,19 +42,17 @@ class SharedGate(DeclaringModule):
 
 
 class MoE(nn.Module):
-    def __init__(
-        self, config: TransformerConfig, moe: MoEConfig, axis: TensorAxis, experts: ExpertAxis
-    ) -> None:
+    def __init__(self, config: TransformerConfig, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
         assert moe.num_experts is not None
         self.count = moe.num_experts
-        self.axis = experts
+        self.axis = axes.expert
         self.dispatch = DISPATCHERS[moe.moe_token_dispatcher_type]
         self.recompute: Recompute = NOTHING
-        self.router = Router(config.hidden_size, moe, axis, experts)
-        self.experts = Experts(config, moe, experts)
+        self.router = Router(config.hidden_size, moe, axes)
+        self.experts = Experts(config, moe, axes.expert)
         shared = moe.moe_shared_expert_intermediate_size is not None
-        self.shared = SharedExpert(config, moe, axis) if shared else None
+        self.shared = SharedExpert(config, moe, axes.tensor) if shared else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.recompute("moe", self._mixed, x_BSD)

@@ -1,5 +1,6 @@
 """The router: which experts a token goes to, and with which weights."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +9,14 @@ from torch.nn import functional as F
 
 from pentatron.config.model import MoEConfig
 from pentatron.nn.balance import Routed, RouterLoad
-from pentatron.parallel.expert_axis import ExpertAxis
+from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import DeclaringModule, Initial, whole
-from pentatron.parallel.tensor_axis import TensorAxis
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 # As in Megatron and DeepSeek; scores of sigmoid are never all zero, but they may be small.
 _TINY = 1e-20
+# Weights, which are at most 1 or the scaling factor, are compared in steps of 1 / this.
+_STEPS = 4096
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,12 @@ class Routing:
 
 
 class Router(DeclaringModule):
-    def __init__(self, hidden: int, moe: MoEConfig, axis: TensorAxis, experts: ExpertAxis) -> None:
+    def __init__(self, hidden: int, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
         assert moe.num_experts is not None
-        self.moe, self.experts = moe, experts
+        self.moe, self.axes = moe, axes
         shape = (moe.num_experts, hidden)
-        self.weight = self.declare("weight", shape, whole(shape, Initial(), axis.partial_in_stream))
+        self.weight = self.declare("weight", shape, whole(shape, Initial(), axes.tensor.partial_in_stream))
         self.load = RouterLoad(moe)
 
     def forward(self, x_BSD: Tensor) -> Routing:
@@ -40,10 +42,10 @@ class Router(DeclaringModule):
         logits_BSE = F.linear(x_BSD.to(dtype), self.weight.to(dtype)).float()
         weights_BSK, chosen_BSK = self._choose(logits_BSE)
         chosen_TK, weights_TK = chosen_BSK.flatten(0, 1), weights_BSK.flatten(0, 1)
-        kept_TK = self._within_capacity(chosen_TK, weights_TK.detach())
+        kept_TK = self._within_capacity(chosen_BSK, weights_BSK.detach())
         if self.training and torch.is_grad_enabled():
             routed = Routed(logits_BSE, self._scores(logits_BSE), chosen_BSK)
-            weights_TK = self.load.with_losses(weights_TK, routed, self.experts)
+            weights_TK = self.load.with_losses(weights_TK, routed, self.axes.expert)
         return Routing(chosen_TK, weights_TK.to(x_BSD.dtype), kept_TK)
 
     def _scores(self, logits_BSE: Tensor) -> Tensor:
@@ -84,8 +86,8 @@ class Router(DeclaringModule):
             scores = grouped.masked_fill(others[..., None], -torch.inf).flatten(-2)
         return scores.topk(moe.moe_router_topk, -1).indices
 
-    def _within_capacity(self, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """What fits: of each expert's tokens in the micro-batch those with the largest weights.
+    def _within_capacity(self, chosen_BSK: Tensor, weights_BSK: Tensor) -> Tensor | None:
+        """What fits: of each expert's tokens in the micro-batch those with the largest weights, or the first ones.
 
         The ranks that share the micro-batch look at it together, so that the same tokens are dropped in every layout.
         """
@@ -93,11 +95,26 @@ class Router(DeclaringModule):
         if moe.moe_expert_capacity_factor is None:
             return None
         assert moe.num_experts is not None
-        tokens = len(chosen_TK) * self.experts.sequence.size
+        numbers = self._numbers(*chosen_BSK.shape[:2])
+        tokens = len(numbers) * self.axes.expert.sequence.size
         equal = tokens * moe.moe_router_topk / moe.num_experts
-        capacity = min(tokens, -int(-equal * moe.moe_expert_capacity_factor // 1))
-        own_TE = torch.zeros(len(chosen_TK), moe.num_experts, device=weights_TK.device)
-        all_TE = self.experts.of_micro_batch(own_TE.scatter(1, chosen_TK, weights_TK.float()))
-        best_CE = all_TE.topk(capacity, dim=0).indices
-        fits_TE = torch.zeros_like(all_TE, dtype=torch.bool).scatter(0, best_CE, True)
-        return fits_TE[self.experts.own_rows(len(chosen_TK))].gather(1, chosen_TK)
+        capacity = min(tokens, math.ceil(equal * moe.moe_expert_capacity_factor))
+        # Equal tokens with equal pasts have equal weights but for rounding, which depends on the layout: weights are
+        # compared coarsely, and of equal ones the first tokens are kept.
+        by_weight = moe.moe_token_drop_policy == "probs"
+        worth_BSK = (weights_BSK.float() * _STEPS).round() + 1 if by_weight else torch.ones_like(weights_BSK)
+        worth_TE = worth_BSK.new_zeros(len(numbers), moe.num_experts)
+        worth_TE.scatter_(1, chosen_BSK.flatten(0, 1), worth_BSK.flatten(0, 1))
+        of_all_TE = torch.zeros_like(worth_TE).repeat(self.axes.expert.sequence.size, 1)
+        everyone = self.axes.expert.of_micro_batch
+        of_all_TE.index_copy_(0, everyone(numbers), everyone(worth_TE))
+        best_CE = of_all_TE.sort(dim=0, descending=True, stable=True).indices[:capacity]
+        fits_TE = torch.zeros_like(of_all_TE, dtype=torch.bool).scatter(0, best_CE, True)
+        return fits_TE[numbers].gather(1, chosen_BSK.flatten(0, 1))
+
+    def _numbers(self, samples: int, length: int) -> Tensor:
+        """Which tokens of the micro-batch this rank's are, counted position by position."""
+        axes, device = self.axes, self.weight.device
+        in_context = length * (axes.tensor.size if axes.tensor.sequence_parallel else 1)
+        positions_S = axes.tensor.own_sequence(axes.context.positions(in_context, device)[None])[0]
+        return (positions_S[None] * samples + torch.arange(samples, device=device)[:, None]).flatten()

@@ -80,11 +80,8 @@ class ExpertAxis:
         return all_reduce_(x.clone(), self.sequence)
 
     def of_micro_batch(self, x_TK: Tensor) -> Tensor:
-        """The rows of all ranks that share the micro-batch, without gradient; this rank's are at `own_rows`."""
+        """The rows of all ranks that share the micro-batch, without gradient."""
         return _all_of(x_TK, self.sequence)
-
-    def own_rows(self, count: int) -> slice:
-        return slice(self.sequence.rank * count, (self.sequence.rank + 1) * count)
 
 
 NO_EXPERTS_ELSEWHERE = ExpertAxis()

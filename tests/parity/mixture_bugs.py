@@ -148,12 +148,17 @@ def expert_gate_and_up_cut_as_one() -> None:
 
 def capacity_by_local_tokens() -> None:
     """Every rank drops by its own tokens, as if they were the micro-batch."""
+    of_micro_batch = ExpertAxis.of_micro_batch
 
     def own(self: ExpertAxis, x: Tensor) -> Tensor:
-        return torch.cat([x] + [torch.zeros_like(x)] * (self.sequence.size - 1))
+        found = of_micro_batch(self, x)
+        if x.dim() > 1:
+            found.unflatten(0, (self.sequence.size, -1))[
+                torch.arange(self.sequence.size) != self.sequence.rank
+            ] = 0
+        return found
 
     ExpertAxis.of_micro_batch = own  # type: ignore[method-assign]
-    ExpertAxis.own_rows = lambda self, count: slice(0, count)  # type: ignore[method-assign]
 
 
 # Each bug with a family and a layout on which it acts.

@@ -121,6 +121,13 @@ MIXTURE_LAYOUTS = (
         same_cut=True,
     ),
     Layout("pp2 ep2 by micro-batch", 4, f"{pipeline(2)} {experts(2)}", both=BY_MICRO_BATCH, same_cut=True),
+    Layout(
+        "tp2 capacity position",
+        2,
+        tensor(2),
+        both=f"{CAPACITY} --moe-token-drop-policy position",
+        same_cut=True,
+    ),
     Layout("ep2 capacity", 2, experts(2), both=CAPACITY, same_cut=True),
     Layout(
         "tp2 cp2 ep2 capacity gather",
