@@ -1,52 +1,9 @@
-"""Layouts in bf16: rounding differs between them, so each is held against what bf16 costs one process."""
-
-import functools
-
 import pytest
 
-from tests.harness import run_distributed
-from tests.parity.cases import LAYOUTS, STEPS
-from tests.parity.compare import gathered
-from tests.parity.trajectory import Trajectory, on_a_rank, run
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
-KINDS = ("gradients 1", f"gradients {STEPS}", "weights")
-# How much further from fp32 than one process a layout may be.
-ALLOWED = 1.6
+from tests.parity.bf16 import ALLOWED, BF16_CASES, excess
 
 
-@functools.cache
-def on_one_process(words: str) -> Trajectory:
-    return run(f"{words} --micro-batch-size 8", 1)
-
-
-def distance(found: list[Trajectory], exact: Trajectory, kind: str) -> float:
-    """Of all tensors of a kind together, relative to what fp32 has."""
-    tensors, expected = gathered(found, kind), gathered([exact], kind)
-    apart = sum(float((tensors[name] - value).square().sum()) for name, value in expected.items())
-    return float((apart / sum(float(value.square().sum()) for value in expected.values())) ** 0.5)
-
-
-def excess(layout: str, family: str, bug: str = "") -> dict[str, float]:
-    """For every kind of tensor, how many times as far from fp32 as one process in bf16 is."""
-    case = BY_NAME[layout]
-    words = f"{case.command(family)} --bf16"
-    found = run_distributed(on_a_rank, case.ranks, timeout=180.0, words=words, bug=bug)
-    exact = on_one_process(case.reference(family))
-    rounded = on_one_process(f"{case.reference(family)} --bf16")
-    return {kind: distance(found, exact, kind) / distance([rounded], exact, kind) for kind in KINDS}
-
-
-@pytest.mark.parametrize(
-    ("layout", "family"),
-    [
-        ("dp2 zero1 overlap", "llama"),
-        ("tp2 sp pp2 virtual2", "qwen2.5"),
-        ("pp2 gpipe dp2 zero2", "gpt"),
-        ("cp4", "llama"),
-        ("cp2 all_gather dp2 zero2", "qwen3"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "family"), BF16_CASES)
 def test_a_layout_is_as_near_to_fp32_as_one_process(layout: str, family: str) -> None:
     found = excess(layout, family)
     assert max(found.values()) < ALLOWED, found
