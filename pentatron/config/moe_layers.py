@@ -13,6 +13,11 @@ def moe_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
         return tuple(number % every == 0 for number in range(num_layers))
     try:
         found = _value(ast.parse(written, mode="eval").body)
+    except OverflowError:
+        raise ValueError(
+            f"--moe-layer-freq {frequency} names more than {_LONGEST} layers, but --num-layers is {num_layers}; "
+            f"use {num_layers} entries"
+        ) from None
     except (SyntaxError, ValueError):
         found = None
     if not isinstance(found, list) or any(entry not in (0, 1) for entry in found):
@@ -43,7 +48,10 @@ def _value(node: ast.expr) -> "int | list[int]":
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            return left * min(right, _LONGEST)
+            # A slip of the keyboard must not fill the memory.
+            if len(left) * right > _LONGEST:
+                raise OverflowError
+            return left * right
     raise ValueError
 
 

@@ -125,8 +125,8 @@ FLAGS: dict[str, Flag] = {
     "--moe-router-topk": Flag("moe_router_topk", {"8": 8}),
     "--moe-grouped-gemm": Flag("moe_grouped_gemm", {SWITCH: True}),
     "--moe-token-dispatcher-type": Flag("moe_token_dispatcher_type", {"alltoall": "alltoall"}),
-    "--moe-router-load-balancing-type": Flag("moe_router_load_balancing_type", {"aux_loss": "aux_loss"}),
-    "--moe-aux-loss-coeff": Flag("moe_aux_loss_coeff", {"0.01": 0.01}),
+    "--moe-router-load-balancing-type": Flag("moe_router_load_balancing_type", {"aux_loss": ("aux_loss",)}),
+    "--moe-aux-loss-coeff": Flag("moe_aux_loss_coeff", {"0.01": (0.01,)}),
     # data
     "--data-path": Flag("data_path", {
         "my_dataset_text_document": ("my_dataset_text_document",),

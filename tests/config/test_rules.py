@@ -5,6 +5,7 @@ import pytest
 from pentatron.config.draft import Facts
 from pentatron.config.entry import STANDARD
 from pentatron.config.limits import LIMITS, not_available, out_of_limits
+from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.rules import RULES, problems_of
 from pentatron.config.run import table
 from tests.config.builders import not_built, problems, resolved
@@ -187,17 +188,6 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--attention-backend cudnn cannot compute attention in parts, as --cp-comm-type p2p needs it; use "
      "--attention-backend auto, flash or math, or --cp-comm-type a2a",
      "--seq-length 64 --context-parallel-size 2 --attention-backend cudnn --cp-comm-type a2a", Facts(2, 2)),
-    ("_experts", "--num-experts 64 --expert-model-parallel-size 3",
-     "--num-experts 64 is not divisible by --expert-model-parallel-size 3; use 1, 2, 4, 8, 16, 32 or 64",
-     "--num-experts 64 --expert-model-parallel-size 1", Facts(3, 3)),
-    ("_expert_ranks", "--num-experts 64 --expert-model-parallel-size 8 --tp_size 2",
-     "2 (data) × 1 (context) × 2 (tensor) = 4 ranks of a stage are no multiple of 8 (expert) × 2 (expert tensor) = 16; "
-     "use sizes of which the second divides the first",
-     "--num-experts 64 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tp_size 2", Facts(4, 4)),
-    ("_experts", "--expert-model-parallel-size 3",
-     "--expert-model-parallel-size 3 needs experts; give --num-experts", "--expert-model-parallel-size 1", ONE),
-    ("_experts", "--num-experts 4 --moe-router-topk 8",
-     "--moe-router-topk 8 is more than --num-experts 4; use at most 4", "--num-experts 4 --moe-router-topk 4", ONE),
     ("_rotary", "--position-embedding-type rope --hidden-size 28 --num-attention-heads 4",
      "the rotated part of a head, 7 × 1.0 (--rotary-percent) = 7, must be even; "
      "change --kv-channels or --num-attention-heads",
@@ -271,7 +261,10 @@ def test_what_is_missing(rule: str, least: str, sentence: str, help: str) -> Non
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case[0] for case in CASES} | {case[0] for case in MISSING} == {rule.__name__ for rule in RULES}
+    """Those about experts are in test_moe_rules.py."""
+    elsewhere = {rule.__name__ for rule in MOE_RULES}
+    named = {case[0] for case in CASES} | {case[0] for case in MISSING}
+    assert named == {rule.__name__ for rule in RULES} - elsewhere
 
 
 # Problems met while values are derived.
@@ -386,17 +379,17 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
     assert problems("--fp8 e4m3 --fp8_recipe=delayed") == [
         "--fp8 e4m3, --fp8_recipe delayed need fp8 training, which this version does not have yet; leave them out"
     ]
-    assert problems("--recompute-activations --recompute-modules core_attn moe") == [
-        "--recompute-modules core_attn moe needs mixture of experts, which this version does not have yet; leave it out"
+    assert problems("--num-experts 4 --moe-token-drop-policy position") == [
+        "--moe-token-drop-policy position needs dropping by position, which this version does not have yet; leave it out"
     ]
     assert problems("--recompute-granularity selective --recompute-modules core_attn mlp layernorm") == []
 
 
 def test_refusals_of_a_presets_values() -> None:
-    values = {**resolved().config.flat(), "expert_model_parallel_size": 2, "num_experts": 8}
-    sources = {"expert_model_parallel_size": "preset x", "num_experts": "preset x"}
+    values = {**resolved().config.flat(), "zero_stage": 3, "fp8_format": "e4m3"}
+    sources = {"zero_stage": "preset x", "fp8_format": "preset x"}
     assert sorted(not_available(values, sources)) == [
-        "--expert-model-parallel-size 2 needs expert parallelism, which this version does not have yet; "
-        "add --expert-model-parallel-size 1 to do without",
-        "--num-experts 8 needs mixture of experts, which this version does not have yet; choose another preset",
+        "--fp8-format e4m3 needs fp8 training, which this version does not have yet; choose another preset",
+        "--zero-stage 3 needs parameter sharding (ZeRO-3), which this version does not have yet; "
+        "add --zero-stage 0 to do without",
     ]

@@ -65,6 +65,8 @@ def company(grid: Grid, axis: Axis) -> int:
         "kv": grid.kv_copies,
         "replicas": grid.data * grid.context,
         "embedding": min(2, grid.pipeline),
+        "sequence": grid.tensor * grid.context,
+        "experts": grid.expert * grid.expert_tensor,
     }
     return int(sizes.get(axis) or getattr(grid, axis))
 
