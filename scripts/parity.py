@@ -4,6 +4,7 @@ Five training steps per cell: losses, gradient norms, every gradient at steps 1 
 validation loss. Prints the table, writes docs/parity.md, and ends with code 1 if any cell is out of tolerance.
 
     python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda] [--no-page]
+    python scripts/parity.py --only "tp2 sp" --families qwen3 --largest 2 --also "--num-layers 5 --lr 1e-2"
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,22 +21,24 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tests.harness import run_distributed  # noqa: E402
-from tests.parity.bf16 import ALLOWED, BF16_CASES, excess  # noqa: E402
-from tests.parity.bugs import BUGS  # noqa: E402
-from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, STEPS, Layout  # noqa: E402
-from tests.parity.compare import (  # noqa: E402
+from pentatron.train.comparison import (  # noqa: E402
     GRADIENTS,
     NUMBERS,
     SMALL,
+    STEPS,
     WEIGHTS,
     Gap,
+    Trajectory,
     failures,
     gaps,
     worst,
 )
+from tests.harness import run_distributed  # noqa: E402
+from tests.parity.bf16 import ALLOWED, BF16_CASES, excess  # noqa: E402
+from tests.parity.bugs import BUGS  # noqa: E402
+from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout  # noqa: E402
 from tests.parity.mixtures import MIXTURE_LAYOUTS  # noqa: E402
-from tests.parity.trajectory import Trajectory, on_a_rank, run  # noqa: E402
+from tests.parity.trajectory import on_a_rank, run  # noqa: E402
 
 PAGE = ROOT / "docs" / "parity.md"
 TIMEOUT = 300.0
@@ -215,13 +218,18 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only layouts whose name contains this")
     parser.add_argument("--largest", type=int, default=8, help="only layouts of at most so many processes")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: all processes on one GPU, over gloo")
+    parser.add_argument("--also", default="", metavar="FLAGS", help="more flags, for both runs of every cell")
     parser.add_argument("--no-page", action="store_true", help="do not write docs/parity.md")
     words = parser.parse_args()
     families = words.families.split(",")
     unknown = [f for f in families if f not in FAMILIES | MIXTURES]
     kinds = [
         (
-            [x for x in layouts if words.only in x.name and x.ranks <= words.largest],
+            [
+                replace(x, both=f"{x.both} {words.also}")
+                for x in layouts
+                if words.only in x.name and x.ranks <= words.largest
+            ],
             [f for f in families if f in of_kind],
         )
         for layouts, of_kind in ((LAYOUTS, FAMILIES), (MIXTURE_LAYOUTS, MIXTURES))
@@ -231,7 +239,7 @@ def main() -> int:
         print(f"there is no family {unknown[0]}" if unknown else "no layout fits these words")
         return 2
     everything = len(LAYOUTS) * len(FAMILIES) + len(MIXTURE_LAYOUTS) * len(MIXTURES)
-    whole = sum(len(x) * len(f) for x, f in kinds) == everything and words.device == "cpu"
+    whole = sum(len(x) * len(f) for x, f in kinds) == everything and words.device == "cpu" and not words.also
     started = time.perf_counter()
     judge = Judge(words.device)
     tables = [sweep(layouts, chosen, judge) for layouts, chosen in kinds]

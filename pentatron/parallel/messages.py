@@ -90,19 +90,20 @@ class Messages:
     def __init__(self, group: Group, channels: Mapping[Channel, Any] | None = None) -> None:
         self._group = group
         self._channels = channels or {}
-        self._under_way: dict[Parcel, tuple[Tensor, dist.Work]] = {}
+        # Sent tensors that are still kept alive.
+        self.under_way: dict[Parcel, tuple[Tensor, dist.Work]] = {}
         self._announcements: list[tuple[Tensor, dist.Work]] = []
 
     def post_send(self, tensor: Tensor, peer: int, action: Action) -> None:
         """Sends while the caller goes on."""
         self._drop_finished()
         parcel = parcel_of(action)
-        assert parcel not in self._under_way, f"{action} is sent twice"
+        assert parcel not in self.under_way, f"{action} is sent twice"
         tensor = tensor.contiguous()
         if self._group.through_host:
             tensor = tensor.cpu()
         channel = self._process_group(action, peer > self._group.rank)
-        self._under_way[parcel] = (tensor, _start_send(tensor, channel, peer, tag_of(parcel)))
+        self.under_way[parcel] = (tensor, _start_send(tensor, channel, peer, tag_of(parcel)))
 
     def post_receive(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, peer: int, action: Action
@@ -115,22 +116,17 @@ class Messages:
 
     def delivered(self, parcel: Parcel) -> None:
         """Lets go of a sent tensor that is known to have arrived."""
-        if parcel in self._under_way:
-            _, work = self._under_way.pop(parcel)
+        if parcel in self.under_way:
+            _, work = self.under_way.pop(parcel)
             work.wait()
 
     def finish(self) -> None:
         """Waits for all that is still under way."""
-        for parcel in list(self._under_way):
+        for parcel in list(self.under_way):
             self.delivered(parcel)
         while self._announcements:
             _, work = self._announcements.pop()
             work.wait()
-
-    @property
-    def under_way(self) -> int:
-        """Sent tensors that are still kept alive."""
-        return len(self._under_way)
 
     def agree(self, sends: Mapping[int, Announced], receives: Mapping[int, Announced]) -> None:
         """Compares what this rank is going to send to each peer, and expects of each, with what they expect and send.
@@ -164,9 +160,9 @@ class Messages:
 
     def _drop_finished(self) -> None:
         """NCCL says when a send is done; gloo does only when asked to wait, so there `delivered` has to tell."""
-        for parcel, (_, work) in list(self._under_way.items()):
+        for parcel, (_, work) in list(self.under_way.items()):
             if work.is_completed():
-                del self._under_way[parcel]
+                del self.under_way[parcel]
 
 
 def _start_send(tensor: Tensor, process_group: Any, peer: int, tag: int) -> dist.Work:

@@ -197,7 +197,7 @@ def in_pipeline(
     for step, now in enumerate(lengths):
         program, record = Program(stages, last_stage, now, step, dtype, world.device), Record()
         total = executor.train(training[step], program, record)
-        assert executor.messages.under_way == 0 and not total.requires_grad
+        assert not executor.messages.under_way and not total.requires_grad
         found.forwards.append(program.forwards)
         found.calls.append(record.calls)
         update(found, total, stages, optimizer)

@@ -54,7 +54,7 @@ class WatchedProgram(Program):
         mark = Mark()
         self.graphs.add(mark)
         self.most_graphs = max(self.most_graphs, len(self.graphs) + len(self.deferred.cells))
-        self.most_under_way = max(self.most_under_way, self.messages.under_way)
+        self.most_under_way = max(self.most_under_way, len(self.messages.under_way))
         return Marked.apply(output, mark)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -49,7 +49,7 @@ def received_backwards(tagged: bool = True, own_channels: bool = False) -> bool:
         for action in SENT:
             messages.post_send(values_of(action), 1, action)
         messages.finish()
-        return messages.under_way == 0
+        return not messages.under_way
     order = (SENT[2], SENT[0], SENT[1]) if own_channels else SENT[::-1]
     kinds = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
     arrivals = [

@@ -2,11 +2,11 @@
 
 import functools
 
+from pentatron.train.comparison import STEPS, Trajectory, gathered
 from tests.harness import run_distributed
-from tests.parity.cases import LAYOUTS, MIXTURES, STEPS
-from tests.parity.compare import gathered
+from tests.parity.cases import LAYOUTS, MIXTURES
 from tests.parity.mixtures import MIXTURE_LAYOUTS
-from tests.parity.trajectory import Trajectory, on_a_rank, run
+from tests.parity.trajectory import on_a_rank, run
 
 KINDS = ("gradients 1", f"gradients {STEPS}", "weights")
 # How much further from fp32 than one process a layout may be.

@@ -13,11 +13,13 @@ from pentatron.config.run import RunConfig
 from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.world import World
+from pentatron.train.comparison import STEPS, Sent
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches, reveal, sent
 from tests.parity.bugs import plant
-from tests.parity.cases import BATCH, FAMILIES, LAYOUTS, SHAPE, STEPS, Layout
-from tests.parity.trajectory import Sent, here, micro_batches, reveal, sent
+from tests.parity.cases import BATCH, FAMILIES, LAYOUTS, SHAPE, Layout
+from tests.parity.trajectory import here
 from tests.support import resolved
 
 SAVED_AFTER = 2

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from pentatron.train.comparison import Trajectory, failures, gaps
 from tests.harness import run_distributed
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
-from tests.parity.compare import failures, gaps
 from tests.parity.mixtures import MIXTURE_LAYOUTS
-from tests.parity.trajectory import Trajectory, on_a_rank, run
+from tests.parity.trajectory import on_a_rank, run
 from tests.support import resolved
 
 TIMEOUT = 180.0

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pentatron.train.comparison import assemble
 from tests.harness import run_distributed
 from tests.parity.cases import LAYOUTS, Layout
-from tests.parity.compare import assemble
 from tests.parity.reshard import (
     Continued,
     Pair,

@@ -16,9 +16,10 @@ from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, SHAPE
-from tests.parity.trajectory import here, micro_batches
+from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved
 
 # Torch's names, old and new, under one.

@@ -1,27 +1,14 @@
-"""Five training steps on one rank of a layout, and everything they computed."""
+"""The ranks of a test as a world, and a trial run of a layout on them."""
 
 import torch
 import torch.distributed as dist
 
 from pentatron.config.run import RunConfig
 from pentatron.parallel.world import World, connect, single_process
-from pentatron.train.comparison import Sent, Trajectory
-from pentatron.train.trial import follow, keep_gradients, micro_batches, reveal, run_trial, sent
+from pentatron.train.comparison import Trajectory
+from pentatron.train.trial import run_trial
 from tests.parity.bugs import plant
 from tests.support import resolved
-
-__all__ = [
-    "Sent",
-    "Trajectory",
-    "follow",
-    "here",
-    "keep_gradients",
-    "micro_batches",
-    "on_a_rank",
-    "reveal",
-    "run",
-    "sent",
-]
 
 
 def here(config: RunConfig, device: str = "cpu") -> World:

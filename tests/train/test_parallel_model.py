@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model
+from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
-from tests.parity.trajectory import here, micro_batches
+from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved
 
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH = 4, 64, 16, 4

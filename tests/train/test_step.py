@@ -9,7 +9,7 @@ from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.world import single_process
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from tests.parity.trajectory import micro_batches
+from pentatron.train.trial import micro_batches
 from tests.support import resolved
 
 
