@@ -40,7 +40,10 @@ def attend(
     if context.exchange == "a2a":
         return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group)
     way = {"p2p": _Ring, "all_gather": _Gathered}[context.exchange]
-    result: Tensor = way.apply(q_BNSH, k_BKSH, v_BKSH, context)
+    # The kernels of single blocks believe that a head's channels lie side by side, and do not look; rotation may make it
+    # otherwise.
+    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
+    result: Tensor = way.apply(*rows, context)
     return result
 
 

@@ -38,7 +38,14 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
     return in_parts(x_BNSH.detach(), context.size)[context.rank].clone()
 
 
-def distances(exchange: str, heads: int, groups: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+def channels_apart(x_BNSH: Tensor) -> Tensor:
+    """The same numbers, those of one channel side by side: what rotating heads of two channels makes."""
+    return x_BNSH.transpose(-1, 1).contiguous().transpose(-1, 1)
+
+
+def distances(
+    exchange: str, heads: int, groups: int, dtype: torch.dtype = torch.float32, apart: bool = False
+) -> dict[str, float]:
     """How far this rank's part is from the same part of whole attention in fp32, relative to the largest element."""
     context = axis(exchange)
     inputs = [drawn(heads, 1, dtype), drawn(groups, 2, dtype), drawn(groups, 3, dtype)]
@@ -47,7 +54,7 @@ def distances(exchange: str, heads: int, groups: int, dtype: torch.dtype = torch
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     expected.backward(gradient.float())
     parts = [own(t, context).requires_grad_() for t in inputs]
-    found = attend(*parts, context)
+    found = attend(*(channels_apart(t) if apart else t for t in parts), context)
     found.backward(own(gradient, context))
     assert found.dtype == dtype
     pairs = zip((found.detach(), *(t.grad for t in parts)), (expected, *(t.grad for t in whole)))
@@ -70,6 +77,13 @@ def test_two_ranks_attend_as_one(exchange: str, heads: int, groups: int) -> None
 @pytest.mark.parametrize(("heads", "groups"), [(8, 4), (8, 2)])
 def test_four_ranks_attend_as_one(exchange: str, heads: int, groups: int) -> None:
     found = distances(exchange, heads, groups)
+    assert max(found.values()) < 1e-5, found
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_channels_need_not_lie_side_by_side(exchange: str) -> None:
+    found = distances(exchange, 4, 2, apart=True)
     assert max(found.values()) < 1e-5, found
 
 
