@@ -5,9 +5,11 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Extra words for pip, e.g. PIP_ARGS="--extra-index-url URL-OF-A-CUDA-BUILD" (see README, "Set-up").
 PIP_ARGS ?=
+# How many cases `make fuzz` runs.
+N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity bench-harness bench-pipeline clean
+.PHONY: help setup demo test check format contract parity fuzz bench-harness bench-pipeline clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -43,6 +45,9 @@ contract: $(READY) ## run what shows each contract item, print the count, write 
 
 parity: $(READY) ## every layout against one process, write docs/parity.md; a corner: ARGS="--only tp2"
 	@$(BIN)/python scripts/parity.py $(ARGS)
+
+fuzz: $(READY) ## N random models in random layouts against one process; more: ARGS="--seed 2 --minutes 10 --only zbv"
+	@$(BIN)/python scripts/fuzz.py --cases $(N) $(ARGS)
 
 bench-harness: $(READY) ## cost of an empty distributed test against fresh processes
 	@$(BIN)/python bench/harness.py

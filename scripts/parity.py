@@ -34,6 +34,7 @@ from pentatron.train.comparison import (  # noqa: E402
     worst,
 )
 from tests.harness import run_distributed  # noqa: E402
+from tests.parity import ledger  # noqa: E402
 from tests.parity.bf16 import ALLOWED, BF16_CASES, excess  # noqa: E402
 from tests.parity.bugs import BUGS  # noqa: E402
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout  # noqa: E402
@@ -197,7 +198,7 @@ def page(
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}; {seconds / 60:.0f} minutes.",
         "",
     ]
-    return "\n".join(lines)
+    return ledger.renewed("\n".join(lines), ledger.read(ROOT / ledger.LEDGER))
 
 
 def in_markdown(rows: list[list[Cell]]) -> list[str]:

@@ -111,6 +111,17 @@ def _tensors(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor], t
     ]
 
 
+def disagreements(ranks: Sequence[Trajectory]) -> list[str]:
+    """Rectangles of weights that several ranks hold, with different bits."""
+    seen: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
+    return [
+        f"{place[0]} on rank {number}"
+        for number, rank in enumerate(ranks)
+        for place, digest in rank.held.items()
+        if seen.setdefault(place, digest) != digest
+    ]
+
+
 def _bare(name: str) -> str:
     """The parameter's own name: fragments carry what they are in front of it."""
     return name.partition("/")[2] or name

@@ -10,10 +10,11 @@ from pentatron.config.run import RunConfig
 from pentatron.optim.optimizer import Optimizer
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.parity.cases import MIXTURES, SHAPE
 from tests.parity.test_theory import LARGE, bytes_on_a_rank, parameters_of, step_on_a_rank
-from tests.parity.trajectory import here, micro_batches
+from tests.parity.trajectory import here
 from tests.support import resolved
 
 TP, CP, EP = "--tensor-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size"

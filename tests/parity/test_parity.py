@@ -4,11 +4,10 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pytest
 
-from pentatron.train.comparison import Trajectory, failures, gaps
+from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
 from tests.harness import run_distributed
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
@@ -71,17 +70,6 @@ def test_planted_bugs_are_caught(bug: str) -> None:
     _, family, name = BUGS[bug]
     case = named(name, family)
     assert failures(gaps(spread(case, family, bug), reference(case, family))) != []
-
-
-def disagreements(ranks: list[Trajectory]) -> list[str]:
-    """Rectangles of weights that several ranks hold, with different bits."""
-    seen: dict[Any, str] = {}
-    return [
-        f"{place[0]} on rank {number}"
-        for number, rank in enumerate(ranks)
-        for place, digest in rank.held.items()
-        if seen.setdefault(place, digest) != digest
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Drawing values, for random cases."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pentatron.config.run import table
+
+Item = TypeVar("Item")
+
+# How often a value is drawn that need not fit the others.
+_CARELESS = 0.02
+
+
+class Dice:
+    def __init__(self, name: str) -> None:
+        self.random = random.Random(name)
+
+    def often(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def of(self, *options: Item) -> Item:
+        return self.random.choice(options)
+
+    def weighted(self, options: Mapping[Item, float]) -> Item:
+        return self.random.choices(list(options), list(options.values()))[0]
+
+    def number(self, least: int, most: int) -> int:
+        return self.random.randint(least, max(least, most))
+
+    def some(self, options: Sequence[Item], most: int) -> list[Item]:
+        """One or several of them, in their order."""
+        chosen = self.random.sample(range(len(options)), self.number(1, min(most, len(options))))
+        return [options[i] for i in sorted(chosen)]
+
+    def careless(self) -> bool:
+        return self.often(_CARELESS)
+
+
+def available(name: str) -> list[Any]:
+    """The choices of a setting that are built: what is built later is drawn from that day on."""
+    item = table()[name]
+    return [choice for choice in item.choices if not item.refuses(choice)]

@@ -1,0 +1,202 @@
+"""Runs random cases, judges them as parity does, and makes a failing one smaller."""
+
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pentatron.config.errors import UserError
+from pentatron.train.comparison import Trajectory, disagreements, failures, gaps, size, worst
+from tests.harness import run_distributed
+from tests.harness.report import RanksFailed
+from tests.parity.random_cases import Case, draw, setting_of
+from tests.parity.trajectory import on_a_rank, run
+
+TIMEOUT = 90.0
+# Two experts whose scores lie closer than this may change places when sums are rounded in another order.
+TIE = 2e-5
+_OTHER_SEEDS = 4
+
+
+class Margins(TorchFunctionMode):
+    """Watches every choice of the largest: by how little was the last one chosen?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closest = math.inf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.topk:
+            self._look(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _look(self, scores: torch.Tensor, k: int, dim: int = -1) -> None:
+        if k == scores.shape[dim]:
+            return
+        best = scores.detach().topk(k + 1, dim).values
+        chosen, missed = best.select(dim, k - 1), best.select(dim, k)
+        # Where experts have no token more to choose from (0), or come in groups that were not (-inf), none was close.
+        real = chosen.isfinite() & missed.isfinite() & chosen.ne(0)
+        if real.any():
+            self.closest = min(self.closest, float((chosen - missed)[real].min()))
+
+
+def alone_on_a_rank(words: str) -> tuple[Trajectory, float]:
+    """The run on one process, and how close its closest choice of experts was."""
+    with Margins() as margins:
+        seen = run(words, 1)
+    return seen, margins.closest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`refused`: the sentence of the configuration; `failed`: what went wrong; neither: it agrees.
+
+    `share` is the largest gap as a share of what is allowed; `ties`, how many seeds were left because of a tie."""
+
+    refused: str = ""
+    failed: tuple[str, ...] = ()
+    share: float = 0.0
+    ties: int = 0
+
+
+def judged(case: Case, bug: str = "", timeout: float = TIMEOUT) -> Outcome:
+    """Compares a case with one process.
+
+    Where experts are chosen by scores that are all but equal, two right runs may choose differently, and go different
+    ways from there. So a case that disagrees and has such a choice is asked again with another seed: a mistake would
+    show there too.
+    """
+    try:
+        case.config()
+    except UserError as error:
+        return Outcome(refused=str(error))
+    outcome = Outcome()
+    for ties in range(_OTHER_SEEDS + 1):
+        failed, share, closest = _compared(with_other_seed(case, ties), bug, timeout)
+        outcome = Outcome(failed=failed, share=share, ties=ties)
+        if not failed or closest >= TIE:
+            break
+    return outcome
+
+
+def with_other_seed(case: Case, more: int) -> Case:
+    """Other initial weights, the same model."""
+    seed = case.config().run.seed
+    others = tuple(trait for trait in case.traits if not trait.startswith("--seed "))
+    return case if more == 0 else Case(case.ranks, (*others, f"--seed {seed + more}"))
+
+
+def _compared(case: Case, bug: str, timeout: float) -> tuple[tuple[str, ...], float, float]:
+    """What failed, the largest gap, and how close the closest choice was."""
+    closest = math.inf
+    try:
+        [(expected, closest)] = run_distributed(alone_on_a_rank, 1, timeout=timeout, words=case.reference())
+        found = run_distributed(on_a_rank, case.ranks, timeout=timeout, words=case.command, bug=bug)
+    except RanksFailed as error:
+        return tuple(str(error).strip().splitlines()), math.inf, closest
+    judgement = gaps(found, expected)
+    apart = [f"{place} differs from another rank's" for place in disagreements(found)]
+    return (*failures(judgement), *apart), size(worst(judgement)), closest
+
+
+@dataclass
+class Tally:
+    """What has been run so far."""
+
+    run: int = 0
+    refused: int = 0
+    ties: int = 0
+    failures: list[tuple[int, Case, Outcome]] = field(default_factory=list)
+    share: float = 0.0
+
+    def count(self, number: int, case: Case, outcome: Outcome) -> None:
+        if outcome.refused:
+            self.refused += 1
+            return
+        self.run += 1
+        self.ties += outcome.ties
+        if outcome.failed:
+            self.failures.append((number, case, outcome))
+        else:
+            self.share = max(self.share, outcome.share)
+
+    def in_words(self) -> str:
+        agree = self.run - len(self.failures)
+        words = f"{agree} agree, {len(self.failures)} fail, {self.refused} refused"
+        ties = f", {self.ties} asked again because of a tie" if self.ties else ""
+        return f"{words}{ties}; largest gap {self.share:.0%} of what is allowed"
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """`wanted` cases are run, those refused not counted; `seconds` end it earlier, `only` picks cases by a word."""
+
+    seed: int
+    wanted: int
+    seconds: float = math.inf
+    only: str = ""
+    keep_going: bool = False
+    bug: str = ""
+
+    def cases(self) -> Iterator[tuple[int, Case]]:
+        number = 0
+        while True:
+            case = draw(self.seed, number)
+            if self.only in case.words:
+                yield number, case
+            number += 1
+
+    def run(self, tally: Tally, tell: Callable[[Tally, float], None]) -> None:
+        """`tell` is called after every case with the seconds since the start."""
+        started = time.monotonic()
+        for number, case in self.cases():
+            outcome = judged(case, self.bug)
+            tally.count(number, case, outcome)
+            passed = time.monotonic() - started
+            tell(tally, passed)
+            stop = bool(outcome.failed) and not self.keep_going
+            if stop or tally.run >= self.wanted or passed >= self.seconds:
+                return
+
+
+def replay_command(case: Case) -> str:
+    return f"python scripts/fuzz.py --ranks {case.ranks} --case {shlex.quote(case.words)}"
+
+
+def shrunk(case: Case, still_fails: Callable[[Case], bool], seconds: float) -> Case:
+    """Leaves out one trait after the other as long as the case fails without it, for some seconds."""
+    until = time.monotonic() + seconds
+    smaller: Case | None = case
+    while smaller is not None:
+        case = smaller
+        smaller = next(
+            (c for c in _smaller(case) if time.monotonic() < until and still_fails(c)),
+            None,
+        )
+    return case
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """First whole subjects, then single traits; a parallel size takes its ranks with it."""
+    sections = {trait: setting.section for trait in case.traits if (setting := setting_of(trait)) is not None}
+    for section in ("moe", "memory"):
+        kept = tuple(trait for trait in case.traits if sections.get(trait) != section)
+        if len(kept) < len(case.traits):
+            yield Case(case.ranks, tuple(t for t in kept if not t.startswith("--expert-")))
+    for i, trait in enumerate(case.traits):
+        kept = (*case.traits[:i], *case.traits[i + 1 :])
+        _, _, value = trait.partition("parallel-size ")
+        if value.isdigit() and not trait.startswith("--expert-") and case.ranks % int(value) == 0:
+            yield Case(case.ranks // int(value), kept)
+        yield Case(case.ranks, kept)
+    for ranks in range(case.ranks - 1, 0, -1):
+        if case.ranks % ranks == 0:
+            yield dataclasses.replace(case, ranks=ranks)

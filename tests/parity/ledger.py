@@ -1,0 +1,74 @@
+"""How many random cases have been run in all: a line of docs/fuzz.csv for every run, and what docs/parity.md says of it."""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+LEDGER = Path("docs/fuzz.csv")
+TITLE = "## Random cases"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of `make fuzz`; `refused` cases are not among `cases`."""
+
+    date: str
+    seed: int
+    cases: int
+    refused: int
+    failures: int
+    torch: str
+
+
+NAMES = tuple(field.name for field in fields(Entry))
+
+
+def read(ledger: Path) -> list[Entry]:
+    if not ledger.exists():
+        return []
+    with ledger.open(newline="", encoding="utf-8") as lines:
+        return [
+            Entry(
+                row["date"],
+                int(row["seed"]),
+                int(row["cases"]),
+                int(row["refused"]),
+                int(row["failures"]),
+                row["torch"],
+            )
+            for row in csv.DictReader(lines)
+        ]
+
+
+def append(ledger: Path, entry: Entry) -> None:
+    new = not ledger.exists() or ledger.stat().st_size == 0
+    with ledger.open("a", newline="", encoding="utf-8") as lines:
+        writer = csv.writer(lines, lineterminator="\n")
+        if new:
+            writer.writerow(NAMES)
+        writer.writerow([getattr(entry, name) for name in NAMES])
+
+
+def section(entries: Sequence[Entry]) -> str:
+    """What the page says about them; the last thing on it."""
+    cases, refused = sum(e.cases for e in entries), sum(e.refused for e in entries)
+    text = (
+        f"`make fuzz` draws models and layouts at random and judges each of them in the same way: {cases} cases have been run in "
+        f"all ([the ledger](fuzz.csv)), {refused} more were drawn and refused by the configuration."
+    )
+    failing = [i for i, e in enumerate(entries) if e.failures]
+    if failing:
+        failed, since = sum(e.failures for e in entries), entries[failing[-1] + 1 :]
+        text += (
+            f" {failed} of them did not agree, the last ones on {entries[failing[-1]].date}; the {sum(e.cases for e in since)} "
+            f"cases since then all agree."
+        )
+    else:
+        text += " All of them agree."
+    return f"{TITLE}\n\n{text}\n"
+
+
+def renewed(page: str, entries: Sequence[Entry]) -> str:
+    """The page, with what it says about random cases brought up to date."""
+    return f"{page.partition(TITLE)[0].rstrip()}\n\n{section(entries)}"

@@ -1,0 +1,294 @@
+"""Random models in random layouts: the same seed and number always make the same case.
+
+Values are drawn so that most of them fit together; now and then one is drawn without looking, as a user would.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pentatron.config.entry import PRETRAIN_GPT
+from pentatron.config.flags import FlagTable, is_flag
+from pentatron.config.run import RunConfig
+from pentatron.config.setting import Setting
+from pentatron.layout.divisors import divisors
+from pentatron.layout.schedules import FOLDED, HALVING
+from pentatron.nn.balance import loss_weights
+from pentatron.train.comparison import STEPS
+from tests.parity.dice import Dice, available
+from tests.parity.random_experts import draw_experts
+from tests.support import resolved
+
+# As in the parity table; std 0.1 and the large epsilon come with every small configuration.
+COMMON = f"--lr 3e-3 --train-iters {STEPS}"
+MOST_LAYERS = 9
+LONGEST = 32
+# What the run on one process does without: how work is spread, and what is kept in memory.
+_SPREAD_SECTIONS = ("parallel", "memory")
+_SPREAD_SETTINGS = ("micro_batch_size", "moe_token_dispatcher_type", "moe_grouped_gemm")
+# Two and four ranks find most mistakes and are quick.
+_RANKS = {1: 2, 2: 12, 3: 1, 4: 12, 5: 0.5, 6: 1, 7: 0.5, 8: 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A number of processes, and the flags of the run on them, each with its values."""
+
+    ranks: int
+    traits: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.traits)
+
+    @property
+    def command(self) -> str:
+        return f"{COMMON} {self.words}"
+
+    def config(self) -> RunConfig:
+        """Raises `UserError` for a case that is refused."""
+        return resolved(self.command, self.ranks).config
+
+    def reference(self) -> str:
+        """The flags of the same model on one process."""
+        config = self.config()
+        micro_batch = (
+            config.train.micro_batch_size if _by_micro_batch(config) else config.train.global_batch_size
+        )
+        kept = " ".join(trait for trait in self.traits if not _is_spread(trait))
+        batch = f"--global-batch-size {config.train.global_batch_size} --micro-batch-size {micro_batch}"
+        return f"{COMMON} {kept} {batch}"
+
+
+def read_case(ranks: int, text: str) -> Case:
+    """From the flags as a failing case prints them."""
+    traits: list[str] = []
+    for word in text.split():
+        if is_flag(word) or not traits:
+            traits.append(word)
+        else:
+            traits[-1] += f" {word}"
+    return Case(ranks, tuple(traits))
+
+
+def setting_of(trait: str) -> Setting | None:
+    found = FlagTable(PRETRAIN_GPT).find(trait.split()[0])
+    return None if found is None else found[0]
+
+
+def _is_spread(trait: str) -> bool:
+    setting = setting_of(trait)
+    return setting is not None and (
+        setting.section in _SPREAD_SECTIONS
+        or setting.name in _SPREAD_SETTINGS
+        or setting.name == "global_batch_size"
+    )
+
+
+def _by_micro_batch(config: RunConfig) -> bool:
+    """Whether something is defined by micro-batch, so that one process must cut its batch likewise."""
+    if config.moe.num_experts is None:
+        return False
+    return "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
+
+
+@dataclass(frozen=True)
+class Axes:
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+
+    @property
+    def stage(self) -> int:
+        return self.tensor * self.context * self.data
+
+
+def draw(seed: int, number: int) -> Case:
+    dice = Dice(f"{seed}:{number}")
+    ranks = dice.weighted(_RANKS)
+    axes = _axes(dice, ranks)
+    exchange = dice.of(*available("cp_comm_type"))
+    experts = dice.often(0.4)
+    kind, virtual = _schedule(dice, axes.pipeline)
+    layers = _layers(dice, axes.pipeline * virtual)
+    sequence_parallel = axes.tensor > 1 and (dice.often(0.5) or (experts and not dice.careless()))
+    traits = [
+        *_shape(dice, axes, layers, exchange, sequence_parallel),
+        *_family(dice, kind in FOLDED and axes.pipeline > 1),
+        *(draw_experts(dice, axes.stage, axes.tensor, layers) if experts else ()),
+        *_sizes(axes, exchange, sequence_parallel),
+        *_pipeline(dice, axes.pipeline, kind, virtual, layers),
+        *_sharing(dice),
+        *_recompute(
+            dice, kind in HALVING and axes.pipeline > 1, experts, layers // (axes.pipeline * virtual)
+        ),
+        *_batch(dice, axes, kind),
+        f"--seed {dice.number(0, 10**6)}",
+    ]
+    return Case(ranks, tuple(traits))
+
+
+def _axes(dice: Dice, ranks: int) -> Axes:
+    sizes = {"tensor": 1, "pipeline": 1, "context": 1, "data": 1}
+    while ranks > 1:
+        factor = divisors(ranks)[1]
+        sizes[dice.of(*sizes)] *= factor
+        ranks //= factor
+    return Axes(**sizes)
+
+
+def _schedule(dice: Dice, ranks: int) -> tuple[str, int]:
+    """A pipeline schedule and the stages of each rank."""
+    if ranks == 1:
+        return "1f1b", 1
+    several = [n for n in (2, 3) if n * ranks <= MOST_LAYERS]
+    kinds = [k for k in available("pipeline_schedule") if several or k not in (*FOLDED, "interleaved")]
+    kind = dice.of(*kinds)
+    if kind in FOLDED:
+        return kind, 2
+    if kind == "interleaved" or (kind == "zero-bubble" and several and dice.often(0.4)):
+        return kind, dice.of(*several)
+    return kind, 1
+
+
+def _layers(dice: Dice, stages: int) -> int:
+    """Rather few than many."""
+    if dice.careless():
+        return dice.number(1, MOST_LAYERS)
+    return min(dice.number(stages, MOST_LAYERS) for _ in range(2))
+
+
+def _shape(dice: Dice, axes: Axes, layers: int, exchange: str, sequence_parallel: bool) -> Iterable[str]:
+    tensor = 1 if dice.careless() else axes.tensor
+    heads = tensor * dice.of(1, 2, 3, 4)
+    if exchange == "a2a" and axes.context > 1:
+        heads = tensor * axes.context * dice.of(1, 2)
+    yield f"--num-layers {layers}"
+    yield f"--hidden-size {dice.of(8, 12, 20, 24, 32, 33, 40)}"
+    yield f"--num-attention-heads {heads}"
+    yield from _positions(dice)
+    if dice.often(0.5):
+        yield f"--group-query-attention --num-query-groups {_groups(dice, heads, tensor)}"
+    yield f"--ffn-hidden-size {tensor * dice.number(2, 48 // tensor)}"
+    multiple = 2 * axes.context if axes.context > 1 else 1
+    if sequence_parallel:
+        multiple = math.lcm(multiple, axes.context * axes.tensor)
+    length = multiple * dice.number(1, LONGEST // multiple)
+    # Fewer tokens than two leave nothing for masks to differ in.
+    yield f"--seq-length {max(2, length + dice.careless())}"
+    yield f"--vocab-size {dice.number(11, 97)}"
+    yield f"--make-vocab-size-divisible-by {dice.of(1, 2, 3, 5, 16, 64)}"
+
+
+def _positions(dice: Dice) -> Iterable[str]:
+    kind = dice.of(*available("position_embedding_type"))
+    yield f"--position-embedding-type {kind}"
+    yield f"--kv-channels {dice.of(2, 4, 6, 8, 16) if kind == 'rope' else dice.of(2, 5, 8, 11, 16)}"
+    if kind != "rope":
+        return
+    if dice.often(0.4):
+        yield "--rotary-interleaved"
+    if dice.often(0.3):
+        # Half of a head of two channels is one, which cannot be rotated: refused now and then.
+        yield f"--rotary-percent {dice.of(0.5, 0.25)}"
+
+
+def _groups(dice: Dice, heads: int, tensor: int) -> int:
+    fitting = [n for n in divisors(heads) if n % tensor == 0 or tensor % n == 0]
+    return dice.of(*(divisors(heads) if dice.careless() else fitting))
+
+
+def _family(dice: Dice, must_be_untied: bool) -> Iterable[str]:
+    yield f"--normalization {dice.of(*available('normalization'))}"
+    if dice.often(0.5):
+        yield "--swiglu"
+    if dice.often(0.5):
+        yield "--disable-bias-linear"
+        if dice.often(0.4):
+            yield "--add-qkv-bias"
+    if dice.often(0.25):
+        yield "--qk-layernorm"
+    if dice.often(0.5) or (must_be_untied and not dice.careless()):
+        yield "--untie-embeddings-and-output-weights"
+    if dice.often(0.3):
+        yield f"--hidden-dropout {dice.of(0.1, 0.3)}"
+
+
+def _sizes(axes: Axes, exchange: str, sequence_parallel: bool) -> Iterable[str]:
+    if axes.tensor > 1:
+        yield f"--tensor-model-parallel-size {axes.tensor}"
+        yield "--sequence-parallel" if sequence_parallel else "--no-sequence-parallel"
+    if axes.context > 1:
+        yield f"--context-parallel-size {axes.context}"
+        yield f"--cp-comm-type {exchange}"
+
+
+def _pipeline(dice: Dice, ranks: int, kind: str, virtual: int, layers: int) -> Iterable[str]:
+    if ranks == 1:
+        return
+    stages = ranks * virtual
+    yield f"--pipeline-model-parallel-size {ranks}"
+    yield f"--pipeline-schedule {kind}"
+    if virtual > 1 and kind not in FOLDED:
+        if layers % stages == 0 and dice.often(0.3):
+            yield f"--num-layers-per-virtual-pipeline-stage {layers // stages}"
+            return
+        yield f"--virtual-pipeline-model-parallel-size {virtual}"
+        if dice.often(0.3):
+            yield f"--microbatch-group-size-per-virtual-pipeline-stage {dice.number(ranks, ranks + 2)}"
+    way = dice.of("by cost", "by cost", "ends", "counted", "written out")
+    if way == "ends":
+        # What is left must fill the stages between.
+        most = max(1, (layers - stages) // virtual + 1)
+        flag = dice.of("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+        yield f"{flag} {virtual * dice.number(1, most)}"
+    elif way == "counted":
+        yield from dice.some(
+            ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"], 2
+        )
+    elif way == "written out":
+        yield f"--pipeline-model-parallel-layout {_written(dice, layers, stages)}"
+
+
+def _written(dice: Dice, layers: int, stages: int) -> str:
+    """Stages between the ends have a layer at least; the first may have the embedding alone, the last the head."""
+    counts = [0] + [1] * (stages - 2) + [0]
+    for _ in range(layers - sum(counts)):
+        counts[dice.number(0, stages - 1)] += 1
+    return "E" + "|".join("t" * count for count in counts) + "L"
+
+
+def _sharing(dice: Dice) -> Iterable[str]:
+    stage = dice.of(*available("zero_stage"))
+    if stage:
+        yield f"--zero-stage {stage}"
+    if dice.often(0.3):
+        yield "--overlap-grad-reduce"
+    if dice.often(0.3):
+        yield "--overlap-param-gather"
+    if dice.often(0.8):
+        # Far smaller than the model, so that there are several buckets.
+        yield f"--ddp-bucket-size {dice.of(300, 1000, 3000, 10_000)}"
+
+
+def _recompute(dice: Dice, in_halves: bool, experts: bool, smallest_stage: int) -> Iterable[str]:
+    if (in_halves and not dice.careless()) or dice.often(0.5):
+        return
+    kind = dice.of(*available("recompute_granularity"))
+    yield f"--recompute-granularity {kind}"
+    if kind == "full":
+        yield f"--recompute-method {dice.of(*available('recompute_method'))}"
+        yield f"--recompute-num-layers {dice.number(1, smallest_stage + dice.careless())}"
+    else:
+        of_experts = ("moe", "moe_act", "shared_experts")
+        modules = [m for m in available("recompute_modules") if experts or m not in of_experts]
+        yield f"--recompute-modules {' '.join(dice.some(modules, 3))}"
+
+
+def _batch(dice: Dice, axes: Axes, kind: str) -> Iterable[str]:
+    micro_batch = dice.of(1, 1, 2, 2, 3)
+    least = 2 * axes.pipeline if kind == "dualpipev" and not dice.careless() else 1
+    count = dice.number(least, max(least + 1, 6))
+    yield f"--micro-batch-size {micro_batch}"
+    yield f"--global-batch-size {micro_batch * axes.data * count + dice.careless()}"
