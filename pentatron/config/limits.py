@@ -33,6 +33,7 @@ LIMITS: dict[str, Limit] = {
             "gradient_accumulation_steps num_microbatches rank_batch_size train_iters epochs lr_decay_iters adam_eps "
             "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
             "expert_model_parallel_size expert_tensor_parallel_size data_parallel_size ddp_bucket_size "
+            "num_distributed_optimizer_instances "
             "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
             "microbatch_group_size_per_virtual_pipeline_stage "
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "

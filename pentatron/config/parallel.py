@@ -57,8 +57,9 @@ class ParallelConfig:
         "what data-parallel ranks share: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters",
         sets={"--use-distributed-optimizer": 1},
         choices=(0, 1, 2, 3),
-        not_yet="parameter sharding (ZeRO-3)",
-        available=(0, 1, 2),
+    )
+    num_distributed_optimizer_instances: int = setting(
+        1, "ZeRO 3: groups of data-parallel ranks that each hold the whole model (hybrid sharding)"
     )
     overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs")
     overlap_param_gather: bool = setting(False, "gather parameters while forward runs")

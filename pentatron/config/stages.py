@@ -21,6 +21,7 @@ def grid_of(values: Mapping[str, Any]) -> Grid:
         expert=values["expert_model_parallel_size"],
         expert_tensor=of_experts,
         kv_copies=max(1, tensor // values["num_query_groups"]),
+        instances=values["num_distributed_optimizer_instances"] if values["zero_stage"] == 3 else 1,
     )
 
 

@@ -12,7 +12,9 @@ from typing import Literal
 # `replicas` hold the same weights and see other tokens (data × context), `kv` are neighbours on the tensor axis
 # that hold the same key/value head, `embedding` are the first and the last stage, which share a tied embedding,
 # `sequence` share the tokens of a micro-batch (tensor × context), `experts` hold all experts of a layer between them
-# (expert × expert tensor).
+# (expert × expert tensor). Replicas that divide parameters between them may do so in several groups, each of which holds
+# them all: `shards` are the ranks of one such group, `instances` those with the same share in the different groups;
+# `expert_shards` and `expert_instances` are the same of the ranks that hold the same experts.
 Axis = Literal[
     "tensor",
     "context",
@@ -26,6 +28,10 @@ Axis = Literal[
     "embedding",
     "sequence",
     "experts",
+    "shards",
+    "instances",
+    "expert_shards",
+    "expert_instances",
 ]
 
 
@@ -47,7 +53,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the parallel dimensions. `kv_copies` tensor ranks in a row hold the same key/value head."""
+    """The sizes of the parallel dimensions. `kv_copies` tensor ranks in a row hold the same key/value head.
+
+    `instances` groups of replicas, neighbours in each, divide parameters between them, every group for itself.
+    """
 
     tensor: int = 1
     context: int = 1
@@ -56,6 +65,7 @@ class Grid:
     expert: int = 1
     expert_tensor: int = 1
     kv_copies: int = 1
+    instances: int = 1
 
     @property
     def model_size(self) -> int:
@@ -114,6 +124,13 @@ class Grid:
             return (at.tensor, at.context, at.data, -1 if ends else at.pipeline)
         if axis == "experts":
             return at.pipeline, at.expert_data
+        if axis in ("shards", "instances"):
+            number, each = at.data * self.context + at.context, self.data * self.context // self.instances
+            return at.tensor, at.pipeline, number // each if axis == "shards" else number % each
+        if axis in ("expert_shards", "expert_instances"):
+            number, each = at.expert_data, self.expert_data // self.instances
+            part = number // each if axis == "expert_shards" else number % each
+            return at.expert_tensor, at.expert, at.pipeline, part
         varying = _TOGETHER.get(axis, (axis,))
         return tuple(dense[a] for a in dense if a not in varying)
 

@@ -15,26 +15,27 @@ from torch import Tensor, nn
 from pentatron.config.parallel import ParallelConfig
 from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
-from pentatron.optim.clip import clip_, squared_norm
+from pentatron.optim.adam import Adam, Part
+from pentatron.optim.clip import squared_norm
 from pentatron.parallel.buckets import Bucket, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.gathering import WeightGathering
-from pentatron.parallel.partial_sums import PartialSums
-from pentatron.parallel.pieces import Fragment, held_parameters
+from pentatron.parallel.partial_sums import KeptGradients, PartialSums
+from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters, runs_of
 from pentatron.parallel.reduction import Reduction, ScatterBuffers, ScatteredReduction, WholeReduction
 from pentatron.parallel.world import World
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Elements of a bucket that decay alike: what Adam sees as one parameter."""
+    """Elements of a bucket that decay alike."""
 
     bucket: Bucket
-    gradients: Tensor
     span: Span
-    decays: bool
-    flat: nn.Parameter
+    part: Part
+
+    @property
+    def gradients(self) -> Tensor:
+        return self.part.gradients
 
 
 class Optimizer:
@@ -48,7 +49,6 @@ class Optimizer:
         parallel: ParallelConfig,
         dtype: torch.dtype,
     ) -> None:
-        assert parallel.zero_stage in (0, 1, 2), "sharded parameters are not a matter of buckets"
         self.world = world
         self.config = config
         self._sharded = parallel.zero_stage > 0
@@ -56,6 +56,8 @@ class Optimizer:
         parameters = [id(p) for chunk in chunks.values() for p in chunk.parameters()]
         assert len(parameters) == len(set(parameters)), "two stages of a rank hold the same parameter"
         stages = {stage: self._take_over(chunk, parallel, dtype) for stage, chunk in chunks.items()}
+        shared = any(bucket.copies.size > 1 for buckets in stages.values() for bucket in buckets)
+        assert parallel.zero_stage < 3 or not shared, "sharded parameters are no matter of buckets"
         self._reductions = _reductions(stages, world, parallel)
         # Buckets are packed from a model's end to its start.
         forward = [bucket for stage in sorted(stages) for bucket in reversed(stages[stage])]
@@ -65,38 +67,16 @@ class Optimizer:
             for reduction in self._reductions.values()
             for bucket, kept in zip(reduction.buckets, reduction.kept)
         ]
-        self._partial_sums = PartialSums(world, self._kept)
+        kept_gradients = [_kept_gradients(bucket, kept) for bucket, kept in self._kept]
+        self._partial_sums = PartialSums(world, kept_gradients)
         self._uncovered = [view for bucket, kept in self._kept for view in _uncovered(bucket, kept)]
         self._normed = self._runs_counted_here()
         self._stretches = [s for bucket, kept in self._kept for s in _stretches(bucket, kept)]
-        self._adam = self._make_adam()
+        self._adam = Adam([stretch.part for stretch in self._stretches], config)
 
     def _take_over(self, chunk: nn.Module, parallel: ParallelConfig, dtype: torch.dtype) -> list[Bucket]:
         plans = plan_buckets(held_parameters(chunk), parallel.ddp_bucket_size, self.world.group)
         return [Bucket(plan, dtype, self._sharded) for plan in plans]
-
-    def _make_adam(self) -> torch.optim.AdamW:
-        groups = [
-            {
-                "params": [s.flat for s in self._stretches if s.decays is decays],
-                "weight_decay": self.config.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
-        ]
-        adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.config.lr,
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
-            eps=self.config.adam_eps,
-            fused=True,
-        )
-        for stretch in self._stretches:
-            # Made now rather than at the first step, so that saving and loading see one layout at all times.
-            adam.state[stretch.flat] = {
-                "step": torch.zeros((), dtype=torch.float32, device=stretch.flat.device),
-                **{moment: torch.zeros_like(stretch.flat) for moment in MOMENTS},
-            }
-        return adam
 
     def _runs_counted_here(self) -> list[Tensor]:
         """This rank's part of the gradient norm: of its share of every bucket, the pieces it speaks for."""
@@ -144,10 +124,7 @@ class Optimizer:
         """Clips by the norm of all gradients and updates the weights."""
         assert math.isfinite(norm), "a step with gradients that are no numbers"
         self.wait_for_weights()
-        clip_([s.gradients for s in self._stretches], norm, self.config.clip_grad)
-        for group in self._adam.param_groups:
-            group["lr"] = learning_rate
-        self._adam.step()
+        self._adam.step(learning_rate, norm)
         self._publish()
 
     def _publish(self) -> None:
@@ -169,9 +146,8 @@ class Optimizer:
         """
         self.wait_for_weights()
         for stretch in self._stretches:
-            state = {"weights": stretch.flat, **{m: self._adam.state[stretch.flat][m] for m in MOMENTS}}
-            for kind, values in state.items():
-                yield from self._named(kind, stretch, values.detach(), owned_only)
+            for kind, values in self._adam.state(stretch.part).items():
+                yield from self._named(kind, stretch, values, owned_only)
 
     def gradients(self, owned_only: bool) -> Iterator[Fragment]:
         """The gradients, as `fragments` has the rest; for comparisons."""
@@ -185,10 +161,16 @@ class Optimizer:
             if not owned_only or self.world.is_first_of(piece.replicated_over):
                 yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
 
+    def model_weights(self) -> Iterator[Fragment]:
+        """The weights this rank computes with, whole. Every rank must ask, and take them one after the other."""
+        self.wait_for_weights()
+        for held in (held for chunk in self._chunks.values() for held in held_parameters(chunk)):
+            for _, fragment in fragments_of(held, held.parameter.detach().view(-1)):
+                yield fragment
+
     def loaded(self, updates: int) -> None:
         """To be called after the fragments were overwritten: `updates` steps had been taken by then."""
-        for stretch in self._stretches:
-            self._adam.state[stretch.flat]["step"].fill_(float(updates))
+        self._adam.set_updates(updates)
         self._publish()
         self.wait_for_weights()
 
@@ -199,7 +181,7 @@ class Optimizer:
             "parameters": held_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
             "gradients": held_bytes(t for r in self._reductions.values() for t in r.memory()),
             "master": held_bytes(b.master for b in buckets if b.master_is_separate),
-            "moments": held_bytes(self._adam.state[s.flat][m] for s in self._stretches for m in MOMENTS),
+            "moments": held_bytes(self._adam.moments()),
         }
 
 
@@ -221,8 +203,7 @@ def _stretches(bucket: Bucket, kept: Tensor) -> Iterator[_Stretch]:
         if len(span):
             inside = span.relative_to(bucket.kept)
             flat = nn.Parameter(inside.of(bucket.master), requires_grad=False)
-            flat.grad = inside.of(kept)
-            yield _Stretch(bucket, inside.of(kept), span, decays, flat)
+            yield _Stretch(bucket, span, Part(flat, inside.of(kept), decays))
 
 
 def _uncovered(bucket: Bucket, kept: Tensor) -> list[Tensor]:
@@ -236,8 +217,11 @@ def _uncovered(bucket: Bucket, kept: Tensor) -> list[Tensor]:
         for _, fragment in bucket.plan.pieces(slot.span, covered, slot.span.first):
             fragment.values.fill_(True)
         local = part.relative_to(slot.span)
-        edges = torch.nn.functional.pad((~covered[local.first : local.last]).to(torch.int8), (1, 1)).diff()
-        starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
         begin = part.first - bucket.kept.first
-        found.extend(kept[begin + i : begin + j] for i, j in zip(starts, stops))
+        found.extend(kept[begin + i : begin + j] for i, j in runs_of(~covered[local.first : local.last]))
     return found
+
+
+def _kept_gradients(bucket: Bucket, kept: Tensor) -> KeptGradients:
+    pieces = list(bucket.plan.pieces(bucket.kept, kept, bucket.kept.first))
+    return KeptGradients(bucket.plan.slots[0].held.tensor, kept, pieces)

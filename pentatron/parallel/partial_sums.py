@@ -2,19 +2,32 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.buckets import Bucket, in_few_runs
+from pentatron.parallel.buckets import in_few_runs
 from pentatron.parallel.collectives import all_reduce_, gather_objects
-from pentatron.parallel.pieces import Shape
+from pentatron.parallel.pieces import Fragment, Piece, Shape
 from pentatron.parallel.world import World
 
 # The axes, besides the replicas, that gradients can be partial over.
 SUMMED_OVER: tuple[Axis, ...] = ("tensor", "kv", "embedding")
+
+
+@dataclass(frozen=True)
+class KeptGradients:
+    """Gradients one after the other in `flat`, and the pieces among them; `name` orders them alike on all ranks."""
+
+    name: str
+    flat: Tensor
+    pieces: Sequence[tuple[Piece, Fragment]]
+
+    def runs(self, chosen: Iterable[Fragment]) -> list[Tensor]:
+        return in_few_runs(self.flat, [fragment.values for fragment in chosen])
 
 
 class PartialSums:
@@ -25,21 +38,21 @@ class PartialSums:
     bucket); going through them by name makes the two agree.
     """
 
-    def __init__(self, world: World, gradients: Iterable[tuple[Bucket, Tensor]]) -> None:
+    def __init__(self, world: World, gradients: Iterable[KeptGradients]) -> None:
         self.world = world
         self._runs: dict[tuple[Axis, ...], list[Tensor]] = {}
         places: dict[Axis, list[tuple[str, Shape, Shape]]] = {}
-        for bucket, kept in sorted(gradients, key=lambda pair: pair[0].plan.slots[0].held.tensor):
-            found: dict[tuple[Axis, ...], list[Tensor]] = {}
-            for piece, fragment in bucket.plan.pieces(bucket.kept, kept, bucket.kept.first):
+        for kept in sorted(gradients, key=lambda kept: kept.name):
+            found: dict[tuple[Axis, ...], list[Fragment]] = {}
+            for piece, fragment in kept.pieces:
                 axes = tuple(sorted(a for a in piece.partial_over if world.group(a).size > 1))
                 if axes:
-                    found.setdefault(axes, []).append(fragment.values)
+                    found.setdefault(axes, []).append(fragment)
                 for axis in axes:
                     place = (fragment.tensor, fragment.start, tuple(fragment.values.shape))
                     places.setdefault(axis, []).append(place)
-            for axes, views in found.items():
-                self._runs.setdefault(axes, []).extend(in_few_runs(kept, views))
+            for axes, chosen in found.items():
+                self._runs.setdefault(axes, []).extend(kept.runs(chosen))
         self._require_equal(places)
 
     def _require_equal(self, places: Mapping[Axis, Sequence[Any]]) -> None:

@@ -182,3 +182,22 @@ def fragments_of(
         block = values[begin : begin + math.prod(size)].view(size)
         where = tuple(g + i - j for g, i, j in zip(piece.start, at, piece.local))
         yield piece, Fragment(held.tensor, held.declared.shape, where, region(block, inside, extent))
+
+
+def fragments_in(held: Held, values: Tensor, start: Shape) -> Iterator[tuple[Piece, Fragment]]:
+    """The pieces of a parameter that lie in the rectangle of it that `values` is; it begins at `start`."""
+    for piece in held.declared.pieces:
+        common = overlap(start, tuple(values.shape), piece.local, piece.size)
+        if common is None:
+            continue
+        at, extent = common
+        inside = tuple(i - j for i, j in zip(at, start))
+        where = tuple(g + i - j for g, i, j in zip(piece.start, at, piece.local))
+        yield piece, Fragment(held.tensor, held.declared.shape, where, region(values, inside, extent))
+
+
+def runs_of(chosen: Tensor) -> list[tuple[int, int]]:
+    """Where the true elements of a row of booleans lie: (first, last) of each run of them."""
+    edges = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1)).diff()
+    starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+    return list(zip(starts, stops))

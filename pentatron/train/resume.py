@@ -10,7 +10,7 @@ from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import ParallelModel
@@ -50,7 +50,7 @@ def starting_point(
     resolved: Resolved,
     world: World,
     model: ParallelModel,
-    optimizer: Optimizer,
+    optimizer: AnyOptimizer,
     store: CheckpointStore,
     data_fingerprint: str,
 ) -> tuple[TrainState, list[str]]:
@@ -94,7 +94,7 @@ def _resume(
     found: Found,
     config: RunConfig,
     model: ParallelModel,
-    optimizer: Optimizer,
+    optimizer: AnyOptimizer,
     world: World,
     data_fingerprint: str,
 ) -> tuple[TrainState, list[str]]:

@@ -13,7 +13,7 @@ from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.metrics import MetricsFile
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import build_optimizer
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.datasets import build_datasets
@@ -89,7 +89,7 @@ def _run(
     )
     assert datasets is not None
     model = build_parallel_model(config, world)
-    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
     state, notes = starting_point(resolved, world, model, optimizer, store, datasets.fingerprint)
     output = on_some_ranks(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pentatron.data.loader import Batch
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
@@ -25,7 +25,7 @@ class StepResult:
 
 
 def train_step(
-    model: ParallelModel, optimizer: Optimizer, batches: Sequence[Batch], learning_rate: float, step: int
+    model: ParallelModel, optimizer: AnyOptimizer, batches: Sequence[Batch], learning_rate: float, step: int
 ) -> StepResult:
     """Forward and backward over every micro-batch as the schedule says, one reduction, one update.
 

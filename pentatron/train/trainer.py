@@ -18,7 +18,7 @@ from pentatron.monitor.display import Display
 from pentatron.monitor.memory import memory_bytes
 from pentatron.monitor.metrics import MetricsFile
 from pentatron.monitor.report import ExpertReport, StepReport, log_line
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.collectives import largest, raise_together
 from pentatron.parallel.world import World
@@ -59,7 +59,7 @@ class Trainer:
         config: RunConfig,
         world: World,
         model: ParallelModel,
-        optimizer: Optimizer,
+        optimizer: AnyOptimizer,
         datasets: Datasets,
         store: CheckpointStore,
         state: TrainState,

@@ -12,12 +12,11 @@ from pentatron.config.run import RunConfig
 from pentatron.data.loader import build_loader
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.nn.init import normal_region
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.pieces import Fragment, held_parameters, region
 from pentatron.parallel.world import World
 from pentatron.train.comparison import STEPS, Sent, Trajectory
-from pentatron.train.continue_text import weight_fragments
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
 
@@ -43,7 +42,7 @@ def run_trial(config: RunConfig, world: World) -> Trajectory:
     """Trains a new model, on this rank of the layout."""
     model = build_parallel_model(config, world)
     reveal(model)
-    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     return follow(config, world, model, optimizer)
 
 
@@ -61,7 +60,7 @@ def reveal(model: ParallelModel) -> None:
 
 
 def follow(
-    config: RunConfig, world: World, model: ParallelModel, optimizer: Optimizer, first_step: int = 0
+    config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first_step: int = 0
 ) -> Trajectory:
     """Trains `STEPS` steps from `first_step` on."""
     found = Trajectory()
@@ -80,11 +79,8 @@ def follow(
     found.fragments["weights"] = [
         s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
     ]
-    optimizer.wait_for_weights()
     found.held = {
-        (f.tensor, f.start, tuple(f.values.shape)): _digest(f.values)
-        for stage in model.stages.values()
-        for f in weight_fragments(stage)
+        (f.tensor, f.start, tuple(f.values.shape)): _digest(f.values) for f in optimizer.model_weights()
     }
     valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
     found.validation = validation_loss(model, valid, config.accumulation)
@@ -100,7 +96,7 @@ def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[An
     return (batch.to(world.device) for batch in loader)
 
 
-def keep_gradients(optimizer: Optimizer, found: Trajectory, name: str) -> None:
+def keep_gradients(optimizer: AnyOptimizer, found: Trajectory, name: str) -> None:
     """Copies the gradients of the next step when they are complete and not yet clipped: as their norm is taken."""
     take_norm = optimizer.squared_norm
 

@@ -67,6 +67,9 @@ def company(grid: Grid, axis: Axis) -> int:
         "embedding": min(2, grid.pipeline),
         "sequence": grid.tensor * grid.context,
         "experts": grid.expert * grid.expert_tensor,
+        "shards": grid.data * grid.context // grid.instances,
+        "expert_shards": grid.expert_data // grid.instances,
+        "expert_instances": grid.instances,
     }
     return int(sizes.get(axis) or getattr(grid, axis))
 
@@ -131,6 +134,20 @@ def test_groups_of_eight_ranks(axis: Axis, groups: list[tuple[int, ...]]) -> Non
 def test_replicas_are_data_times_context() -> None:
     grid = Grid(tensor=2, context=2, data=2)
     assert grid.groups("replicas") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+def test_instances_are_groups_of_neighbouring_replicas() -> None:
+    grid = Grid(tensor=2, context=2, data=2, instances=2)
+    assert grid.groups("shards") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.groups("instances") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    one = Grid(tensor=2, context=2, data=2)
+    assert one.groups("shards") == one.groups("replicas") and max(map(len, one.groups("instances"))) == 1
+
+
+def test_instances_of_experts_are_groups_of_neighbours_that_hold_the_same_ones() -> None:
+    grid = Grid(data=8, expert=2, instances=2)
+    assert grid.groups("expert_shards") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.groups("expert_instances") == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_neighbours_on_the_tensor_axis_share_a_key_value_head() -> None:

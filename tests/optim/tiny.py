@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pentatron.config.parallel import ParallelConfig
 from pentatron.config.training import OptimConfig
 from pentatron.layout.ranks import Axis, Grid
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.pieces import (
     ONES,
@@ -105,11 +105,13 @@ def parallel(zero: int = 0, grad: bool = False, param: bool = False, bucket: int
     )
 
 
-def global_norm(optimizer: Optimizer) -> float:
+def global_norm(optimizer: AnyOptimizer) -> float:
     return math.sqrt(float(all_reduce_(optimizer.squared_norm(), optimizer.world.everyone)))
 
 
-def one_step(model: nn.Module, optimizer: Optimizer, step: int, count: int = 1, rate: float = RATE) -> float:
+def one_step(
+    model: nn.Module, optimizer: AnyOptimizer, step: int, count: int = 1, rate: float = RATE
+) -> float:
     replicas = optimizer.world.replicas
     optimizer.zero_gradients()
     for number, (x, y) in enumerate(micro_batches(step, count, replicas.rank, replicas.size), 1):
@@ -134,7 +136,7 @@ def trajectory(
 ) -> dict[str, Any]:
     """What some steps computed: norms, weights, and the clipped gradients of the last one."""
     model = network().to(world.device)
-    optimizer = Optimizer({0: model}, world, optim, config, dtype)
+    optimizer = build_optimizer({0: model}, world, optim, config, dtype)
     norms = [one_step(model, optimizer, step, count, RATE / (step + 1)) for step in range(steps)]
     with torch.no_grad():
         output = model(data(99)[0].to(world.device, dtype)).float().cpu()

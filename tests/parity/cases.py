@@ -109,6 +109,10 @@ def _zero(stage: int, more: str = "") -> str:
     return f"--zero-stage {stage} {SMALL} {more}"
 
 
+ZERO3 = "--zero-stage 3"
+HYBRID = f"{ZERO3} --num-distributed-optimizer-instances 2"
+
+
 def _full(method: str, layers: int) -> str:
     return f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}"
 
@@ -229,6 +233,15 @@ LAYOUTS = (
     Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {FIVE}"),
     Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1, both=UNTIED),
     Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1, both=UNTIED),
+    # Parameters in shards.
+    Layout("dp2 zero3", 2, ZERO3),
+    Layout("cp2 zero3", 2, f"{_cp(2)} {ZERO3}"),
+    Layout("tp2 sp dp2 zero3", 4, f"{_tp(2)} {SP} {ZERO3}"),
+    Layout("pp2 dp2 zero3", 4, f"{_pp(2)} {ZERO3}"),
+    Layout("pp2 virtual2 dp2 zero3", 4, f"{_pp(2, VIRTUAL)} {ZERO3}"),
+    Layout("cp2 all_gather dp2 zero3", 4, f"{_cp(2, 'all_gather')} {ZERO3}", micro_batch=1),
+    Layout("dp4 zero3 hybrid", 4, HYBRID),
+    Layout("dp2 zero3 full", 2, f"{ZERO3} {_full('uniform', 1)}"),
     # Activation recompute.
     Layout("tp2 sp full", 2, f"{_tp(2)} {SP} {_full('uniform', 1)}", both=DROPOUT),
     Layout("pp2 gpipe uneven full2", 2, f"{_pp(2, GPIPE)} {_full('uniform', 2)}", both=FIVE),

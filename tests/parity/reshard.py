@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.run import RunConfig
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.world import World
 from pentatron.train.comparison import STEPS, Sent
@@ -40,7 +40,7 @@ def words_of(layout: Layout, family: str) -> str:
     return f"{SHAPE} {FAMILIES[family]} {layout.words} {longer} {micro_batch}"
 
 
-def _build(words: str) -> tuple[RunConfig, World, ParallelModel, Optimizer]:
+def _build(words: str) -> tuple[RunConfig, World, ParallelModel, AnyOptimizer]:
     config = resolved(words, dist.get_world_size() if dist.is_initialized() else 1).config
     world = here(config)
     model = build_parallel_model(config, world)
@@ -49,12 +49,12 @@ def _build(words: str) -> tuple[RunConfig, World, ParallelModel, Optimizer]:
         config,
         world,
         model,
-        Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config)),
+        build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config)),
     )
 
 
 def _go_on(
-    config: RunConfig, world: World, model: ParallelModel, optimizer: Optimizer, first: int, steps: int
+    config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first: int, steps: int
 ) -> list[float]:
     rate = learning_rate(config.optim, BATCH)
     batches = micro_batches(config, world, first * BATCH)

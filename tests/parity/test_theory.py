@@ -12,7 +12,7 @@ from pentatron.config.run import RunConfig
 from pentatron.layout.actions import Kind
 from pentatron.layout.check import check
 from pentatron.layout.stages import StagePart
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.build import build_optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
@@ -58,7 +58,7 @@ def step_on_a_rank(words: str) -> Counter[str]:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     batches = micro_batches(config, world, 0)
     chunk = [next(batches) for _ in range(config.accumulation)]
     seen = count_collectives()
@@ -199,7 +199,7 @@ def layer_runs_on_a_rank(words: str) -> list[int]:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
     seen: Counter[int] = Counter()
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
@@ -223,7 +223,7 @@ def deferred_on_a_rank(words: str) -> int:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     batches = micro_batches(config, world, 0)
     most = 0
     end = optimizer.end_backward
@@ -271,7 +271,7 @@ def bytes_on_a_rank(words: str) -> dict[str, int]:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     return optimizer.bytes()
 
 

@@ -1,0 +1,36 @@
+"""Which optimizer a layout needs. Whoever has one need not know which it is."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from pentatron.config.parallel import ParallelConfig
+from pentatron.config.training import OptimConfig
+from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.sharded import ShardedOptimizer
+from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.world import World
+
+AnyOptimizer = Optimizer | ShardedOptimizer
+
+
+def build_optimizer(
+    chunks: Mapping[int, nn.Module],
+    world: World,
+    config: OptimConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+) -> AnyOptimizer:
+    """Shards of parameters for ZeRO 3, where there are ranks to divide them between; flat buckets for all else."""
+    if parallel.zero_stage == 3 and _has_copies(chunks, world):
+        return ShardedOptimizer(chunks, world, config, dtype)
+    for chunk in chunks.values():
+        chunk.to(world.device)
+    return Optimizer(chunks, world, config, parallel, dtype)
+
+
+def _has_copies(chunks: Mapping[int, nn.Module], world: World) -> bool:
+    """Also if it is experts alone of which other ranks of a stage hold copies: all its ranks must answer alike."""
+    axes = {held.declared.copies for chunk in chunks.values() for held in held_parameters(chunk)}
+    return any(world.group(axis).size > 1 for axis in axes)
