@@ -52,3 +52,14 @@ def test_the_kernel_agrees_with_the_loop(counts: tuple[int, ...], inner: int, ou
         assert torch.allclose(one.float(), all_at_once.float(), rtol=2e-2, atol=1e-1)
     for number, count in enumerate(counts):
         assert count or found[1][2][number].eq(0).all()
+
+
+@pytest.mark.parametrize(("widths", "fits"), [((32, 48), True), ((32, 20), False), ((20, 32), False)])
+def test_the_kernel_is_asked_only_for_widths_it_can_take(widths: tuple[int, int], fits: bool) -> None:
+    """Of what is read and of what is written: a backward swaps the two."""
+
+    class OnGPU:
+        is_cuda, dtype, shape = True, torch.bfloat16, (7, widths[0])
+
+    assert Groups((7,), together=True)._in_one_kernel(OnGPU(), widths[1]) == fits  # type: ignore[arg-type]
+    assert not Groups((7,), together=False)._in_one_kernel(OnGPU(), widths[1])  # type: ignore[arg-type]
