@@ -88,9 +88,8 @@ class RouterLoad(nn.Module):
             self.bias.add_(torch.sign(counts.mean() - counts).to(self.bias), alpha=self.bias_rate)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """What a checkpoint must have for later steps to be the same."""
-        found = {"bias": self.bias} if self.has_bias else {}
-        return {**found, "previous": self.previous} if "global_aux_loss" in self.weights else found
+        """What a checkpoint must have for later steps to be the same, also if they balance in another way."""
+        return {"previous": self.previous, **({"bias": self.bias} if self.has_bias else {})}
 
     def with_losses(self, weights_TK: Tensor, routed: Routed, axis: ExpertAxis) -> Tensor:
         """The weights, unchanged; their backward adds the gradients of the losses and counts the tokens."""
