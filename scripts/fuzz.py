@@ -11,6 +11,7 @@ if there was one. Every whole run is added to docs/fuzz.csv and counted in docs/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import math
 import sys
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from tests.harness.report import RanksFailed  # noqa: E402
 from tests.parity import ledger  # noqa: E402
 from tests.parity.fuzzing import (  # noqa: E402
     TIMEOUT,
@@ -29,6 +31,7 @@ from tests.parity.fuzzing import (  # noqa: E402
     Tally,
     judged,
     replay_command,
+    sensitivity,
     shrunk,
 )
 from tests.parity.random_cases import Case, draw, read_case  # noqa: E402
@@ -76,6 +79,11 @@ def report(name: str, case: Case, failed: tuple[str, ...], shrink_seconds: float
     if len(failed) > LINES:
         print(f"  ... {len(failed) - LINES} more lines")
     print(f"again: {replay_command(case)}", flush=True)
+    with contextlib.suppress(RanksFailed):
+        itself = sensitivity(case)
+        print(
+            f"one process against itself, its weights rounded otherwise: {itself:.2g} times what is allowed"
+        )
     # A smaller one that hangs would cost a whole timeout each time.
     limit = min(TIMEOUT, shrink_seconds / 4)
     small = shrunk(case, lambda c: bool(judged(c, bug, limit).failed), shrink_seconds)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+import pentatron.train.trial as trial_module
 from pentatron.config.errors import UserError
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps, size, worst
+from pentatron.train.parallel_model import ParallelModel
 from tests.harness import run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.random_cases import Case, draw, setting_of
@@ -21,6 +23,8 @@ from tests.parity.trajectory import on_a_rank, run
 TIMEOUT = 90.0
 # Two experts whose scores lie closer than this may change places when sums are rounded in another order.
 TIE = 2e-5
+# Half of the distance between fp32 numbers, relative to them.
+ROUNDING = 3e-8
 _OTHER_SEEDS = 4
 
 
@@ -105,6 +109,33 @@ def _compared(case: Case, bug: str, timeout: float) -> tuple[tuple[str, ...], fl
     judgement = gaps(found, expected)
     apart = [f"{place} differs from another rank's" for place in disagreements(found)]
     return (*failures(judgement), *apart), size(worst(judgement)), closest
+
+
+def nudged_on_a_rank(words: str, share: float) -> Trajectory:
+    """The run on one process, with every initial weight changed by about this share of itself."""
+    reveal = trial_module.reveal
+
+    def nudge(model: ParallelModel) -> None:
+        reveal(model)
+        generator = torch.Generator().manual_seed(1)
+        for stage in model.stages.values():
+            for weights in stage.parameters():
+                weights.data.mul_(1 + share * torch.randn(weights.shape, generator=generator))
+
+    trial_module.reveal = nudge
+    return run(words, 1)
+
+
+def sensitivity(case: Case) -> float:
+    """How far one process comes from itself by a rounding of its initial weights, as a share of what is allowed.
+
+    Where this is far above 1 the model makes so much of so little that no layout can agree, right as it may be.
+    """
+    one, other = (
+        run_distributed(nudged_on_a_rank, 1, timeout=TIMEOUT, words=case.reference(), share=share)
+        for share in (0.0, ROUNDING)
+    )
+    return size(worst(gaps(other, one[0])))
 
 
 @dataclass

@@ -113,8 +113,13 @@ def draw(seed: int, number: int) -> Case:
     kind, virtual = _schedule(dice, axes.pipeline)
     layers = _layers(dice, axes.pipeline * virtual)
     sequence_parallel = axes.tensor > 1 and (dice.often(0.5) or (experts and not dice.careless()))
+    norm, query_key_norms = dice.of(*available("normalization")), dice.often(0.25)
+    # Of two channels, a LayerNorm leaves hardly more than the sign of their difference: rounding alone then changes a run.
+    few_channels = not (query_key_norms and norm == "LayerNorm")
     traits = [
         *_shape(dice, axes, layers, exchange, sequence_parallel),
+        *_positions(dice, few_channels),
+        *_norms(norm, query_key_norms),
         *_family(dice, kind in FOLDED and axes.pipeline > 1),
         *(draw_experts(dice, axes.stage, axes.tensor, layers) if experts else ()),
         *_sizes(axes, exchange, sequence_parallel),
@@ -167,7 +172,6 @@ def _shape(dice: Dice, axes: Axes, layers: int, exchange: str, sequence_parallel
     yield f"--num-layers {layers}"
     yield f"--hidden-size {dice.of(8, 12, 20, 24, 32, 33, 40)}"
     yield f"--num-attention-heads {heads}"
-    yield from _positions(dice)
     if dice.often(0.5):
         yield f"--group-query-attention --num-query-groups {_groups(dice, heads, tensor)}"
     yield f"--ffn-hidden-size {tensor * dice.number(2, 48 // tensor)}"
@@ -181,10 +185,11 @@ def _shape(dice: Dice, axes: Axes, layers: int, exchange: str, sequence_parallel
     yield f"--make-vocab-size-divisible-by {dice.of(1, 2, 3, 5, 16, 64)}"
 
 
-def _positions(dice: Dice) -> Iterable[str]:
+def _positions(dice: Dice, few_channels: bool) -> Iterable[str]:
     kind = dice.of(*available("position_embedding_type"))
     yield f"--position-embedding-type {kind}"
-    yield f"--kv-channels {dice.of(2, 4, 6, 8, 16) if kind == 'rope' else dice.of(2, 5, 8, 11, 16)}"
+    widths = (4, 6, 8, 16) if kind == "rope" else (5, 8, 11, 16)
+    yield f"--kv-channels {dice.of(*widths, *([2] if few_channels else []))}"
     if kind != "rope":
         return
     if dice.often(0.4):
@@ -199,16 +204,19 @@ def _groups(dice: Dice, heads: int, tensor: int) -> int:
     return dice.of(*(divisors(heads) if dice.careless() else fitting))
 
 
+def _norms(kind: str, query_key_norms: bool) -> Iterable[str]:
+    yield f"--normalization {kind}"
+    if query_key_norms:
+        yield "--qk-layernorm"
+
+
 def _family(dice: Dice, must_be_untied: bool) -> Iterable[str]:
-    yield f"--normalization {dice.of(*available('normalization'))}"
     if dice.often(0.5):
         yield "--swiglu"
     if dice.often(0.5):
         yield "--disable-bias-linear"
         if dice.often(0.4):
             yield "--add-qkv-bias"
-    if dice.often(0.25):
-        yield "--qk-layernorm"
     if dice.often(0.5) or (must_be_untied and not dice.careless()):
         yield "--untie-embeddings-and-output-weights"
     if dice.often(0.3):
