@@ -136,6 +136,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="another seed draws other cases")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many minutes")
     parser.add_argument("--only", default="", help="only cases whose flags contain this")
+    parser.add_argument("--shrink", type=float, default=120, help="seconds to make a failing case smaller")
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first failing case")
     parser.add_argument(
         "--no-ledger", action="store_true", help="do not write docs/fuzz.csv and docs/parity.md"
