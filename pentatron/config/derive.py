@@ -14,11 +14,11 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     """Fills in the open values; returns the problems met on the way."""
     derive_layout(draft, facts)
     _processes(draft, facts)
-    _attention(draft)
+    problems = _attention(draft)
     _widths(draft)
     _experts(draft)
     _recompute(draft)
-    problems = _batches(draft)
+    problems += _batches(draft)
     problems += _length(draft)
     _folders(draft)
     return problems
@@ -35,16 +35,23 @@ def _processes(draft: Draft, facts: Facts) -> None:
         )
 
 
-def _attention(draft: Draft) -> None:
+def _attention(draft: Draft) -> list[str]:
     hidden = draft["hidden_size"]
     if draft["num_attention_heads"] is None:
         _heads(draft, "")
     elif _preset_heads_do_not_fit(draft):
         _heads(draft, f"; {draft.source('num_attention_heads')} has {draft['num_attention_heads']}")
     heads = draft["num_attention_heads"]
+    problems = []
     if draft["kv_channels"] is None:
+        if hidden % heads and draft.wrong.keys().isdisjoint(("hidden_size", "num_attention_heads")):
+            problems = [
+                f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
+                f"use {either(divisors(hidden))} heads, or give --kv-channels"
+            ]
         draft.derive("kv_channels", max(1, hidden // heads), f"{hidden} hidden / {heads} heads")
     _groups(draft)
+    return problems
 
 
 def _preset_heads_do_not_fit(draft: Draft) -> bool:

@@ -76,16 +76,6 @@ def _grouping(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _head_width(v: Values, facts: Facts) -> str | None:
-    hidden, heads, width = v["hidden_size"], v["num_attention_heads"], v["kv_channels"]
-    if hidden % heads == 0 or width != max(1, hidden // heads):
-        return None
-    return (
-        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
-        f"use {either(divisors(hidden))} heads, or give --kv-channels"
-    )
-
-
 def _rotary(v: Values, facts: Facts) -> str | None:
     if v["position_embedding_type"] != "rope" or int(v["kv_channels"] * v["rotary_percent"]) % 2 == 0:
         return None
@@ -191,7 +181,6 @@ RULES: tuple[Rule, ...] = (
     _meeting_point,
     _groups,
     _grouping,
-    _head_width,
     _rotary,
     _positions,
     _vocabulary,

@@ -84,10 +84,6 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_grouping", "--hidden-size 64 --num-attention-heads 8 --num-query-groups 4 --no-group-query-attention",
      "--no-group-query-attention and --num-query-groups 4 contradict each other; leave one of them out",
      "--hidden-size 64 --num-attention-heads 8 --num-query-groups 8 --no-group-query-attention", ONE),
-    ("_head_width", "--hidden-size 64 --num-attention-heads 6",
-     "--hidden-size 64 is not divisible by --num-attention-heads 6; use 1, 2, 4, 8, 16, 32 or 64 heads, or give "
-     "--kv-channels",
-     "--hidden-size 64 --num-attention-heads 6 --kv-channels 16", ONE),
     ("_mlp_per_rank", "--ffn-hidden-size 101 --tp_size 2",
      "--ffn-hidden-size 101 is not divisible by --tensor-model-parallel-size 2; use --ffn-hidden-size 102",
      "--ffn-hidden-size 102 --tp_size 2", Facts(2, 2)),
@@ -271,6 +267,9 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize(
     ("words", "world", "sentence"),
     [
+        ("--hidden-size 64 --num-attention-heads 6", 1,
+         "--hidden-size 64 is not divisible by --num-attention-heads 6; use 1, 2, 4, 8, 16, 32 or 64 heads, or give "
+         "--kv-channels"),
         ("--global-batch-size 10", 4,
          "--global-batch-size 10 cannot be divided by 4 data-parallel ranks × 1 micro-batches; use a multiple of 4"),
         ("--global-batch-size 10 --gradient-accumulation-steps 4", 1,
@@ -290,6 +289,12 @@ def test_every_rule_has_a_case() -> None:
 )  # fmt: skip
 def test_problems_of_derivations(words: str, world: int, sentence: str) -> None:
     assert problems(words, Facts(world, world)) == [sentence]
+
+
+@pytest.mark.parametrize("width", [10, 16])
+def test_heads_of_a_given_width_need_not_fill_the_hidden_size(width: int) -> None:
+    """Not even where it is the width that a division would have given, rounded down."""
+    assert problems(f"--hidden-size 64 --num-attention-heads 6 --kv-channels {width}") == []
 
 
 def test_batch_size_of_a_guides_program_is_checked() -> None:
