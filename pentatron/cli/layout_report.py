@@ -22,9 +22,19 @@ _MEANINGS: dict[Axis, str] = {
     "expert_data": "hold the same experts: their gradients are summed",
     "kv": "hold the same key/value head: its gradient is summed",
     "embedding": "first and last stage, which both hold the tied embedding",
+    "shards": "hold the weights between them (ZeRO 3): each keeps a share and gathers the rest when it is needed",
+    "instances": "hold the same share of the weights: gradients are summed",
+    "expert_shards": "hold the experts of a rank between them, as `shards` do the rest",
+    "expert_instances": "hold the same share of the experts: gradients are summed",
 }
 _DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 _SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data")
+# What the stages of ZeRO divide.
+_DIVIDED = {
+    1: "optimizer state",
+    2: "optimizer state and gradients",
+    3: "optimizer state, gradients and weights",
+}
 _MOST_ROWS, _MOST_GROUPS = 24, 6
 _BAR = 24
 
@@ -65,7 +75,10 @@ class Report:
             found.append("kv")
         if grid.pipeline > 1 and not self.config.model.untie_embeddings_and_output_weights:
             found.append("embedding")
-        return found
+        if grid.instances > 1:
+            found += ["shards", "instances"]
+            found += ["expert_shards", "expert_instances"] if self.has_experts else []
+        return [axis for axis in found if any(len(members) > 1 for members in grid.groups(axis))]
 
     @property
     def shares(self) -> list[float]:
@@ -112,6 +125,10 @@ def _equation(report: Report) -> str:
             f"{grid.stage_size} ranks of a stage = {grid.tensor} tensor × {grid.context} context × {grid.data} data = "
             f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
         )
+    stage, replicas = report.config.parallel.zero_stage, grid.data * grid.context
+    if stage and replicas > 1:
+        groups = f" in {grid.instances} groups of {replicas // grid.instances}" if grid.instances > 1 else ""
+        lines.append(f"ZeRO {stage}: {replicas} ranks with the same weights{groups} divide {_DIVIDED[stage]}")
     return "\n".join(lines)
 
 
@@ -146,12 +163,13 @@ def _groups(report: Report, everything: bool) -> str:
     if not report.axes:
         return ""
     lines = ["Groups: ranks that talk to each other", ""]
+    width = max(14, *(len(axis) + 2 for axis in report.axes))
     for axis in report.axes:
         groups = [members for members in report.grid.groups(axis) if len(members) > 1]
         shown = groups if everything else groups[:_MOST_GROUPS]
         more = f"  ... {len(groups)} in all" if len(shown) < len(groups) else ""
-        lines.append(f"  {axis.replace('_', ' '):<14}{_MEANINGS[axis]}")
-        lines.append(f"  {'':<14}{'  '.join(_members(m, everything) for m in shown)}{more}")
+        lines.append(f"  {axis.replace('_', ' '):<{width}}{_MEANINGS[axis]}")
+        lines.append(f"  {'':<{width}}{'  '.join(_members(m, everything) for m in shown)}{more}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,13 @@ from pentatron.layout.stages import written_stages
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 # Whoever types one of these has a layout in mind; a preset's own sizes would only get in its way.
-_OWN_LAYOUT = (*_SIZES, "zero_stage", "overlap_grad_reduce", "overlap_param_gather")
+_OWN_LAYOUT = (
+    *_SIZES,
+    "zero_stage",
+    "num_distributed_optimizer_instances",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
 
 
 def derive_layout(draft: Draft, facts: Facts) -> None:

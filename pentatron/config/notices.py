@@ -215,12 +215,38 @@ def _one_copy(draft: Draft, facts: Facts) -> str:
     return "one data-parallel rank has nothing to reduce" if _one_replica(draft) else ""
 
 
+def _bucketless(draft: Draft, facts: Facts) -> str:
+    in_shards = draft["zero_stage"] == 3 and not _one_replica(draft)
+    return "ZeRO 3 sums gradients layer by layer, not in buckets" if in_shards else _one_copy(draft, facts)
+
+
+def _instances(draft: Draft, facts: Facts) -> str:
+    count, stage = draft["num_distributed_optimizer_instances"], draft["zero_stage"]
+    if count == 1:
+        return ""
+    if stage == 0:
+        return "nothing is divided between data-parallel ranks (--zero-stage 0), so there are no groups to divide it in"
+    if stage < 3:
+        return f"ZeRO {stage} divides between all data-parallel ranks; groups that each hold everything are for ZeRO 3"
+    if draft["data_parallel_size"] * draft["context_parallel_size"] == count:
+        return "every data-parallel rank is a group by itself, so each keeps everything"
+    return ""
+
+
 def _no_early_reduction(draft: Draft, facts: Facts) -> str:
-    return _one_copy(draft, facts) if draft["overlap_grad_reduce"] else ""
+    if not draft["overlap_grad_reduce"]:
+        return ""
+    return _one_copy(draft, facts) or _always_overlapped(draft)
+
+
+def _always_overlapped(draft: Draft) -> str:
+    return "ZeRO 3 always sums and gathers one layer while others compute" if draft["zero_stage"] == 3 else ""
 
 
 def _nobody_to_share_with(draft: Draft, facts: Facts) -> str:
-    alone = draft["zero_stage"] > 0 and _one_replica(draft)
+    # Experts may have copies on tensor ranks, which then share those.
+    of_experts = draft["num_experts"] is not None and draft["tensor_model_parallel_size"] > 1
+    alone = draft["zero_stage"] > 0 and _one_replica(draft) and not of_experts
     return "one data-parallel rank has nobody to share with, so it keeps everything" if alone else ""
 
 
@@ -229,7 +255,9 @@ def _nothing_to_gather(draft: Draft, facts: Facts) -> str:
         return ""
     if draft["zero_stage"] == 0:
         return "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
-    return "one data-parallel rank has nothing to gather" if _one_replica(draft) else ""
+    return (
+        "one data-parallel rank has nothing to gather" if _one_replica(draft) else _always_overlapped(draft)
+    )
 
 
 def _alone(draft: Draft, facts: Facts) -> str:
@@ -312,7 +340,8 @@ IDLE: dict[str, Reason] = {
     **dict.fromkeys(("tokenizer_type", "tokenizer_model"), _tokenizer_unused),
     "min_lr": _no_decay,
     "lr_decay_iters": _no_decay_nor_fraction,
-    "ddp_bucket_size": _one_copy,
+    "ddp_bucket_size": _bucketless,
+    "num_distributed_optimizer_instances": _instances,
     "distributed_timeout_minutes": _alone,
     "master_port": _port,
     "init_method": _meeting_point,

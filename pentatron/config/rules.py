@@ -10,6 +10,7 @@ from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.run import table
+from pentatron.config.zero_rules import ZERO_RULES
 from pentatron.layout.divisors import divisors, either
 
 
@@ -178,6 +179,7 @@ def _fresh(v: Values, facts: Facts) -> str | None:
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *MOE_RULES,
+    *ZERO_RULES,
     _meeting_point,
     _groups,
     _grouping,

@@ -66,8 +66,9 @@ class ShardedOptimizer:
 
     def begin_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         assert kind is Kind.BACKWARD, (
-            "torch sums gradients when the inputs of a layer have theirs: halves lose some"
+            "torch sums gradients with those of the inputs: a second half would be lost"
         )
+        self._stages[stage].begin_backward(last)
 
     def end_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         """The backward pass has summed and added its gradients already."""

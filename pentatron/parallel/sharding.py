@@ -3,7 +3,8 @@
 A unit is what is gathered at a time: a layer, the experts of a layer (other ranks hold copies of them), and what is
 left of a stage (tables, the last norm, the head). Torch gathers a unit in the dtype of the model before it computes and
 drops it afterwards; in backward it gathers it again and sums its gradients, in fp32, over the ranks that share it. What
-is left of a stage is kept from its forward to the next backward of the stage: the head is needed at once again.
+is left of a stage is kept through the step: it is needed at both ends of every pass, so that dropping it in between would
+not make the largest moment any smaller.
 
 Between steps a rank holds nothing but its shards: a rectangle of each parameter in fp32, and one of its gradients, to which
 every backward pass adds.
@@ -97,6 +98,10 @@ class ShardedStage:
                 stride=parameter.stride(),
             )
             self.shards.append(Shard(held, _start(parameter), values, place))
+
+    def begin_backward(self, last: bool) -> None:
+        """`last`: no other backward follows in this step, so that nothing need be kept any longer."""
+        self.units[-1].set_reshard_after_backward(last, recurse=False)
 
     def drop_gathered(self) -> None:
         """Weights that were gathered earlier, and differ from the shards from now on, are gathered anew."""

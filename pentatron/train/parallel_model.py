@@ -78,13 +78,15 @@ def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
     axes = axes_of(world, config.parallel)
     own = config.placement.stages_of(world.at.pipeline)
     parts = {number: config.stages[number] for number in own}
+    # What is to be cut into shards may be too large for a device: it goes there unit by unit.
+    device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
     stages = build_stages(
         config.model,
         config.moe,
         parts,
         axes,
         config.run.seed,
-        world.device,
+        device,
         config.kernels.attention_backend,
     )
     for stage in stages.values():

@@ -39,7 +39,8 @@ def _axes(config: RunConfig) -> str:
     if grid.data > 1:
         shown.append(f"{grid.data} data")
     shared = parallel.zero_stage > 0 and grid.data * grid.context > 1
-    zero = f" with ZeRO-{parallel.zero_stage}" if shared else ""
+    groups = f" in {grid.instances} groups" if grid.instances > 1 else ""
+    zero = f" with ZeRO-{parallel.zero_stage}{groups}" if shared else ""
     return f"{' × '.join(shown)}{zero} parallel" if shown else "not parallel"
 
 

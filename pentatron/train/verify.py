@@ -46,7 +46,7 @@ _ALONE = (
     "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
     "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "pipeline_model_parallel_layout zero_stage overlap_grad_reduce overlap_param_gather recompute_granularity "
+    "pipeline_model_parallel_layout zero_stage num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather recompute_granularity "
     "recompute_method recompute_num_layers recompute_modules"
 ).split()
 
@@ -70,6 +70,9 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
         "padded_vocab_size": _up(vocabulary, multiple),
         "data_parallel_size": replicas or config.grid.data,
     }
+    # Fewer replicas may not come out even in as many groups.
+    groups = math.gcd(config.grid.instances, values["data_parallel_size"] * context)
+    values["num_distributed_optimizer_instances"] = groups
     micro = min(config.train.micro_batch_size or 1, 2)
     values["micro_batch_size"] = micro
     for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):

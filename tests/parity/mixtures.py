@@ -6,12 +6,14 @@ from tests.parity.cases import (
     DUALPIPEV,
     FIVE,
     GPIPE,
+    HYBRID,
     OVERLAP,
     SMALL,
     SP,
     UNTIED,
     VIRTUAL,
     ZBV,
+    ZERO3,
     ZERO_BUBBLE,
     Layout,
 )
@@ -111,6 +113,15 @@ MIXTURE_LAYOUTS = (
         "tp2 sp cp2 dp2 ep4 gather zero2", 8, f"{tensor(2)} {SP} {context(2)} {experts(4, GATHER)} {zero(2)}"
     ),
     Layout("dp8 ep4 zero2", 8, f"{experts(4)} {zero(2)}", micro_batch=1),
+    # Parameters in shards; with as many expert ranks as replicas, experts are whole.
+    Layout("ep2 zero3", 2, f"{experts(2)} {ZERO3}", both=DROPOUT),
+    Layout("dp4 ep2 zero3", 4, f"{experts(2)} {ZERO3}"),
+    Layout("dp4 ep2 gather zero3 hybrid", 4, f"{experts(2, GATHER)} {HYBRID}", micro_batch=1),
+    Layout("tp2 dp2 zero3 etp2", 4, f"{tensor(2)} {ZERO3}"),
+    Layout("tp2 ep1 whole zero3", 2, f"{tensor(2)} {WHOLE} {ZERO3}"),
+    Layout("ep2 zero3 moe", 2, f"{experts(2)} {ZERO3} {selective('moe', 'layernorm')}"),
+    Layout("ep2 zero3 full", 2, f"{experts(2)} {ZERO3} {full('uniform', 2)}"),
+    Layout("pp2 ep2 zero3", 4, f"{pipeline(2)} {experts(2)} {ZERO3}"),
     # What is defined by micro-batch.
     Layout("dp2 by micro-batch", 2, "", both=BY_MICRO_BATCH, same_cut=True),
     Layout(
