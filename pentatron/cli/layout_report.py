@@ -73,7 +73,8 @@ class Report:
             found += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
         if grid.kv_copies > 1:
             found.append("kv")
-        if grid.pipeline > 1 and not self.config.model.untie_embeddings_and_output_weights:
+        ends_apart = self.placement.rank_of[0] != self.placement.rank_of[-1]
+        if ends_apart and not self.config.model.untie_embeddings_and_output_weights:
             found.append("embedding")
         if grid.instances > 1:
             found += ["shards", "instances"]

@@ -246,11 +246,6 @@ def _schedule(v: Values, facts: Facts) -> str | None:
             f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
             f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
         )
-    if kind in FOLDED and not v["untie_embeddings_and_output_weights"]:
-        return (
-            f"--pipeline-schedule {kind} puts the embedding and the head on the same rank, where they cannot be tied yet; "
-            f"give --untie-embeddings-and-output-weights, or use zero-bubble"
-        )
     if kind in ("1f1b", "gpipe") and virtual > 1:
         return (
             f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "

@@ -17,7 +17,7 @@ from pentatron.nn.attention import SelfAttention, attention_kernels
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.experts import Experts
 from pentatron.nn.init import draw_weights
-from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
+from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable, tie_on_one_rank
 from pentatron.nn.loss import token_losses
 from pentatron.nn.mlp import MLP
 from pentatron.nn.moe import MoE
@@ -204,8 +204,18 @@ def build_stages(
     for number, part in parts.items():
         with device:
             stages[number] = CausalLM(config, moe, part, axes, attention_backend)
-        draw_weights(held_parameters(stages[number]), seed, config.init_method_std)
+    if not config.untie_embeddings_and_output_weights:
+        _tie_ends(list(stages.values()))
+    draw_weights(held_parameters(*stages.values()), seed, config.init_method_std)
     return stages
+
+
+def _tie_ends(stages: Sequence[CausalLM]) -> None:
+    """Where a pipeline is folded, the first and the last stage are on one rank."""
+    tables = [stage.embedding.word for stage in stages if stage.embedding is not None]
+    heads = [stage.head for stage in stages if stage.head is not None]
+    for table, head in zip(tables, heads):
+        tie_on_one_rank(table, head)
 
 
 def build_model(

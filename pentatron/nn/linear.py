@@ -1,7 +1,7 @@
 """Linear layers and tables, split over the tensor axis. With one rank on it they are the ordinary ones."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -147,6 +147,16 @@ class VocabularyHead(VocabularyTable):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.logits(x_BSD)
+
+
+def tie_on_one_rank(table: VocabularyTable, head: VocabularyHead) -> None:
+    """Makes the head multiply with the table's own weight: two stages, one parameter, and no copy on another rank."""
+    declared = table.declared["weight"]
+    alone: frozenset[Axis] = frozenset()
+    pieces = tuple(replace(piece, replicated_over=alone, partial_over=alone) for piece in declared.pieces)
+    table.declared["weight"] = replace(declared, pieces=pieces)
+    head.declared["weight"] = replace(head.declared["weight"], pieces=pieces)
+    head.weight = table.weight
 
 
 class PositionTable(DeclaringModule):

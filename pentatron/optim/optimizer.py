@@ -20,9 +20,18 @@ from pentatron.optim.clip import squared_norm
 from pentatron.parallel.buckets import Bucket, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.gathering import WeightGathering
 from pentatron.parallel.partial_sums import KeptGradients, PartialSums
-from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters, runs_of
-from pentatron.parallel.reduction import Reduction, ScatterBuffers, ScatteredReduction, WholeReduction
+from pentatron.parallel.pieces import Fragment, Held, fragments_of, held_parameters, runs_of
+from pentatron.parallel.reduction import (
+    Reduction,
+    ScatterBuffers,
+    ScatteredReduction,
+    SharedReduction,
+    WholeReduction,
+)
 from pentatron.parallel.world import World
+
+# The stages of this rank that use some parameters.
+Stages = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,14 +62,13 @@ class Optimizer:
         self.config = config
         self._sharded = parallel.zero_stage > 0
         self._chunks = chunks
-        parameters = [id(p) for chunk in chunks.values() for p in chunk.parameters()]
-        assert len(parameters) == len(set(parameters)), "two stages of a rank hold the same parameter"
-        stages = {stage: self._take_over(chunk, parallel, dtype) for stage, chunk in chunks.items()}
-        shared = any(bucket.copies.size > 1 for buckets in stages.values() for bucket in buckets)
+        found = self._take_over(chunks, parallel, dtype)
+        shared = any(bucket.copies.size > 1 for buckets in found.values() for bucket in buckets)
         assert parallel.zero_stage < 3 or not shared, "sharded parameters are no matter of buckets"
-        self._reductions = _reductions(stages, world, parallel)
-        # Buckets are packed from a model's end to its start.
-        forward = [bucket for stage in sorted(stages) for bucket in reversed(stages[stage])]
+        self._reductions = _reductions(found, world, parallel)
+        # Buckets are packed from a model's end to its start. What two stages share is an embedding, which comes first.
+        in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))
+        forward = [bucket for stages in in_order for bucket in reversed(self._reductions[stages].buckets)]
         self._gathering = WeightGathering(forward, chunks.values(), parallel.overlap_param_gather)
         self._kept = [
             (bucket, kept)
@@ -74,9 +82,27 @@ class Optimizer:
         self._stretches = [s for bucket, kept in self._kept for s in _stretches(bucket, kept)]
         self._adam = Adam([stretch.part for stretch in self._stretches], config)
 
-    def _take_over(self, chunk: nn.Module, parallel: ParallelConfig, dtype: torch.dtype) -> list[Bucket]:
-        plans = plan_buckets(held_parameters(chunk), parallel.ddp_bucket_size, self.world.group)
-        return [Bucket(plan, dtype, self._sharded) for plan in plans]
+    def _take_over(
+        self, chunks: Mapping[int, nn.Module], parallel: ParallelConfig, dtype: torch.dtype
+    ) -> dict[Stages, list[Bucket]]:
+        """Buckets by the stages that use them: one stage, or the two ends of a folded pipeline for what they share."""
+        users: dict[int, Stages] = {}
+        for stage in sorted(chunks):
+            for held in held_parameters(chunks[stage]):
+                users[id(held.parameter)] = (*users.get(id(held.parameter), ()), stage)
+        found: dict[Stages, list[Held]] = {(stage,): [] for stage in chunks}
+        for held in held_parameters(*(chunks[stage] for stage in sorted(chunks))):
+            found.setdefault(users[id(held.parameter)], []).append(held)
+        return {
+            stages: [
+                Bucket(plan, dtype, self._sharded)
+                for plan in plan_buckets(held, parallel.ddp_bucket_size, self.world.group)
+            ]
+            for stages, held in found.items()
+        }
+
+    def _used_by(self, stage: int) -> list[Reduction]:
+        return [reduction for stages, reduction in self._reductions.items() if stage in stages]
 
     def _runs_counted_here(self) -> list[Tensor]:
         """This rank's part of the gradient norm: of its share of every bucket, the pieces it speaks for."""
@@ -99,14 +125,17 @@ class Optimizer:
 
     def begin_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         """Before each backward pass of a stage, whole or half; `last`: no other follows in this step."""
-        self._reductions[stage].begin_backward(last, kind)
+        for reduction in self._used_by(stage):
+            reduction.begin_backward(last, kind)
 
     def end_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
-        self._reductions[stage].end_backward()
+        for reduction in self._used_by(stage):
+            reduction.end_backward()
 
     def reduce(self, stage: int) -> None:
         """All backward passes of the stage are done."""
-        self._reductions[stage].reduce()
+        for reduction in self._used_by(stage):
+            reduction.reduce()
 
     def finish_reduction(self) -> None:
         """Waits until all gradients are summed over their copies, and adds up what is partial over other axes."""
@@ -186,15 +215,20 @@ class Optimizer:
 
 
 def _reductions(
-    stages: Mapping[int, Sequence[Bucket]], world: World, parallel: ParallelConfig
-) -> dict[int, Reduction]:
-    overlap = parallel.overlap_grad_reduce
-    if parallel.zero_stage == 2:
-        largest = max((bucket.size for buckets in stages.values() for bucket in buckets), default=0)
-        buffers = ScatterBuffers(largest, world.device, overlap)
-        return {s: ScatteredReduction(b, buffers) for s, b in stages.items()}
-    scatter = parallel.zero_stage == 1
-    return {s: WholeReduction(b, scatter, overlap) for s, b in stages.items()}
+    buckets: Mapping[Stages, Sequence[Bucket]], world: World, parallel: ParallelConfig
+) -> dict[Stages, Reduction]:
+    overlap, scatter = parallel.overlap_grad_reduce, parallel.zero_stage > 0
+    largest = max((b.size for stages, found in buckets.items() if len(stages) == 1 for b in found), default=0)
+    buffers = ScatterBuffers(largest, world.device, overlap)
+
+    def reduction(stages: Stages, found: Sequence[Bucket]) -> Reduction:
+        if len(stages) > 1:
+            return SharedReduction(found, scatter, overlap, len(stages))
+        if parallel.zero_stage == 2:
+            return ScatteredReduction(found, buffers)
+        return WholeReduction(found, scatter, overlap)
+
+    return {stages: reduction(stages, found) for stages, found in buckets.items()}
 
 
 def _stretches(bucket: Bucket, kept: Tensor) -> Iterator[_Stretch]:

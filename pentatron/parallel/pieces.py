@@ -103,10 +103,10 @@ def whole(shape: Shape, initial: Initial, partial_over: frozenset[Axis] = frozen
     return Declared(shape, (Piece(origin, origin, shape, everywhere, partial_over),), initial)
 
 
-def held_parameters(model: nn.Module) -> list[Held]:
-    """Every parameter of the model once, in the order of the model; tied ones under their first name."""
+def held_parameters(*models: nn.Module) -> list[Held]:
+    """Every parameter of a model, or of several stages of one, in the order of the model; each once, under its first name."""
     found: dict[int, Held] = {}
-    for path, module in model.named_modules():
+    for path, module in itertools.chain.from_iterable(model.named_modules() for model in models):
         for name, parameter in module.named_parameters(path, recurse=False):
             if id(parameter) in found or not parameter.requires_grad:
                 continue

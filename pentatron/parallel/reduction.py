@@ -1,7 +1,8 @@
 """Gradients of one stage: collected in fp32 as backward makes them, and summed over the ranks with copies of them.
 
 `WholeReduction` keeps all of them and reduces once a step (ZeRO 0 and 1), `ScatteredReduction` keeps this rank's share
-and reduces in every backward pass (ZeRO 2). Both reduce the buckets strictly in their order: a bucket
+and reduces in every backward pass (ZeRO 2). What two stages of a rank share, a tied embedding, is kept in whole and reduced once
+under every ZeRO stage (`SharedReduction`). All reduce the buckets strictly in their order: a bucket
 that is complete early waits for those before it. The ranks of a stage run the same schedule over the same buckets, so all of them
 start the same collectives in the same order, even where a parameter gets no gradient on some of them.
 
@@ -184,6 +185,27 @@ class WholeReduction(Reduction):
 
     def memory(self) -> list[Tensor]:
         return self._whole
+
+
+class SharedReduction(WholeReduction):
+    """Parameters that several stages of a rank use: reduced when the last of these stages is done, and once."""
+
+    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int) -> None:
+        super().__init__(buckets, scatter, overlap)
+        self.stages = stages
+        self._stages_left = stages
+
+    def _begin(self, last: bool, kind: Kind) -> None:
+        """The last pass of one stage need not be that of the others: nothing is reduced before they are done."""
+
+    def zero(self) -> None:
+        super().zero()
+        self._stages_left = self.stages
+
+    def reduce(self) -> None:
+        self._stages_left -= 1
+        if self._stages_left == 0:
+            super().reduce()
 
 
 @dataclass(frozen=True)

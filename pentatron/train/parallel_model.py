@@ -39,8 +39,7 @@ class ParallelModel:
         """Elements of the whole model, each counted once. Every rank must ask."""
         own = sum(
             piece.elements
-            for stage in self.stages.values()
-            for held in held_parameters(stage)
+            for held in held_parameters(*self.stages.values())
             for piece in held.declared.pieces
             if self.world.is_first_of({held.declared.copies, *piece.replicated_over})
         )

@@ -159,6 +159,11 @@ def test_replicated_heads_and_tied_embeddings_have_groups(capsys: pytest.Capture
     assert "embedding" not in data(capsys, f"{words} --untie-embeddings-and-output-weights")["groups"]
 
 
+def test_a_folded_pipeline_shares_a_tied_embedding_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "embedding" in data(capsys, "--pp_size 2")["groups"]
+    assert "embedding" not in data(capsys, "--pp_size 2 --pipeline-schedule zbv")["groups"]
+
+
 # --- the drawing ---
 
 

@@ -82,10 +82,6 @@ IMPOSSIBLE: dict[str, tuple[int, str, str]] = {
         "--untie-embeddings-and-output-weights",
         "--pipeline-schedule zbv runs two stages on each rank, not 3; "
         "leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"),
-    "a folded pipeline with tied embeddings": (
-        2, "--pp_size 2 --num-layers 4 --pipeline-schedule zbv",
-        "--pipeline-schedule zbv puts the embedding and the head on the same rank, where they cannot be tied yet; "
-        "give --untie-embeddings-and-output-weights, or use zero-bubble"),
     "too few micro-batches for dualpipev": (
         2, "--pp_size 2 --num-layers 4 --pipeline-schedule dualpipev --untie-embeddings-and-output-weights "
         "--micro-batch-size 4",

@@ -373,12 +373,6 @@ def test_several_stages_on_a_rank_equal_one(zero: int, overlap: bool) -> None:
         assert all(torch.allclose(w, expected[name], atol=1e-6) for name, w in found.items())
 
 
-def test_a_parameter_in_two_stages_of_a_rank_is_refused() -> None:
-    model = network()
-    with pytest.raises(AssertionError, match="same parameter"):
-        Optimizer({0: model[:3], 1: model[2:]}, single_process(), OPTIM, parallel(), torch.float32)
-
-
 def test_data_is_what_the_tests_think() -> None:
     x, y = data(0)
     whole = [torch.cat(parts) for parts in zip(*(b for r in range(4) for b in micro_batches(0, 3, r, 4)))]

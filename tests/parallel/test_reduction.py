@@ -282,7 +282,7 @@ def peak_of_open_buckets(world: World, grad: bool, passes: list[dict[str, Tensor
     optimizer_module.ScatterBuffers = CountingBuffers  # type: ignore[misc]
     model = prescribed() if passes else network()
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(2, grad, bucket=8), torch.float32)
-    reduction = optimizer._reductions[0]
+    reduction = optimizer._reductions[0,]
     assert isinstance(reduction, ScatteredReduction) and len(reduction.buckets) >= 5
     if passes:
         assert isinstance(model, Prescribed)
@@ -315,7 +315,7 @@ def test_a_language_model_has_one_bucket_open(words: str, monkeypatch: pytest.Mo
     optimizer.begin_backward(0, last=True)
     tokens = torch.arange(32).view(2, 16)
     model(tokens, torch.arange(16).expand(2, -1), tokens).sum().backward()
-    reduction = optimizer._reductions[0]
+    reduction = optimizer._reductions[0,]
     assert isinstance(reduction, ScatteredReduction) and isinstance(reduction.buffers, CountingBuffers)
     assert reduction._next == len(reduction.buckets) > 10
     assert reduction.buffers.most_open == 1

@@ -28,6 +28,7 @@ from pentatron.nn.linear import (
     PositionTable,
     RowParallelLinear,
     Rows,
+    VocabularyHead,
     VocabularyTable,
     even_rows,
 )
@@ -276,6 +277,17 @@ def weight_gradient_of_another_micro_batch() -> None:
     DeferredGradients.compute = mixing  # type: ignore[method-assign]
 
 
+def tied_head_without_a_gradient() -> None:
+    """Where first and last stage share one parameter, only its first use brings a gradient."""
+    tie = causal_lm_module.tie_on_one_rank
+
+    def half_tied(table: VocabularyTable, head: VocabularyHead) -> None:
+        tie(table, head)
+        head.multiplied = lambda x, bias=None: F.linear(x, head.weight.detach())  # type: ignore[method-assign]
+
+    causal_lm_module.tie_on_one_rank = half_tied
+
+
 def dropout_drawn_anew_in_recompute() -> None:
     """The mask depends on how often a place was visited, so the second run of a layer drops other elements."""
     drop, visited = causal_lm_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
@@ -335,6 +347,7 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
         "llama",
         "pp2 zbv dp2 zero1",
     ),
+    "tied head without a gradient": (tied_head_without_a_gradient, "qwen2.5", "pp2 zbv dp2 zero2 overlap"),
     "dropout drawn anew in recompute": (dropout_drawn_anew_in_recompute, "llama", "tp2 sp full"),
     "recomputed without a sum": (recomputed_without_a_sum, "llama", "tp2 dp2 overlap full"),
     **MIXTURE_BUGS,

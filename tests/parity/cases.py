@@ -95,7 +95,6 @@ EIGHT, NINE = "--num-layers 8", "--num-layers 9"
 ZERO_BUBBLE = "--pipeline-schedule zero-bubble"
 ZBV, DUALPIPEV = "--pipeline-schedule zbv", "--pipeline-schedule dualpipev"
 BOTH_OVERLAPS = f"{OVERLAP} --overlap-param-gather"
-UNTIED = "--untie-embeddings-and-output-weights"
 
 
 def _cp(size: int, exchange: str = "p2p") -> str:
@@ -200,19 +199,14 @@ LAYOUTS = (
     Layout("cp2 a2a pp2 dp2 zero2", 8, f"{_cp(2, 'a2a')} {_pp(2)} {_zero(2)}"),
     # Backwards in two halves.
     Layout("pp2 zero-bubble", 2, _pp(2, ZERO_BUBBLE)),
-    Layout("pp2 zbv", 2, _pp(2, ZBV), both=UNTIED),
-    Layout("pp2 dualpipev", 2, _pp(2, DUALPIPEV), both=UNTIED),
+    Layout("pp2 zbv", 2, _pp(2, ZBV)),
+    Layout("pp2 dualpipev", 2, _pp(2, DUALPIPEV)),
     Layout("pp4 zero-bubble uneven dropout", 4, _pp(4, ZERO_BUBBLE), micro_batch=1, both=f"{FIVE} {DROPOUT}"),
-    Layout("pp4 zbv uneven dropout", 4, _pp(4, ZBV), micro_batch=1, both=f"{UNTIED} {NINE} {DROPOUT}"),
-    Layout("pp4 dualpipev", 4, _pp(4, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {EIGHT}"),
+    Layout("pp4 zbv uneven dropout", 4, _pp(4, ZBV), micro_batch=1, both=f"{NINE} {DROPOUT}"),
+    Layout("pp4 dualpipev", 4, _pp(4, DUALPIPEV), micro_batch=1, both=EIGHT),
     Layout("tp2 sp pp2 zero-bubble virtual2", 4, f"{_tp(2)} {SP} {_pp(2, f'{ZERO_BUBBLE} {VIRTUAL}')}"),
-    Layout("tp2 sp pp2 zbv", 4, f"{_tp(2)} {SP} {_pp(2, ZBV)}", both=UNTIED),
-    Layout(
-        "tp2 sp pp2 dualpipev dropout",
-        4,
-        f"{_tp(2)} {SP} {_pp(2, DUALPIPEV)}",
-        both=f"{UNTIED} {DROPOUT}",
-    ),
+    Layout("tp2 sp pp2 zbv", 4, f"{_tp(2)} {SP} {_pp(2, ZBV)}"),
+    Layout("tp2 sp pp2 dualpipev dropout", 4, f"{_tp(2)} {SP} {_pp(2, DUALPIPEV)}", both=DROPOUT),
     Layout("pp2 zero-bubble dp2", 4, _pp(2, ZERO_BUBBLE), micro_batch=1),
     Layout(
         "pp2 zero-bubble dp2 zero1 overlap",
@@ -221,18 +215,12 @@ LAYOUTS = (
         micro_batch=1,
     ),
     Layout("pp2 zero-bubble dp2 zero2", 4, f"{_pp(2, ZERO_BUBBLE)} {_zero(2)}", micro_batch=1),
-    Layout("pp2 zbv dp2 overlap", 4, f"{_pp(2, ZBV)} {SMALL} {OVERLAP}", micro_batch=1, both=UNTIED),
-    Layout("pp2 zbv dp2 zero1", 4, f"{_pp(2, ZBV)} {_zero(1)}", micro_batch=1, both=UNTIED),
-    Layout(
-        "pp2 zbv dp2 zero2 overlap",
-        4,
-        f"{_pp(2, ZBV)} {_zero(2, BOTH_OVERLAPS)}",
-        micro_batch=1,
-        both=UNTIED,
-    ),
-    Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=f"{UNTIED} {FIVE}"),
-    Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1, both=UNTIED),
-    Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1, both=UNTIED),
+    Layout("pp2 zbv dp2 overlap", 4, f"{_pp(2, ZBV)} {SMALL} {OVERLAP}", micro_batch=1),
+    Layout("pp2 zbv dp2 zero1", 4, f"{_pp(2, ZBV)} {_zero(1)}", micro_batch=1),
+    Layout("pp2 zbv dp2 zero2 overlap", 4, f"{_pp(2, ZBV)} {_zero(2, BOTH_OVERLAPS)}", micro_batch=1),
+    Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=FIVE),
+    Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1),
+    Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1),
     # Parameters in shards.
     Layout("dp2 zero3", 2, ZERO3),
     Layout("cp2 zero3", 2, f"{_cp(2)} {ZERO3}"),
@@ -256,13 +244,7 @@ LAYOUTS = (
     Layout("pp2 virtual2 dp2 mlp layernorm", 4, f"{_pp(2, VIRTUAL)} {_selective(MLP, NORMS)}"),
     # Context parallelism with backwards in two halves, and with recompute.
     *(
-        Layout(
-            f"cp2 {kind} pp2 {name}",
-            4,
-            f"{_cp(2, kind)} {_pp(2, schedule)}",
-            micro_batch=1,
-            both=UNTIED,
-        )
+        Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}", micro_batch=1)
         for kind in ("p2p", "all_gather", "a2a")
         for name, schedule in (("zero-bubble", ZERO_BUBBLE), ("zbv", ZBV), ("dualpipev", DUALPIPEV))
     ),

@@ -10,7 +10,6 @@ from tests.parity.cases import (
     OVERLAP,
     SMALL,
     SP,
-    UNTIED,
     VIRTUAL,
     ZBV,
     ZERO3,
@@ -88,13 +87,12 @@ MIXTURE_LAYOUTS = (
             4,
             f"{pipeline(2, schedule)} {experts(2, more)}",
             micro_batch=1,
-            both=UNTIED,
         )
         for name, schedule in _SCHEDULES
         for word, more in (("", ""), (" gather", GATHER))
     ),
     *(
-        Layout(f"tp2 pp2 {name} etp2", 4, f"{tensor(2)} {pipeline(2, schedule)}", both=UNTIED)
+        Layout(f"tp2 pp2 {name} etp2", 4, f"{tensor(2)} {pipeline(2, schedule)}")
         for name, schedule in _SCHEDULES
     ),
     Layout("pp2 uneven ep2", 4, f"{pipeline(2)} {experts(2)}", both=FIVE),

@@ -18,7 +18,7 @@ from pentatron.train.parallel_model import ParallelModel, build_parallel_model, 
 from pentatron.train.step import train_step
 from pentatron.train.trial import micro_batches, reveal, sent
 from tests.parity.bugs import plant
-from tests.parity.cases import BATCH, FAMILIES, LAYOUTS, SHAPE, Layout
+from tests.parity.cases import BATCH, EIGHT, FAMILIES, LAYOUTS, NINE, SHAPE, Layout
 from tests.parity.trajectory import here
 from tests.support import resolved
 
@@ -98,8 +98,8 @@ class Pair:
 
 
 def resharded_layouts() -> list[Layout]:
-    """All but the folded pipelines, which cannot have the tied embeddings that some families have."""
-    return [layout for layout in LAYOUTS if not any(kind in layout.name for kind in ("zbv", "dualpipev"))]
+    """All but those with more stages than the plain architecture has layers."""
+    return [layout for layout in LAYOUTS if EIGHT not in layout.both and NINE not in layout.both]
 
 
 def random_pairs(count: int, saves: int, seed: int = 11) -> list[Pair]:

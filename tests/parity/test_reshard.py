@@ -90,3 +90,13 @@ def test_moments_that_were_forgotten_would_be_seen(folder: Path) -> None:
 def test_the_pairs_are_fifty_different_ones() -> None:
     assert len(set(PAIRS)) == 50
     assert len({(p.family, p.saved) for p in PAIRS}) == 10 and len({p.loaded for p in PAIRS}) > 20
+
+
+@pytest.mark.parametrize(
+    ("saved_in", "loaded_in"),
+    [("pp2 zbv dp2 zero2 overlap", "tp2 sp pp2 virtual2"), ("tp2 sp dp2 zero1", "pp2 dualpipev dp2 zero1")],
+)
+def test_a_parameter_of_two_stages_travels_too(saved_in: str, loaded_in: str, folder: Path) -> None:
+    by_name = {layout.name: layout for layout in LAYOUTS}
+    pair = Pair("qwen2.5", by_name[saved_in], by_name[loaded_in])
+    test_any_layout_loads_what_any_other_saved(pair, folder)

@@ -94,7 +94,8 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
         total["all-reduce"] += (sp or config.model.qk_layernorm) and holds_norms
         total["all-reduce"] += grid.kv_copies > 1
     if grid.pipeline > 1:
-        total["all-reduce"] += tied and (first or last)
+        # The two ends of a folded pipeline are on one rank and share one parameter.
+        total["all-reduce"] += tied and first != last
         where = config.placement.rank_of
         # Both ways over every boundary that another rank lies beyond: a folded pipeline turns on its last rank.
         boundaries = [
@@ -114,15 +115,19 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
                 total["all-to-all"] += 4 * layers * micro_batches
     if grid.data * grid.context > 1:
         # One bucket for each stage, and one for an embedding that is tied to another stage's head.
-        buckets = len(parts) + (tied and grid.pipeline > 1 and (first + last))
+        apart = tied and grid.pipeline > 1 and first != last
+        shared = tied and grid.pipeline > 1 and first and last
+        buckets = len(parts) + apart
         total["all-reduce"] += 1
         match config.parallel.zero_stage:
             case 0:
-                total["all-reduce"] += buckets
+                total["all-reduce"] += buckets + shared
             case 1:
-                total += Counter({"reduce-scatter": buckets, "all-gather": buckets})
+                total += Counter({"reduce-scatter": buckets + shared, "all-gather": buckets + shared})
             case 2:
-                total += Counter({"reduce-scatter": buckets * micro_batches, "all-gather": buckets})
+                # What two stages share is reduced once, when both are done.
+                total["reduce-scatter"] += buckets * micro_batches + shared
+                total["all-gather"] += buckets + shared
             case 3:
                 total += sharded(config, parts)
     total["all-reduce"] += 1
@@ -192,6 +197,9 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
             4,
             f"{PP} 2 --zero-stage 2 --overlap-grad-reduce --pipeline-schedule zbv --micro-batch-size 1",
         ),
+        ("qwen2.5", 2, f"{PP} 2 --pipeline-schedule zbv"),
+        ("qwen2.5", 4, f"{PP} 2 --pipeline-schedule dualpipev --zero-stage 1 --micro-batch-size 1"),
+        ("gpt", 4, f"{PP} 2 --pipeline-schedule zbv --zero-stage 2 --micro-batch-size 1"),
         ("llama", 2, f"{CP} 2"),
         ("gpt", 4, f"{CP} 4 --zero-stage 1"),
         ("qwen3", 2, f"{CP} 2 --cp-comm-type all_gather --zero-stage 2"),

@@ -49,6 +49,27 @@ def test_the_first_stage_embeds_and_the_last_one_has_the_head(
     assert run_distributed(ends_on_a_rank, 2, words=f"--pipeline-model-parallel-size 2 {words}") == expected
 
 
+def counted_on_a_rank(words: str) -> tuple[int, int]:
+    """Parameters of the whole model, and those of this rank's stages that share memory with another stage."""
+    model = built(words)
+    each = [id(p) for stage in model.stages.values() for p in stage.parameters()]
+    return model.count_parameters(), len(each) - len(set(each))
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_folded_pipeline_holds_a_tied_embedding_once(untied: bool) -> None:
+    words = "--untie-embeddings-and-output-weights" if untied else ""
+    schedules = [
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+    ]
+    plain, folded = (
+        run_distributed(counted_on_a_rank, 2, words=f"{s} {words} --micro-batch-size 1") for s in schedules
+    )
+    assert {count for count, _ in plain} == {count for count, _ in folded}
+    assert [shared for _, shared in folded] == [0 if untied else 1, 0]
+
+
 def kept_on_a_rank(words: str) -> int:
     """Bytes of activations that autograd keeps for the backward of one micro-batch; weights are not counted."""
     model = built(words)
