@@ -1,6 +1,7 @@
 """Which optimizer a layout needs. Whoever has one need not know which it is."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -8,11 +9,13 @@ from torch import nn
 from pentatron.config.parallel import ParallelConfig
 from pentatron.config.training import OptimConfig
 from pentatron.optim.optimizer import Optimizer
-from pentatron.optim.sharded import ShardedOptimizer
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.world import World
 
-AnyOptimizer = Optimizer | ShardedOptimizer
+if TYPE_CHECKING:
+    from pentatron.optim.sharded import ShardedOptimizer
+
+AnyOptimizer: TypeAlias = "Optimizer | ShardedOptimizer"
 
 
 def build_optimizer(
@@ -24,6 +27,9 @@ def build_optimizer(
 ) -> AnyOptimizer:
     """Shards of parameters for ZeRO 3, where there are ranks to divide them between; flat buckets for all else."""
     if parallel.zero_stage == 3 and _has_copies(chunks, world):
+        # Torch's sharding brings its compiler along, which other runs need not wait for.
+        from pentatron.optim.sharded import ShardedOptimizer
+
         return ShardedOptimizer(chunks, world, config, dtype)
     for chunk in chunks.values():
         chunk.to(world.device)
