@@ -25,7 +25,8 @@ Trains a small model of the same structure for a few steps, in the layout that t
 compares losses, gradient norms, every gradient and every weight. It runs on this machine's CPU and reads no data. Ends
 with code 0 if all numbers agree, with 1 if any differs.
 
-  --shrink-data     at most 2 data-parallel ranks, for layouts that are too large for this machine
+  --shrink-data     2 data-parallel ranks, or the fewest that can hold the experts, for layouts that are too large for
+                    this machine
   --everything      all parameters in the table, not only the worst
   --json            the result for machines
 
@@ -66,12 +67,13 @@ def _small(config: RunConfig, shrink: bool) -> RunConfig:
     missing = not_available(config.flat(), {})
     if missing:
         raise ConfigError(missing)
-    from pentatron.train.verify import small_twin
+    from pentatron.train.verify import fewest_replicas, small_twin
 
-    replicas = min(2, config.grid.data) if shrink else config.grid.data
+    fewest = fewest_replicas(config)
+    replicas = fewest if shrink else config.grid.data
     world = config.grid.world_size // config.grid.data * replicas
     if world > _MOST_PROCESSES:
-        smaller = config.grid.world_size // config.grid.data * min(2, config.grid.data)
+        smaller = config.grid.world_size // config.grid.data * fewest
         way_out = (
             f"add --shrink-data to run {smaller}"
             if smaller <= _MOST_PROCESSES and not shrink

@@ -14,11 +14,13 @@ from pentatron.config.draft import Facts
 from pentatron.config.errors import ConfigError
 from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
+from pentatron.nn.balance import loss_weights
 from pentatron.parallel.world import World, single_process
 from pentatron.train.comparison import STEPS, Gap, Trajectory, gaps, size
 from pentatron.train.trial import run_trial
 
 _CHANNELS, _HIDDEN, _INNER, _VOCABULARY, _SEQUENCE = 8, 32, 48, 61, 16
+_INNER_OF_EXPERT, _INNER_OF_SHARED_EXPERT = 24, 16
 # Initial values and an optimizer that reveal mistakes; default ones hide wrong gradients.
 _REVEALING: dict[str, Any] = {
     "init_method_std": 0.1,
@@ -46,8 +48,9 @@ _ALONE = (
     "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
     "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "pipeline_model_parallel_layout zero_stage num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather recompute_granularity "
-    "recompute_method recompute_num_layers recompute_modules"
+    "pipeline_model_parallel_layout zero_stage num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules expert_model_parallel_size "
+    "expert_tensor_parallel_size moe_token_dispatcher_type"
 ).split()
 
 
@@ -69,6 +72,7 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
         "make_vocab_size_divisible_by": 16,
         "padded_vocab_size": _up(vocabulary, multiple),
         "data_parallel_size": replicas or config.grid.data,
+        **_experts(config),
     }
     # Fewer replicas may not come out even in as many groups.
     groups = math.gcd(config.grid.instances, values["data_parallel_size"] * context)
@@ -83,10 +87,37 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     raise ConfigError(found)
 
 
+def fewest_replicas(config: RunConfig) -> int:
+    """Two data-parallel ranks, or as many as it takes to hold the experts."""
+    grid = config.grid
+    needed = (grid.expert * grid.expert_tensor, grid.context * grid.tensor)
+    fitting = (n for n in range(2, grid.data) if n * needed[1] % needed[0] == 0)
+    return next(fitting, grid.data)
+
+
+def _experts(config: RunConfig) -> dict[str, Any]:
+    """Two on every rank, or as many as a token or its groups need; narrow ones."""
+    moe, grid = config.moe, config.grid
+    if moe.num_experts is None:
+        return {}
+    groups, used = moe.moe_router_num_groups or 1, moe.moe_router_group_topk or 1
+    least = max(2 * grid.expert, moe.moe_router_topk + 1, groups * math.ceil(moe.moe_router_topk / used))
+    shared = moe.moe_shared_expert_intermediate_size
+    return {
+        "num_experts": min(moe.num_experts, _up(least, math.lcm(grid.expert, groups))),
+        "moe_ffn_hidden_size": _up(_INNER_OF_EXPERT, grid.expert_tensor),
+        "moe_shared_expert_intermediate_size": shared and _up(_INNER_OF_SHARED_EXPERT, grid.tensor),
+    }
+
+
 def _layers(config: RunConfig) -> int:
-    """Two for each stage, or one more than recompute takes together; uneven stages stay uneven."""
+    """Two for each stage, or one more than recompute takes together; uneven stages stay uneven.
+
+    A division, or a list of the layers with experts, is written for as many layers as there are.
+    """
     layers, stages = config.model.num_layers, config.placement.stages
-    if any(config.flat()[name] is not None for name in _DIVISION):
+    listed = config.moe.num_experts is not None and not config.moe.moe_layer_freq.strip().isdigit()
+    if listed or any(config.flat()[name] is not None for name in _DIVISION):
         return layers
     each = max(2, (config.memory.recompute_num_layers or 0) + 1)
     return min(layers, each * stages + (layers % stages > 0))
@@ -103,10 +134,13 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """The same model on one process, which takes the whole batch at once and keeps everything."""
+    """The same model on one process, which keeps everything and takes the whole batch at once, if that is the same."""
     defaults = {name: table()[name].default for name in _ALONE}
-    batch = config.train.global_batch_size
-    return build({**config.flat(), **defaults, "data_parallel_size": 1, "micro_batch_size": batch})
+    by_micro_batch = config.moe.num_experts is not None and (
+        "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
+    )
+    taken = config.train.micro_batch_size if by_micro_batch else config.train.global_batch_size
+    return build({**config.flat(), **defaults, "data_parallel_size": 1, "micro_batch_size": taken})
 
 
 def in_words(config: RunConfig) -> str:
@@ -114,11 +148,30 @@ def in_words(config: RunConfig) -> str:
     return (
         f"{m.num_layers} layers × {m.hidden_size}, {m.num_attention_heads} heads of {m.kv_channels} in "
         f"{m.num_query_groups} groups, MLP {m.ffn_hidden_size}, vocabulary {m.vocab_size} padded to "
-        f"{m.padded_vocab_size}, {m.seq_length} tokens\n"
-        f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data, "
+        f"{m.padded_vocab_size}, {m.seq_length} tokens{_experts_in_words(config)}\n"
+        f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
+        f"{_expert_ranks_in_words(config)}, "
         f"ZeRO {config.parallel.zero_stage}; a step of {t.global_batch_size} samples in {config.accumulation} "
         f"micro-batches of {t.micro_batch_size}; {STEPS} steps in fp32"
     )
+
+
+def _experts_in_words(config: RunConfig) -> str:
+    moe, layers = config.moe, len(config.layers_with_experts)
+    if moe.num_experts is None:
+        return ""
+    shared = moe.moe_shared_expert_intermediate_size
+    return (
+        f"; {moe.num_experts} experts of {moe.moe_ffn_hidden_size} in {layers} of the layers, {moe.moe_router_topk} for a token"
+        f"{f', and a shared one of {shared}' if shared else ''}"
+    )
+
+
+def _expert_ranks_in_words(config: RunConfig) -> str:
+    grid = config.grid
+    if config.moe.num_experts is None:
+        return ""
+    return f" ({grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data)"
 
 
 def left_out(config: RunConfig) -> list[str]:
