@@ -51,8 +51,9 @@ def test_a_wrong_layout_ends_with_code_1_and_names_the_parameter(tmp_path: Path)
             "this layout takes 32 processes, more than the 16 that verify starts on one machine; try smaller parallel sizes",
         ),
         (
-            "--zero-stage 3",
-            "--zero-stage 3 needs parameter sharding (ZeRO-3), which this version does not have yet; leave it out",
+            "--zero-stage 3 --pp_size 2 --pipeline-schedule zero-bubble",
+            "--pipeline-schedule zero-bubble computes weight gradients later than the rest, when --zero-stage 3 has summed "
+            "the gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2",
         ),
     ],
 )

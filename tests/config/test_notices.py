@@ -13,6 +13,8 @@ from tests.config.builders import LEAST, notices, other_value
 
 ONE = Facts(1)
 TWO = Facts(2, 2)
+FOUR = Facts(4, 4)
+INSTANCES = "--num-distributed-optimizer-instances 2"
 TORCHRUN = Facts(2, 2, 2, "torchrun", True)
 SLURM = Facts(2, 2, 2, "Slurm", False)
 FILES = "--data-path a --vocab-size 100 --train-iters 10"
@@ -72,6 +74,31 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ),
     ("zero_stage", f"{LEAST} --zero-stage 1", f"{LEAST} --zero-stage 1", ONE, TWO),
     ("zero_stage", f"{LEAST} --zero-stage 2 --tp_size 2", f"{LEAST} --zero-stage 0", TWO, ONE),
+    *(
+        (name, f"{LEAST} {words} --zero-stage 3", f"{LEAST} {words} --zero-stage 1", TWO, TWO)
+        for name, words in (
+            ("overlap_grad_reduce", "--overlap-grad-reduce"),
+            ("overlap_param_gather", "--overlap-param-gather"),
+            ("ddp_bucket_size", "--ddp-bucket-size 50"),
+        )
+    ),
+    *(
+        (
+            "num_distributed_optimizer_instances",
+            f"{LEAST} {INSTANCES} {words}",
+            f"{LEAST} {INSTANCES} --zero-stage 3",
+            TWO,
+            FOUR,
+        )
+        for words in ("", "--zero-stage 1", "--zero-stage 2", "--zero-stage 3")
+    ),
+    (
+        "num_distributed_optimizer_instances",
+        f"{LEAST} {INSTANCES} --zero-stage 1",
+        f"{LEAST} --num-distributed-optimizer-instances 1",
+        FOUR,
+        FOUR,
+    ),
     ("overlap_grad_reduce", f"{LEAST} --overlap-grad-reduce", f"{LEAST} --overlap-grad-reduce", ONE, TWO),
     (
         "overlap_param_gather",

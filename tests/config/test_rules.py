@@ -25,6 +25,17 @@ TORCHRUN_4 = Facts(4, 4, 4, "torchrun", True)
 FULL = "--num-layers 4 --recompute-granularity full --recompute-method"
 INTERLEAVED = "--num-layers 4 --pp_size 2 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
 CASES: list[tuple[str, str, str, str, Facts]] = [
+    ("_shards_in_halves", "--zero-stage 3 --pp_size 2 --pipeline-schedule zero-bubble",
+     "--pipeline-schedule zero-bubble computes weight gradients later than the rest, when --zero-stage 3 has summed the "
+     "gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2",
+     "--zero-stage 2 --pp_size 2 --pipeline-schedule zero-bubble", Facts(4, 4)),
+    ("_instances", "--zero-stage 3 --num-distributed-optimizer-instances 3",
+     "--num-distributed-optimizer-instances 3 does not divide 4 (data) × 1 (context) = 4 ranks that hold the same "
+     "weights; use 1, 2 or 4",
+     "--zero-stage 3 --num-distributed-optimizer-instances 2", Facts(4, 4)),
+    ("_instances", "--zero-stage 3 --num-distributed-optimizer-instances 4 --num-experts 4 --ep 2",
+     "--num-distributed-optimizer-instances 4 does not divide the 2 ranks that hold the same experts; use 1 or 2",
+     "--zero-stage 3 --num-distributed-optimizer-instances 2 --num-experts 4 --ep 2", Facts(4, 4)),
     ("_world", "--tp_size 2",
      "1 process is too few: one copy of the model needs 2 (tensor) × 1 (pipeline) × 1 (context) = 2; "
      "start 2 processes or a multiple, or lower the parallel sizes",
@@ -377,8 +388,9 @@ def test_a_rule_that_looks_at_a_wrong_value_is_not_heard() -> None:
 
 
 def test_refusals_name_what_was_typed_and_the_way_out() -> None:
-    assert problems("--zero-stage 3") == [
-        "--zero-stage 3 needs parameter sharding (ZeRO-3), which this version does not have yet; leave it out"
+    assert problems("--zero-stage 3") == [], "it is here"
+    assert problems("--fp16") == [
+        "--fp16 needs fp16 with loss scaling, which this version does not have yet; leave it out"
     ]
     assert problems("--zero-stage 2") == problems("--use-distributed-optimizer") == []
     assert problems("--fp8 e4m3 --fp8_recipe=delayed") == [

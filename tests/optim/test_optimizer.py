@@ -72,7 +72,7 @@ def assert_agree(found: dict[str, Any], model: nn.Module, norms: list[float], to
             assert torch.allclose(mine, whole, atol=tolerance, rtol=0), (kind, name)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_five_steps_equal_torchs_adamw_with_clipping_and_selective_decay(zero: int) -> None:
     twin = network()
     adam = torchs_adamw(twin)
@@ -97,7 +97,7 @@ def against_ddp_and_fsdp2(zero: int, overlap: bool) -> None:
         assert_agree(found, replicated if oracle is not sharded else sharded, norms, 1e-5)
 
 
-@pytest.mark.parametrize(("zero", "overlap"), [(0, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("zero", "overlap"), [(0, False), (1, True), (2, True), (3, False)])
 def test_ddp_and_fsdp2_agree(zero: int, overlap: bool) -> None:
     run_distributed(against_ddp_and_fsdp2, 2, zero=zero, overlap=overlap)
 

@@ -92,7 +92,9 @@ def micro_batches(step: int, count: int, rank: int, ranks: int) -> Iterable[tupl
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     like = next(model.parameters())
-    return (model(x.to(like)).float() - y.to(like.device)).square().sum() * (10 / (BATCH * 4))
+    return (model(x.to(like.device, like.dtype)).float() - y.to(like.device)).square().sum() * (
+        10 / (BATCH * 4)
+    )
 
 
 def here(grid: Grid, device: torch.device = CPU) -> World:
@@ -144,7 +146,7 @@ def trajectory(
     return {
         "norms": norms,
         "output": output,
-        "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters()},
+        "weights": {f.tensor: f.values.clone().cpu() for f in optimizer.model_weights()},
         "gradients": collected(optimizer.gradients(owned_only=True), world),
         "state": collected(optimizer.fragments(owned_only=True), world),
     }

@@ -41,6 +41,7 @@ from pentatron.parallel.tensor_axis import TensorAxis
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
 from tests.parity.mixture_bugs import MIXTURE_BUGS, forget_partial
+from tests.parity.shard_bugs import SHARD_BUGS
 
 
 def row_output_not_summed() -> None:
@@ -351,6 +352,7 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "dropout drawn anew in recompute": (dropout_drawn_anew_in_recompute, "llama", "tp2 sp full"),
     "recomputed without a sum": (recomputed_without_a_sum, "llama", "tp2 dp2 overlap full"),
     **MIXTURE_BUGS,
+    **SHARD_BUGS,
 }
 
 

@@ -229,7 +229,10 @@ LAYOUTS = (
     Layout("pp2 virtual2 dp2 zero3", 4, f"{_pp(2, VIRTUAL)} {ZERO3}"),
     Layout("cp2 all_gather dp2 zero3", 4, f"{_cp(2, 'all_gather')} {ZERO3}", micro_batch=1),
     Layout("dp4 zero3 hybrid", 4, HYBRID),
+    Layout("cp2 a2a pp2 gpipe uneven zero3", 4, f"{_cp(2, 'a2a')} {_pp(2, GPIPE)} {ZERO3}", both=FIVE),
     Layout("dp2 zero3 full", 2, f"{ZERO3} {_full('uniform', 1)}"),
+    Layout("dp2 zero3 full2 dropout", 2, f"{ZERO3} {_full('uniform', 2)}", both=DROPOUT),
+    Layout("dp2 zero3 core_attn mlp", 2, f"{ZERO3} {_selective(CORE, MLP)}"),
     # Activation recompute.
     Layout("tp2 sp full", 2, f"{_tp(2)} {SP} {_full('uniform', 1)}", both=DROPOUT),
     Layout("pp2 gpipe uneven full2", 2, f"{_pp(2, GPIPE)} {_full('uniform', 2)}", both=FIVE),

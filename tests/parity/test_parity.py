@@ -84,6 +84,8 @@ def test_planted_bugs_are_caught(bug: str) -> None:
         ("tp4 sp", "qwen2.5"),
         ("tp2 sp pp2 dp2 zero1", "gpt"),
         ("cp2 dp2 zero1 overlap", "llama"),
+        ("tp2 sp dp2 zero3", "gpt"),
+        ("dp4 zero3 hybrid", "qwen2.5"),
         ("dp4 ep2 zero1", "sigmoid"),
         ("tp2 pp2 dp2 ep2 zero1", "qwen2-moe"),
     ],
@@ -99,7 +101,7 @@ def test_replicas_that_drift_would_be_seen() -> None:
     assert disagreements(spread(BY_NAME["dp2 zero1"], "llama", "stale ZeRO shard")) != []
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_rank_whose_words_are_all_padding_cuts_its_buckets_like_its_neighbours(zero: int) -> None:
     """61 words in 2 shares of 64: partial sums go by place, so the tensor ranks must agree on the places."""
     words = (
@@ -142,7 +144,7 @@ def test_the_net_is_wide() -> None:
     cases += [traits(layout, family) for layout in MIXTURE_LAYOUTS for family in MIXTURES]
     exclusive = [
         {"1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"},
-        {"zero0", "zero1", "zero2"},
+        {"zero0", "zero1", "zero2", "zero3"},
         {"tied", "untied"},
         {"full recompute", "selective recompute"},
         {"cp p2p", "cp allgather", "cp a2a"},
@@ -154,6 +156,8 @@ def test_the_net_is_wide() -> None:
         for schedule in ("zero-bubble", "zbv", "dualpipev")
         for kind in ("full", "selective")
     ]
+    # Refused: torch sums the gradients of a layer before the second half has come.
+    exclusive += [{schedule, "zero3"} for schedule in ("zero-bubble", "zbv", "dualpipev")]
     missing = [
         {a, b}
         for a, b in itertools.combinations(sorted(set().union(*cases)), 2)

@@ -23,6 +23,17 @@ from tests.parity.reshard import (
 
 TIMEOUT = 180.0
 PAIRS = random_pairs(50, saves=10)
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+# Into shards of parameters, out of them, and from some into others.
+SHARDED = [
+    Pair(family, BY_NAME[saved], BY_NAME[loaded])
+    for family, saved, loaded in (
+        ("qwen2.5", "dp2 zero3", "tp2 sp pp2 virtual2"),
+        ("qwen2.5", "pp2 dp2 zero3", "dp2 zero1"),
+        ("gpt", "dp2 zero1", "dp4 zero3 hybrid"),
+        ("qwen3", "tp2 sp dp2 zero3", "pp2 virtual2 dp2 zero3"),
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,7 @@ def state_of(ranks: list[Continued]) -> dict[str, torch.Tensor]:
     return assemble(fragment for rank in ranks for fragment in rank.state)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair", [*PAIRS, *SHARDED], ids=str)
 def test_any_layout_loads_what_any_other_saved(pair: Pair, folder: Path) -> None:
     before = saved(pair.family, pair.saved, folder)
     after = loaded(pair, folder)
@@ -71,8 +82,9 @@ def test_any_layout_loads_what_any_other_saved(pair: Pair, folder: Path) -> None
         assert rank.losses == pytest.approx(before[0].losses, rel=1e-5)
 
 
-def test_the_same_layout_goes_on_bit_for_bit(folder: Path) -> None:
-    layout = next(layout for layout in LAYOUTS if layout.name == "tp2 sp dp2 zero1")
+@pytest.mark.parametrize("name", ["tp2 sp dp2 zero1", "tp2 sp dp2 zero3"])
+def test_the_same_layout_goes_on_bit_for_bit(name: str, folder: Path) -> None:
+    layout = BY_NAME[name]
     before = saved("qwen3", layout, folder)
     after = loaded(Pair("qwen3", layout, layout), folder)
     assert [rank.losses for rank in after] == [rank.losses for rank in before]
