@@ -13,7 +13,7 @@ from pentatron.config.stages import costs_of, division_of
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.ranks import world_size_problem
-from pentatron.layout.schedules import FOLDED, HALVING, schedule_problem, takes_groups
+from pentatron.layout.schedules import FOLDED, schedule_problem, takes_groups
 from pentatron.layout.stages import Costs, stage_parts
 
 Values = Mapping[str, Any]
@@ -309,16 +309,6 @@ def _recompute_method(v: Values, facts: Facts) -> str | None:
     return None
 
 
-def _recompute_in_halves(v: Values, facts: Facts) -> str | None:
-    kind, schedule = v["recompute_granularity"], v["pipeline_schedule"]
-    if kind is None or schedule not in HALVING or v["pipeline_model_parallel_size"] == 1:
-        return None
-    return (
-        f"--pipeline-schedule {schedule} computes weight gradients later than the rest, from activations that "
-        f"--recompute-granularity {kind} does not keep; use 1f1b or interleaved, or leave recompute out"
-    )
-
-
 def _recomputed_layers(v: Values, facts: Facts) -> str | None:
     count, ranks = v["recompute_num_layers"], v["pipeline_model_parallel_size"]
     if v["recompute_granularity"] != "full" or count is None:
@@ -354,7 +344,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _enough_micro_batches,
     _micro_batch_groups,
     _recompute_method,
-    _recompute_in_halves,
     _recomputed_layers,
     _batch,
 )

@@ -117,7 +117,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferred = deferred
+        # Where a layer is recomputed, the saved weight comes back as another tensor, whose gradient nobody reads.
+        ctx.parameter, ctx.deferred = weight, deferred
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -128,7 +129,7 @@ class _Linear(torch.autograd.Function):
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         of_weight = None
         if ctx.needs_input_grad[1]:
-            product = DenseProduct(weight, x, gradient)
+            product = DenseProduct(ctx.parameter, x, gradient)
             of_weight = None if ctx.deferred.take(product) else product.compute()
         return of_input, of_weight, of_bias, None
 
@@ -155,7 +156,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: nn.Parameter, groups: Groups, deferred: DeferredGradients | None
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.groups, ctx.deferred = groups, deferred
+        ctx.parameter, ctx.groups, ctx.deferred = weight, groups, deferred
         return groups.times(rows, weight.transpose(1, 2))
 
     @staticmethod
@@ -165,7 +166,7 @@ class _GroupedLinear(torch.autograd.Function):
         of_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
         of_weight = None
         if ctx.needs_input_grad[1]:
-            product = GroupedProduct(weight, rows, gradient, ctx.groups)
+            product = GroupedProduct(ctx.parameter, rows, gradient, ctx.groups)
             deferred = ctx.deferred is not None and ctx.deferred.take(product)
             of_weight = None if deferred else product.compute()
         return of_input, of_weight, None, None

@@ -131,11 +131,6 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_division", "--num-layers 30 --pp_size 2 --pipeline-model-parallel-layout Et*14|t*14L",
      "--pipeline-model-parallel-layout Et*14|t*14L has 28 layers in its 2 stages, but --num-layers is 30; add 2 t",
      "--num-layers 30 --pp_size 2 --pipeline-model-parallel-layout Et*16|t*14L", Facts(2, 2)),
-    ("_recompute_in_halves",
-     "--pp_size 2 --pipeline-schedule zero-bubble --recompute-activations",
-     "--pipeline-schedule zero-bubble computes weight gradients later than the rest, from activations that "
-     "--recompute-granularity selective does not keep; use 1f1b or interleaved, or leave recompute out",
-     "--pp_size 2 --recompute-activations", Facts(2, 2)),
     ("_enough_micro_batches",
      "--num-layers 4 --pp_size 2 --pipeline-schedule dualpipev --untie-embeddings-and-output-weights "
      "--micro-batch-size 4 --global-batch-size 8",

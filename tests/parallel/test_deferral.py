@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from pentatron.parallel.deferral import DeferredGradients, linear
 
@@ -36,6 +37,19 @@ def test_the_same_bits_as_torch(dtype: torch.dtype, halves: bool) -> None:
     found = gradients(dtype, DeferredGradients(), halves)
     assert len(found) == 3
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_a_recomputed_layer_gives_its_gradient_to_the_parameter() -> None:
+    """Backward unpacks a copy of the weight there, and by the weight half the graph that knew the parameter is gone."""
+    expected = gradients(torch.float32, None, False)[1]
+    x, weight, bias = layer()
+    deferred = DeferredGradients()
+    made = checkpoint(lambda x: linear(x, weight, bias, deferred), x, use_reentrant=False)
+    with deferred.collecting((0, 0)):
+        made.square().sum().backward()
+    del made
+    deferred.compute((0, 0))
+    assert weight.grad is not None and torch.equal(weight.grad, expected)
 
 
 def test_hooks_hear_of_them_and_gradients_add_up() -> None:

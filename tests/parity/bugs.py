@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import pentatron.models.causal_lm as causal_lm_module
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as context_module
+import pentatron.parallel.deferral as deferral_module
 import pentatron.parallel.gathering as gathering_module
 import pentatron.parallel.reduction as reduction_module
 import pentatron.parallel.tensor_axis as axis_module
@@ -289,6 +290,17 @@ def tied_head_without_a_gradient() -> None:
     causal_lm_module.tie_on_one_rank = half_tied
 
 
+def deferred_gradient_for_a_copy() -> None:
+    """A recomputed layer hands over the weight that backward unpacks: a copy, whose gradient nobody reads."""
+
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        assert ctx.deferred.take(DenseProduct(weight, x, gradients[0]))
+        return gradients[0] @ weight, None, None, None
+
+    deferral_module._Linear.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
 def dropout_drawn_anew_in_recompute() -> None:
     """The mask depends on how often a place was visited, so the second run of a layer drops other elements."""
     drop, visited = causal_lm_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
@@ -349,6 +361,7 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
         "pp2 zbv dp2 zero1",
     ),
     "tied head without a gradient": (tied_head_without_a_gradient, "qwen2.5", "pp2 zbv dp2 zero2 overlap"),
+    "deferred gradient for a copy": (deferred_gradient_for_a_copy, "llama", "pp2 zero-bubble full"),
     "dropout drawn anew in recompute": (dropout_drawn_anew_in_recompute, "llama", "tp2 sp full"),
     "recomputed without a sum": (recomputed_without_a_sum, "llama", "tp2 dp2 overlap full"),
     **MIXTURE_BUGS,

@@ -245,6 +245,13 @@ LAYOUTS = (
     Layout("tp2 pp2 gpipe mlp", 4, f"{_tp(2)} {_pp(2, GPIPE)} {_selective(MLP)}"),
     Layout("pp2 uneven dp2 zero1 core_attn", 4, f"{_pp(2)} {_zero(1)} {_selective(CORE)}", both=FIVE),
     Layout("pp2 virtual2 dp2 mlp layernorm", 4, f"{_pp(2, VIRTUAL)} {_selective(MLP, NORMS)}"),
+    # Recompute with backwards in two halves.
+    Layout("pp2 zero-bubble full", 2, f"{_pp(2, ZERO_BUBBLE)} {_full('uniform', 1)}", both=DROPOUT),
+    Layout("tp2 sp pp2 zero-bubble mlp", 4, f"{_tp(2)} {SP} {_pp(2, ZERO_BUBBLE)} {_selective(MLP)}"),
+    Layout("pp2 zbv dp2 zero2 full", 4, f"{_pp(2, ZBV)} {_zero(2)} {_full('uniform', 1)}", micro_batch=1),
+    Layout("pp2 zbv core_attn mlp layernorm", 2, f"{_pp(2, ZBV)} {_selective(CORE, MLP, NORMS)}"),
+    Layout("tp2 pp2 dualpipev block1", 4, f"{_tp(2)} {_pp(2, DUALPIPEV)} {_full('block', 1)}"),
+    Layout("pp2 dualpipev core_attn layernorm", 2, f"{_pp(2, DUALPIPEV)} {_selective(CORE, NORMS)}"),
     # Context parallelism with backwards in two halves, and with recompute.
     *(
         Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}", micro_batch=1)

@@ -106,6 +106,9 @@ MIXTURE_LAYOUTS = (
     ),
     Layout("tp2 moe_act etp2", 2, f"{tensor(2)} {selective('moe_act', 'mlp')}"),
     Layout("tp2 pp2 full etp2", 4, f"{tensor(2)} {pipeline(2)} {full('uniform', 1)}"),
+    Layout("pp2 zero-bubble ep2 full", 4, f"{pipeline(2, ZERO_BUBBLE)} {experts(2)} {full('uniform', 1)}"),
+    Layout("pp2 zbv ep2 moe_act", 4, f"{pipeline(2, ZBV)} {experts(2)} {selective('moe_act', 'mlp')}"),
+    Layout("pp2 dualpipev moe", 2, f"{pipeline(2, DUALPIPEV)} {selective('moe', 'layernorm')}"),
     Layout("tp2 pp2 dp2 ep2 zero1", 8, f"{tensor(2)} {pipeline(2)} {experts(2)} {zero(1)}"),
     Layout(
         "tp2 sp cp2 dp2 ep4 gather zero2", 8, f"{tensor(2)} {SP} {context(2)} {experts(4, GATHER)} {zero(2)}"

@@ -150,12 +150,6 @@ def test_the_net_is_wide() -> None:
         {"cp p2p", "cp allgather", "cp a2a"},
         {"ep alltoall", "ep allgather"},
     ]
-    # Refused: halves of a backward need activations that recompute does not keep.
-    exclusive += [
-        {schedule, f"{kind} recompute"}
-        for schedule in ("zero-bubble", "zbv", "dualpipev")
-        for kind in ("full", "selective")
-    ]
     # Refused: torch sums the gradients of a layer before the second half has come.
     exclusive += [{schedule, "zero3"} for schedule in ("zero-bubble", "zbv", "dualpipev")]
     missing = [

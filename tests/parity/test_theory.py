@@ -220,6 +220,12 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
         ("llama", 2, f"{PP} 2 {FULL} uniform --recompute-num-layers 1"),
         ("llama", 2, f"{TP} 2 {SP} {SELECTIVE} core_attn mlp layernorm"),
         ("qwen2.5", 8, f"{TP} 2 {SP} {PP} 2 --zero-stage 2 {FULL} uniform --recompute-num-layers 2"),
+        (
+            "llama",
+            4,
+            f"{TP} 2 {PP} 2 --pipeline-schedule zero-bubble {FULL} uniform --recompute-num-layers 1",
+        ),
+        ("gpt", 4, f"{TP} 2 {SP} {PP} 2 --pipeline-schedule zbv {SELECTIVE} mlp layernorm"),
     ],
 )
 def test_collectives_are_those_of_the_theory(family: str, ranks: int, words: str) -> None:
@@ -244,11 +250,16 @@ def layer_runs_on_a_rank(words: str) -> list[int]:
     return [seen[number] for number in range(len(layers))]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize(
     ("words", "runs"), [("", 1), (f"{FULL} uniform --recompute-num-layers 2", 2), (f"{SELECTIVE} mlp", 1)]
 )
-def test_a_pipeline_runs_no_layer_more_often_than_recompute_needs(words: str, runs: int) -> None:
-    command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 2 {PP} 2 {words}"
+def test_a_pipeline_runs_no_layer_more_often_than_recompute_needs(
+    words: str, runs: int, schedule: str
+) -> None:
+    command = (
+        f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 2 {PP} 2 --pipeline-schedule {schedule} {words}"
+    )
     for seen in run_distributed(layer_runs_on_a_rank, 2, words=command):
         assert seen == [runs * 4] * len(seen) and seen, "four micro-batches"
 
@@ -273,7 +284,17 @@ def deferred_on_a_rank(words: str) -> int:
     return most
 
 
-@pytest.mark.parametrize("words", [f"{PP} 2", f"{TP} 2 {SP} {PP} 2", f"{TP} 2 {PP} 2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{PP} 2",
+        f"{TP} 2 {SP} {PP} 2",
+        f"{TP} 2 {PP} 2",
+        # Recompute changes nothing about it.
+        f"{PP} 2 {FULL} uniform --recompute-num-layers 2",
+        f"{TP} 2 {SP} {PP} 2 {SELECTIVE} core_attn mlp layernorm",
+    ],
+)
 def test_what_waits_for_weight_gradients(words: str) -> None:
     """The input and the gradient of the output of every linear layer, for every micro-batch between the halves."""
     command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 1 {words} --pipeline-schedule zero-bubble"
