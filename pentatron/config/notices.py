@@ -121,6 +121,34 @@ def _no_experts(draft: Draft, facts: Facts) -> str:
     return "there are no experts (--num-experts), so this changes nothing" if not draft["num_experts"] else ""
 
 
+def _fixed_bias(draft: Draft, facts: Facts) -> str:
+    none = not draft["moe_router_enable_expert_bias"]
+    return _no_experts(draft, facts) or (
+        "there is no bias to move (--moe-router-enable-expert-bias)" if none else ""
+    )
+
+
+def _no_softmax(draft: Draft, facts: Facts) -> str:
+    other = draft["moe_router_pre_softmax"] and draft["moe_router_score_function"] != "softmax"
+    return _no_experts(draft, facts) or (
+        "scores are sigmoid, so there is no softmax to place" if other else ""
+    )
+
+
+def _weighs_nothing(draft: Draft, facts: Facts) -> str:
+    idle = draft["moe_router_load_balancing_type"] != ("none",) and not any(draft["moe_aux_loss_coeff"])
+    return _no_experts(draft, facts) or (
+        "its weight is 0 (--moe-aux-loss-coeff), so it balances nothing" if idle else ""
+    )
+
+
+def _nothing_to_weigh(draft: Draft, facts: Facts) -> str:
+    idle = draft["moe_router_load_balancing_type"] == ("none",) and any(draft["moe_aux_loss_coeff"])
+    return _no_experts(draft, facts) or (
+        "no loss balances the experts (--moe-router-load-balancing-type none)" if idle else ""
+    )
+
+
 def _padding_is_given(draft: Draft, facts: Facts) -> str:
     size = draft["padded_vocab_size"]
     return (
@@ -308,6 +336,11 @@ def _modules_not_recomputed(draft: Draft, facts: Facts) -> str:
 IDLE: dict[str, Reason] = {
     **dict.fromkeys((n for n, s in table().items() if s.section == "moe"), _no_experts),
     "num_experts": lambda draft, facts: "",
+    "expert_tensor_parallel_size": _no_experts,
+    "moe_router_bias_update_rate": _fixed_bias,
+    "moe_router_pre_softmax": _no_softmax,
+    "moe_router_load_balancing_type": _weighs_nothing,
+    "moe_aux_loss_coeff": _nothing_to_weigh,
     "sequence_parallel": _no_tensor_axis,
     "pipeline_schedule": _one_stage,
     "microbatch_group_size_per_virtual_pipeline_stage": _not_interleaved,

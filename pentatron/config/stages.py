@@ -12,7 +12,7 @@ from pentatron.layout.stages import Costs, Division
 def grid_of(values: Mapping[str, Any]) -> Grid:
     """The grid of ranks; with experts and nothing said, one expert is cut like a dense layer."""
     tensor = values["tensor_model_parallel_size"]
-    of_experts = values["expert_tensor_parallel_size"] or (tensor if values["num_experts"] else 1)
+    of_experts = (values["expert_tensor_parallel_size"] or tensor) if values["num_experts"] else 1
     return Grid(
         tensor=tensor,
         context=values["context_parallel_size"],

@@ -4,7 +4,7 @@ import pytest
 
 from pentatron.config.draft import Facts
 from pentatron.config.moe_rules import MOE_RULES
-from tests.config.builders import notices, problems, values
+from tests.config.builders import notices, problems, resolved, values
 
 ONE = Facts(1)
 TWO = Facts(2, 2)
@@ -118,6 +118,8 @@ def test_what_follows_from_experts() -> None:
     dense = values("--tp_size 2", TWO)
     assert (dense["moe_ffn_hidden_size"], dense["expert_tensor_parallel_size"]) == (None, None)
     assert not dense["sequence_parallel"]
+    # Without experts nothing is cut for them, whatever is asked for.
+    assert resolved("--expert-tensor-parallel-size 3", TWO).config.grid.expert_tensor == 1
 
 
 def test_experts_without_a_bias_are_mentioned() -> None:

@@ -20,6 +20,8 @@ SLURM = Facts(2, 2, 2, "Slurm", False)
 FILES = "--data-path a --vocab-size 100 --train-iters 10"
 INTERLEAVED = f"{LEAST} --pp_size 2 --virtual-pipeline-model-parallel-size 2 --num-microbatches 4"
 GROUPED = "--microbatch-group-size-per-virtual-pipeline-stage 3"
+EXPERTS = f"{LEAST} --num-experts 4"
+BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 SYNTHETIC = "--dataset-size 80 --vocab-size 100 --train-iters 10"
 
 
@@ -234,6 +236,34 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ("moe_token_dispatcher_type", f"{LEAST} --moe-token-dispatcher-type alltoall", LEAST, ONE, ONE),
     ("moe_router_load_balancing_type", f"{LEAST} --moe-router-load-balancing-type aux_loss", LEAST, ONE, ONE),
     ("moe_aux_loss_coeff", f"{LEAST} --moe-aux-loss-coeff 0.0", LEAST, ONE, ONE),
+    *(
+        (name, f"{LEAST} {words}", f"{LEAST} --num-experts 4 {words} {help}", ONE, ONE)
+        for name, words, help in (
+            ("expert_tensor_parallel_size", "--expert-tensor-parallel-size 1", ""),
+            ("moe_router_bias_update_rate", "--moe-router-bias-update-rate 0.5", BIAS),
+            ("moe_router_pre_softmax", "--moe-router-pre-softmax", ""),
+            ("moe_aux_loss_coeff", "--moe-aux-loss-coeff 0.5", ""),
+        )
+    ),
+    *(
+        (name, f"{EXPERTS} {words} {idle}", f"{EXPERTS} {words} {acting}", ONE, ONE)
+        for name, words, idle, acting in (
+            ("moe_router_bias_update_rate", "--moe-router-bias-update-rate 0.5", "", BIAS),
+            ("moe_router_pre_softmax", "--moe-router-pre-softmax", "--moe-router-score-function sigmoid", ""),
+            (
+                "moe_router_load_balancing_type",
+                "--moe-router-load-balancing-type seq_aux_loss aux_loss",
+                "",
+                "--moe-aux-loss-coeff 0 0.1",
+            ),
+            (
+                "moe_aux_loss_coeff",
+                "--moe-aux-loss-coeff 0.5",
+                "--moe-router-load-balancing-type none",
+                "--moe-router-load-balancing-type global_aux_loss",
+            ),
+        )
+    ),
 ]
 
 
