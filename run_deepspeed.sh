@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Training with sharded state (ZeRO). NUM_GPUS processes (default 4), ZERO_STAGE 1 or 2 (default 2; 3 and offload are
+# Training with sharded state (ZeRO). NUM_GPUS processes (default 4), ZERO_STAGE 1, 2 or 3 (default 2; offload is
 # not available yet); further words go to train_megatron.py.
 set -euo pipefail
 cd "$(dirname "$0")"

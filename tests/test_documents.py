@@ -97,6 +97,6 @@ def test_the_methods_are_compared() -> None:
     }
     expected = {
         "data (DP)": ["low", "none"], "tensor (TP)": ["high", "high"], "pipeline (PP)": ["medium", "high"],
-        "ZeRO-2": ["medium", "medium"], "ZeRO-3 (not available yet)": ["high", "very high"],
+        "ZeRO-2": ["medium", "medium"], "ZeRO-3": ["high", "very high"],
     }  # fmt: skip
     assert {name: cells[2:] for name, cells in table.items() if name in expected} == expected

@@ -55,8 +55,8 @@ IMPOSSIBLE: dict[str, tuple[int, str, str]] = {
         "--num-layers 10 is not divisible by 2 (pipeline) × 2 (--num-layers-per-virtual-pipeline-stage) = 4; "
         "use 8 or 12 layers, or another number for each stage"),
     "shards and halves of a backward": (
-        4, "--pp_size 2 --zero-stage 3 --pipeline-schedule dualpipev --untie-embeddings-and-output-weights --num-layers 4",
-        "--pipeline-schedule dualpipev computes weight gradients later than the rest, when --zero-stage 3 has summed the "
+        4, "--pp_size 2 --zero-stage 3 --pipeline-schedule zbv --untie-embeddings-and-output-weights --num-layers 4",
+        "--pipeline-schedule zbv computes weight gradients later than the rest, when --zero-stage 3 has summed the "
         "gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2"),
     "groups of replicas": (
         4, "--zero-stage 3 --num-distributed-optimizer-instances 8",

@@ -7,9 +7,9 @@ from pentatron.config.run import RunConfig
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
 from pentatron.nn.router import Router
+from pentatron.parallel.axes import Axes
 from pentatron.parallel.expert_axis import NO_EXPERTS_ELSEWHERE, ExpertAxis
 from pentatron.parallel.pieces import held_parameters
-from pentatron.parallel.tensor_axis import TensorAxis
 from tests.support import LLAMA, resolved
 
 HIDDEN = 32
@@ -28,14 +28,14 @@ def drawn(module: nn.Module) -> nn.Module:
 
 
 def router(words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE) -> Router:
-    made = drawn(Router(HIDDEN, config_of(words).moe, TensorAxis(), axis))
+    made = drawn(Router(HIDDEN, config_of(words).moe, Axes(expert=axis)))
     assert isinstance(made, Router)
     return made
 
 
 def layer(words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE) -> MoE:
     config = config_of(words)
-    made = drawn(MoE(config.model, config.moe, TensorAxis(), axis))
+    made = drawn(MoE(config.model, config.moe, Axes(expert=axis)))
     assert isinstance(made, MoE)
     return made
 
