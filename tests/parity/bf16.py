@@ -18,6 +18,7 @@ BF16_CASES = (
     ("cp4", "llama"),
     ("cp2 all_gather dp2 zero2", "qwen3"),
     ("pp2 zbv dp2 zero1", "llama"),
+    ("pp2 dp2 zero3", "qwen2.5"),
     ("ep2", "mixtral"),
     ("tp2 dp2 ep2", "qwen3-moe"),
 )
