@@ -98,7 +98,7 @@ def run_one(name: str, case: Case, shrink_seconds: float) -> int:
     elif outcome.failed:
         report(name, case, outcome.failed, shrink_seconds)
     else:
-        ties = f", after {outcome.ties} seed(s) with a tie" if outcome.ties else ""
+        ties = f", after {len(outcome.ties)} seed(s) with a tie" if outcome.ties else ""
         print(f"{name} agrees; its largest gap is {outcome.share:.1%} of what is allowed{ties}")
     return 1 if outcome.failed else 0
 
@@ -115,6 +115,10 @@ def run_many(campaign: Campaign, shrink_seconds: float, book: Path | None) -> in
     if book is not None and tally.run:
         enter(campaign, tally, book)
     minutes = (time.monotonic() - started) / 60
+    for number, closest in tally.ties.items():
+        print(
+            f"case {number} was asked again: its closest choice was {', '.join(f'{c:.1e}' for c in closest)}"
+        )
     print(f"seed {campaign.seed}: {tally.run} cases run, {tally.in_words()}; {minutes:.1f} minutes")
     return 1 if tally.failures else 0
 

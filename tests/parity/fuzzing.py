@@ -63,12 +63,14 @@ def alone_on_a_rank(words: str) -> tuple[Trajectory, float]:
 class Outcome:
     """`refused`: the sentence of the configuration; `failed`: what went wrong; neither: it agrees.
 
-    `share` is the largest gap as a share of what is allowed; `ties`, how many seeds were left because of a tie."""
+    `share` is the largest gap as a share of what is allowed. `ties`: for every seed with which it was asked in vain, how
+    close the closest choice of experts was.
+    """
 
     refused: str = ""
     failed: tuple[str, ...] = ()
     share: float = 0.0
-    ties: int = 0
+    ties: tuple[float, ...] = ()
 
 
 def judged(case: Case, bug: str = "", timeout: float = TIMEOUT) -> Outcome:
@@ -84,13 +86,13 @@ def judged(case: Case, bug: str = "", timeout: float = TIMEOUT) -> Outcome:
         return Outcome(refused=str(error))
     # A router with a capacity compares weights in steps; one at the edge of a step may fall on either side.
     in_steps = config.moe.num_experts is not None and config.moe.moe_expert_capacity_factor is not None
-    outcome = Outcome()
-    for ties in range(_OTHER_SEEDS + 1):
-        failed, share, closest = _compared(with_other_seed(case, ties), bug, timeout)
-        outcome = Outcome(failed=failed, share=share, ties=ties)
-        if not failed or (closest >= TIE and not in_steps):
-            break
-    return outcome
+    ties: list[float] = []
+    while True:
+        failed, share, closest = _compared(with_other_seed(case, len(ties)), bug, timeout)
+        tie = closest < TIE or (in_steps and closest < math.inf)
+        if not failed or not tie or len(ties) == _OTHER_SEEDS:
+            return Outcome(failed=failed, share=share, ties=tuple(ties))
+        ties.append(closest)
 
 
 def with_other_seed(case: Case, more: int) -> Case:
@@ -102,15 +104,15 @@ def with_other_seed(case: Case, more: int) -> Case:
 
 def _compared(case: Case, bug: str, timeout: float) -> tuple[tuple[str, ...], float, float]:
     """What failed, the largest gap, and how close the closest choice was."""
-    closest = math.inf
     try:
         [(expected, closest)] = run_distributed(alone_on_a_rank, 1, timeout=timeout, words=case.reference())
         found = run_distributed(on_a_rank, case.ranks, timeout=timeout, words=case.command, bug=bug)
     except RanksFailed as error:
-        return tuple(str(error).strip().splitlines()), math.inf, closest
+        return tuple(str(error).strip().splitlines()), math.inf, math.inf
     judgement = gaps(found, expected)
     apart = [f"{place} differs from another rank's" for place in disagreements(found)]
-    return (*failures(judgement), *apart), size(worst(judgement)), closest
+    # No choice, close or not, excuses ranks that raise, hang or hold different copies.
+    return (*failures(judgement), *apart), size(worst(judgement)), math.inf if apart else closest
 
 
 def nudged_on_a_rank(words: str, share: float) -> Trajectory:
@@ -146,7 +148,8 @@ class Tally:
 
     run: int = 0
     refused: int = 0
-    ties: int = 0
+    # Numbers of the cases that were asked again, and how close their choices were.
+    ties: dict[int, tuple[float, ...]] = field(default_factory=dict)
     failures: list[tuple[int, Case, Outcome]] = field(default_factory=list)
     share: float = 0.0
 
@@ -155,7 +158,8 @@ class Tally:
             self.refused += 1
             return
         self.run += 1
-        self.ties += outcome.ties
+        if outcome.ties:
+            self.ties[number] = outcome.ties
         if outcome.failed:
             self.failures.append((number, case, outcome))
         else:
@@ -164,7 +168,7 @@ class Tally:
     def in_words(self) -> str:
         agree = self.run - len(self.failures)
         words = f"{agree} agree, {len(self.failures)} fail, {self.refused} refused"
-        ties = f", {self.ties} asked again because of a tie" if self.ties else ""
+        ties = f", {len(self.ties)} asked again because of a tie" if self.ties else ""
         return f"{words}{ties}; largest gap {self.share:.0%} of what is allowed"
 
 
