@@ -61,8 +61,8 @@ def section(entries: Sequence[Entry]) -> str:
     if failing:
         failed, since = sum(e.failures for e in entries), entries[failing[-1] + 1 :]
         text += (
-            f" {failed} of them did not agree, the last ones on {entries[failing[-1]].date}; the {sum(e.cases for e in since)} "
-            f"cases since then all agree."
+            f" {failed} did not agree when run, last on {entries[failing[-1]].date} ([the log](LOG.md) says why); the "
+            f"{sum(e.cases for e in since)} cases since then all agree."
         )
     else:
         text += " All of them agree."

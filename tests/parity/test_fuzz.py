@@ -147,7 +147,7 @@ def test_a_planted_bug_is_reported_with_its_replay(capsys: pytest.CaptureFixture
 
 
 def test_a_rank_that_raises_is_a_failure() -> None:
-    assert judged(Case(2, ()), "there is no such bug").failed[0].startswith("rank 0 of 2 raised KeyError")
+    assert "of 2 raised KeyError" in judged(Case(2, ()), "there is no such bug").failed[0]
 
 
 def test_a_refused_case_is_not_run() -> None:
@@ -208,7 +208,7 @@ def test_the_ledger_adds_up(tmp_path: Path) -> None:
         ledger.append(book, entry)
     assert ledger.read(book) == entries
     told = ledger.section(entries)
-    assert "157 cases" in told and "14 more" in told and "3 of them did not agree" in told
+    assert "157 cases" in told and "14 more" in told and "3 did not agree" in told
     assert "the 7 cases since" in told
     assert ledger.section(entries[:1]).rstrip().endswith("All of them agree.")
     page = ledger.renewed("# Parity\n\nA table.\n", entries[:1])
