@@ -26,6 +26,7 @@ def draw_experts(dice: Dice, stage: int, tensor: int, layers: int) -> Iterable[s
         yield "--moe-grouped-gemm"
     if dice.often(0.25):
         yield f"--moe-expert-capacity-factor {dice.of(0.5, 1.0, 1.5)}"
+        yield f"--moe-token-drop-policy {dice.of(*available('moe_token_drop_policy'))}"
     if dice.often(0.3):
         yield f"--moe-shared-expert-intermediate-size {tensor * dice.number(1, 24 // tensor)}"
         if dice.often(0.5):

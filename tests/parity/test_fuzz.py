@@ -57,6 +57,7 @@ def traits(config: RunConfig) -> set[tuple[str, object]]:
             ("moe_router_dtype", moe.moe_router_dtype): True,
             ("experts cut otherwise", grid.expert_tensor != grid.tensor): True,
             ("capacity", moe.moe_expert_capacity_factor is not None): True,
+            ("moe_token_drop_policy", moe.moe_token_drop_policy): moe.moe_expert_capacity_factor is not None,
             ("expert bias", moe.moe_router_enable_expert_bias): True,
             ("groups of experts", moe.moe_router_num_groups is not None): True,
             ("shared expert", moe.moe_shared_expert_intermediate_size is not None): True,
@@ -78,7 +79,7 @@ def test_a_few_hundred_draws_cover_everything_and_few_are_refused() -> None:
     settings = (
         "pipeline_schedule zero_stage cp_comm_type recompute_granularity recompute_method recompute_modules "
         "position_embedding_type normalization moe_token_dispatcher_type moe_router_load_balancing_type "
-        "moe_router_score_function moe_router_dtype"
+        "moe_router_score_function moe_router_dtype moe_token_drop_policy"
     ).split()
     assert {(name, value) for name in settings for value in available(name)} <= seen
     switches = (
