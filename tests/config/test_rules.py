@@ -391,17 +391,15 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
     assert problems("--fp8 e4m3 --fp8_recipe=delayed") == [
         "--fp8 e4m3, --fp8_recipe delayed need fp8 training, which this version does not have yet; leave them out"
     ]
-    assert problems("--num-experts 4 --moe-token-drop-policy position") == [
-        "--moe-token-drop-policy position needs dropping by position, which this version does not have yet; leave it out"
-    ]
     assert problems("--recompute-granularity selective --recompute-modules core_attn mlp layernorm") == []
 
 
 def test_refusals_of_a_presets_values() -> None:
-    values = {**resolved().config.flat(), "zero_stage": 3, "fp8_format": "e4m3"}
-    sources = {"zero_stage": "preset x", "fp8_format": "preset x"}
+    values = {**resolved().config.flat(), "fp8_recipe": "delayed", "multi_latent_attention": True}
+    sources = {"fp8_recipe": "preset x", "multi_latent_attention": "preset x"}
     assert sorted(not_available(values, sources)) == [
-        "--fp8-format e4m3 needs fp8 training, which this version does not have yet; choose another preset",
-        "--zero-stage 3 needs parameter sharding (ZeRO-3), which this version does not have yet; "
-        "add --zero-stage 0 to do without",
+        "--fp8-recipe delayed needs fp8 training, which this version does not have yet; "
+        "add --fp8-recipe tensorwise to do without",
+        "--multi-latent-attention needs multi-latent attention, which this version does not have yet; "
+        "choose another preset",
     ]
