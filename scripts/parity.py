@@ -3,13 +3,14 @@
 Five training steps per cell: losses, gradient norms, every gradient at steps 1 and 5, every weight at the end, and the
 validation loss. Prints the table, writes docs/parity.md, and ends with code 1 if any cell is out of tolerance.
 
-    python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda] [--no-page]
+    python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda] [--jobs 4] [--no-page]
     python scripts/parity.py --only "tp2 sp" --families qwen3 --largest 2 --also "--num-layers 5 --lr 1e-2"
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import sys
 import time
@@ -27,74 +28,31 @@ from pentatron.train.comparison import (  # noqa: E402
     SMALL,
     STEPS,
     WEIGHTS,
-    Gap,
-    Trajectory,
     failures,
-    gaps,
     worst,
 )
-from tests.harness import run_distributed  # noqa: E402
 from tests.parity import ledger  # noqa: E402
 from tests.parity.bf16 import ALLOWED, BF16_CASES, excess  # noqa: E402
 from tests.parity.bugs import BUGS  # noqa: E402
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout  # noqa: E402
+from tests.parity.judge import Cell, Task, judge_all  # noqa: E402
 from tests.parity.mixtures import MIXTURE_LAYOUTS  # noqa: E402
-from tests.parity.trajectory import on_a_rank, run  # noqa: E402
 
 PAGE = ROOT / "docs" / "parity.md"
-TIMEOUT = 300.0
 WIDTH = 10
 
 
-@dataclass(frozen=True)
-class Cell:
-    layout: Layout
-    family: str
-    judged: list[Gap]
-
-    @property
-    def text(self) -> str:
-        """The largest gap as a share of what is allowed."""
-        return f"{worst(self.judged).ratio:.1%}"
-
-    @property
-    def passes(self) -> bool:
-        return not failures(self.judged)
-
-
-class Judge:
-    """Runs layouts and compares them with one process, whose runs are kept."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.kept: dict[str, Trajectory] = {}
-
-    def reference(self, layout: Layout, family: str) -> Trajectory:
-        words = layout.alone(family)
-        if words not in self.kept:
-            self.kept[words] = run(words, 1, self.device)
-        return self.kept[words]
-
-    def __call__(self, layout: Layout, family: str, bug: str = "") -> Cell:
-        expected = self.reference(layout, family)
-        words = layout.command(family)
-        found = run_distributed(
-            on_a_rank, layout.ranks, timeout=TIMEOUT, words=words, bug=bug, device=self.device
-        )
-        return Cell(layout, family, gaps(found, expected))
-
-
-def sweep(layouts: list[Layout], families: list[str], judge: Judge) -> list[list[Cell]]:
+def sweep(layouts: list[Layout], families: list[str], device: str, jobs: int) -> list[list[Cell]]:
     name_width = max(len(layout.name) for layout in layouts)
     heading = f"{'layout':<{name_width}}  ranks  " + "".join(f"{f:>{WIDTH}}" for f in families)
     print("\nlargest gap as a share of what is allowed (below 100% passes)\n")
     print(heading)
+    cells = judge_all([Task(layout, family, device) for layout in layouts for family in families], jobs)
     rows = []
     for layout in layouts:
         print(f"{layout.name:<{name_width}}  {layout.ranks:>5}  ", end="", flush=True)
         row = []
-        for family in families:
-            cell = judge(layout, family)
+        for cell in itertools.islice(cells, len(families)):
             row.append(cell)
             print(f"{cell.text if cell.passes else 'FAILS':>{WIDTH}}", end="", flush=True)
         print()
@@ -102,17 +60,25 @@ def sweep(layouts: list[Layout], families: list[str], judge: Judge) -> list[list
     return rows
 
 
-def plant_all(judge: Judge) -> list[tuple[str, Cell]]:
+def plant_all(jobs: int) -> list[tuple[str, Cell]]:
     """Every planted bug on the layout where it acts; the first comparison that notices is shown."""
     print("\nplanted bugs, and the largest gap each one causes (as a multiple of what is allowed)\n")
+    tasks = [
+        Task(
+            next(x for x in (MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS) if x.name == layout),
+            family,
+            bug=bug,
+        )
+        for bug, (_, family, layout) in BUGS.items()
+    ]
     found = []
-    for bug, (_, family, layout) in BUGS.items():
-        among = MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS
-        cell = judge(next(x for x in among if x.name == layout), family, bug)
-        found.append((bug, cell))
+    for task, cell in zip(tasks, judge_all(tasks, jobs)):
+        found.append((task.bug, cell))
         seen = worst(cell.judged)
         verdict = "caught" if not cell.passes else "MISSED"
-        print(f"{verdict}  {bug:<40} {family:<8} {layout:<12} {seen.ratio:>10.3g} ×  {seen.what}")
+        print(
+            f"{verdict}  {task.bug:<45} {cell.family:<9} {cell.layout.name:<20} {seen.ratio:>10.3g} ×  {seen.what}"
+        )
     return found
 
 
@@ -220,6 +186,9 @@ def main() -> int:
     parser.add_argument("--largest", type=int, default=8, help="only layouts of at most so many processes")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: all processes on one GPU, over gloo")
     parser.add_argument("--also", default="", metavar="FLAGS", help="more flags, for both runs of every cell")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="cells at a time; one for every two or three cores"
+    )
     parser.add_argument("--no-page", action="store_true", help="do not write docs/parity.md")
     words = parser.parse_args()
     families = words.families.split(",")
@@ -242,9 +211,8 @@ def main() -> int:
     everything = len(LAYOUTS) * len(FAMILIES) + len(MIXTURE_LAYOUTS) * len(MIXTURES)
     whole = sum(len(x) * len(f) for x, f in kinds) == everything and words.device == "cpu" and not words.also
     started = time.perf_counter()
-    judge = Judge(words.device)
-    tables = [sweep(layouts, chosen, judge) for layouts, chosen in kinds]
-    bugs = plant_all(judge) if whole else []
+    tables = [sweep(layouts, chosen, words.device, words.jobs) for layouts, chosen in kinds]
+    bugs = plant_all(words.jobs) if whole else []
     rounded = in_bf16() if whole else []
     cells = [cell for rows in tables for row in rows for cell in row]
     bad = [cell for cell in cells if not cell.passes]
