@@ -114,8 +114,8 @@ def draw(seed: int, number: int) -> Case:
     layers = _layers(dice, axes.pipeline * virtual)
     sequence_parallel = axes.tensor > 1 and (dice.often(0.5) or (experts and not dice.careless()))
     norm, query_key_norms = dice.of(*available("normalization")), dice.often(0.25)
-    # Of two channels, a LayerNorm leaves hardly more than the sign of their difference: rounding alone then changes a run.
-    few_channels = not (query_key_norms and norm == "LayerNorm")
+    # A norm of two channels leaves a sign or an angle, steep where both are small: rounding alone then changes a run.
+    few_channels = not query_key_norms
     traits = [
         *_shape(dice, axes, layers, exchange, sequence_parallel),
         *_positions(dice, few_channels),
