@@ -1,18 +1,32 @@
 """`torch.distributed.pipelining` as a second opinion: the same network, the same gradients."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.distributed.pipelining.stage as stage_module
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+)
 
 import pentatron.parallel.executor as executor_module
-from pentatron.layout.schedules import training_schedule
+from pentatron.layout.actions import Kind
+from pentatron.layout.check import check
+from pentatron.layout.schedules import HALVING, lower, placement_for, training_schedule
+from pentatron.layout.zero_bubble import Computation
+from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World
 from tests.harness import run_distributed
@@ -22,14 +36,22 @@ from tests.parallel.stage_network import CPU, Program, Record, build_stage, name
 MICRO_BATCHES = 8
 LENGTH = 3
 
+SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTI: dict[str, type[PipelineScheduleMulti]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
 Gradients = dict[str, Tensor]
 Result = tuple[float, Gradients]
 
 
-def program_of(world: World, virtual: int) -> Program:
-    rank, ranks = world.pipeline.rank, world.pipeline.size
-    stages = {s: build_stage(s) for s in range(rank, ranks * virtual, ranks)}
-    return Program(stages, ranks * virtual - 1, (LENGTH,) * MICRO_BATCHES, 0)
+def program_of(world: World, kind: str, virtual: int, deferred: DeferredGradients | None = None) -> Program:
+    placement = placement_for(kind, world.pipeline.size, virtual)
+    stages = {s: build_stage(s, deferred=deferred) for s in placement.stages_of(world.pipeline.rank)}
+    return Program(stages, placement.stages - 1, (LENGTH,) * MICRO_BATCHES, 0)
 
 
 def gradients_of(program: Program) -> Gradients:
@@ -37,14 +59,41 @@ def gradients_of(program: Program) -> Gradients:
 
 
 def ours(world: World, kind: str, virtual: int) -> Result:
-    program = program_of(world, virtual)
-    executor = executor_module.Executor(open_messages(world), world.pipeline.rank, torch.float32, CPU)
+    deferred = DeferredGradients() if kind in HALVING else None
+    program = program_of(world, kind, virtual, deferred)
+    executor = executor_module.Executor(
+        open_messages(world), world.pipeline.rank, torch.float32, CPU, deferred
+    )
     schedule = training_schedule(kind, world.pipeline.size, virtual, MICRO_BATCHES)
     return float(executor.train(schedule, program, Record())), gradients_of(program)
 
 
+def _send_nothing_to_oneself() -> None:
+    """Older torch warms its connections up with messages between the two stages of the rank where a pipeline turns; gloo
+    refuses them."""
+    real = stage_module._PipelineStageBase._get_init_p2p_neighbors_ops
+
+    def to_others(self: Any) -> list[Any]:
+        own = dist.get_rank(self.group)
+        return [message for message in real(self) if message.group_peer != own]
+
+    stage_module._PipelineStageBase._get_init_p2p_neighbors_ops = to_others  # type: ignore[method-assign]
+
+
+class _Copied(nn.Module):
+    """Torch detaches what a stage made in place, which a view, as linear layers give here, does not allow."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.stage(x)
+        return made.clone()
+
+
 def theirs(world: World, kind: str, virtual: int) -> Result:
-    program = program_of(world, virtual)
+    program = program_of(world, kind, virtual)
     last = program.last_stage
     # It cuts the batch along its first dimension, which here is the sequence.
     inputs, targets = (
@@ -54,14 +103,14 @@ def theirs(world: World, kind: str, virtual: int) -> Result:
     def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
         return (hidden - target).square().sum() / targets.numel()
 
+    _send_nothing_to_oneself()
     group = world.pipeline.process_group
-    stages = [PipelineStage(m, s, last + 1, CPU, group=group) for s, m in program.stages.items()]
+    stages = [PipelineStage(_Copied(m), s, last + 1, CPU, group=group) for s, m in program.stages.items()]
     schedule: PipelineScheduleMulti | PipelineScheduleSingle
-    if virtual > 1:
-        schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_of, scale_grads=False)  # type: ignore[arg-type]
+    if kind in MULTI:
+        schedule = MULTI[kind](stages, MICRO_BATCHES, loss_of, scale_grads=False)  # type: ignore[arg-type]
     else:
-        single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-        schedule = single(stages[0], MICRO_BATCHES, loss_of, scale_grads=False)
+        schedule = SINGLE[kind](stages[0], MICRO_BATCHES, loss_of, scale_grads=False)
     losses: list[Tensor] = []
     here = (inputs,) if 0 in program.stages else ()
     schedule.step(*here, target=targets if last in program.stages else None, losses=losses)
@@ -77,7 +126,19 @@ def both(kind: str, virtual: int, bug: str = "") -> tuple[Result, Result]:
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "virtual"),
-    [("gpipe", 2, 1), ("1f1b", 2, 1), ("interleaved", 2, 2), ("1f1b", 4, 1), ("interleaved", 4, 2)],
+    [
+        ("gpipe", 2, 1),
+        ("1f1b", 2, 1),
+        ("interleaved", 2, 2),
+        ("1f1b", 4, 1),
+        ("interleaved", 4, 2),
+        ("zero-bubble", 2, 2),
+        ("zero-bubble", 4, 2),
+        ("zbv", 2, 2),
+        ("zbv", 4, 2),
+        ("dualpipev", 2, 2),
+        ("dualpipev", 4, 2),
+    ],
 )
 def test_gradients_are_those_of_torchs_own_pipelining(kind: str, ranks: int, virtual: int) -> None:
     for mine, other in run_distributed(both, ranks, kind=kind, virtual=virtual):
@@ -97,3 +158,53 @@ def test_a_dropped_micro_batch_does_not_agree() -> None:
     for mine, other in found:
         with pytest.raises(AssertionError, match="Tensor-likes are not close"):
             assert_close(mine, other)
+
+
+# Orders of computation.
+
+
+KINDS = {
+    "FORWARD": Kind.FORWARD,
+    "FULL_BACKWARD": Kind.BACKWARD,
+    "BACKWARD_INPUT": Kind.INPUT,
+    "BACKWARD_WEIGHT": Kind.WEIGHT,
+}
+
+
+def _ours(action: Any) -> list[Computation]:
+    """An action of torch's as we write it; one that overlaps two others is those two."""
+    if action is None:
+        return []
+    if action.sub_actions:
+        return [computation for part in action.sub_actions for computation in _ours(part)]
+    return [(KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)]
+
+
+def their_orders(kind: str, virtual: int, micro_batches: int) -> list[list[Computation]]:
+    """What torch would have every rank compute, in order."""
+    world = pipeline_world()
+    program = program_of(world, kind, virtual)
+    group, count = world.pipeline.process_group, program.last_stage + 1
+    stages = [PipelineStage(m, s, count, CPU, group=group) for s, m in program.stages.items()]
+    schedule = MULTI[kind](stages, micro_batches, torch.dist)  # type: ignore[arg-type]
+    orders = schedule.pipeline_order
+    return [[made for action in orders[rank] for made in _ours(action)] for rank in sorted(orders)]
+
+
+@pytest.mark.parametrize(
+    # Torch's zero-bubble schedule with virtual stages fills the pipeline with fewer micro-batches than ours.
+    ("kind", "alive"),
+    [("zero-bubble", (11, 8)), ("zbv", (8, 8)), ("dualpipev", (9, 9))],
+)
+def test_orders_are_those_of_torchs_own_pipelining(kind: str, alive: tuple[int, int]) -> None:
+    """Four ranks with two stages each: the same time, the same forwards; micro-batches alive, ours and torch's."""
+    mine = training_schedule(kind, 4, 2, MICRO_BATCHES)
+    found = run_distributed(their_orders, 4, kind=kind, virtual=2, micro_batches=MICRO_BATCHES)[0]
+    other = lower(mine.placement, MICRO_BATCHES, found)
+    assert check(mine).time == check(other).time
+    assert (max(check(mine).alive), max(check(other).alive)) == alive
+    for rank, theirs in enumerate(found):
+        own = [(a.kind, a.stage, a.micro_batch) for a in mine.actions[rank] if a.kind in KINDS.values()]
+        if kind == "dualpipev":
+            assert own == theirs
+        assert [c for c in own if c[0] is Kind.FORWARD] == [c for c in theirs if c[0] is Kind.FORWARD]
