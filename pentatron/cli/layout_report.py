@@ -189,9 +189,7 @@ def _stages(report: Report) -> str:
     lines = [f"Stages: {model.num_layers} layers, {model.hidden_size} wide{stands_in}", ""]
     lines.append(f"  stage  pipeline rank  {'layers':<9}  {'also holds':<14}  share of the computation")
     for stage, part in enumerate(report.config.stages):
-        layers = (
-            f"{part.layers[0]}-{part.layers[-1]}" if len(part.layers) > 1 else "".join(map(str, part.layers))
-        )
+        layers = _layers(part.layers)
         holds = " ".join(
             word for word, there in (("embedding", part.embedding), ("head", part.head)) if there
         )
@@ -200,7 +198,41 @@ def _stages(report: Report) -> str:
             f"  {stage:>5}  {report.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
             f"{shares[stage]:>6.1%}  {bar}".rstrip()
         )
-    return "\n".join(lines)
+    return "\n".join(lines + _recompute(report))
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
+
+
+def _recompute(report: Report) -> list[str]:
+    """What runs again in backward, and what a micro-batch therefore keeps until then."""
+    memory = report.config.memory
+    if memory.recompute_granularity is None:
+        return []
+    if memory.recompute_granularity == "selective":
+        modules = ", ".join(memory.recompute_modules)
+        lines = [
+            "",
+            f"  recompute: {modules} of every layer that has it keeps its input alone and runs again",
+        ]
+    else:
+        lines = [
+            "",
+            "  recompute: these layers run again; a micro-batch keeps one input for each run of them",
+        ]
+        for stage, part in enumerate(report.config.stages):
+            runs = report.config.recomputed(part)
+            again = "  ".join(_layers(run) for run in runs) or "none"
+            rest = len(part.layers) - sum(map(len, runs))
+            inputs = f"keeps {len(runs)} input{'s' if len(runs) != 1 else ''}"
+            whole = f" and all of {rest} layer{'s' if rest != 1 else ''}" if rest else ""
+            lines.append(f"    stage {stage:>2}  {again}: {inputs}{whole}")
+    if any(report.checked.deferred):
+        lines.append(
+            "  that holds up to the first half of its backward; what weight gradients need is kept to the second"
+        )
+    return lines
 
 
 def _schedule(report: Report) -> str:
@@ -257,9 +289,14 @@ def as_data(report: Report) -> dict[str, Any]:
                 "embedding": part.embedding,
                 "head": part.head,
                 "share": share,
+                "recomputed": [list(run) for run in report.config.recomputed(part)],
             }
             for stage, (part, share) in enumerate(zip(report.config.stages, report.shares))
         ],
+        "recompute": {
+            "granularity": report.config.memory.recompute_granularity,
+            "modules": list(report.config.memory.recompute_modules),
+        },
         "schedule": {
             "kind": report.kind,
             "micro_batches": report.config.accumulation,

@@ -16,7 +16,7 @@ from pentatron.layout import schedules
 from pentatron.layout.actions import Placement, Schedule
 from pentatron.layout.batch import accumulation_steps
 from pentatron.layout.ranks import Grid
-from pentatron.layout.stages import StagePart, stage_parts
+from pentatron.layout.stages import StagePart, recomputed_runs, stage_parts
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,16 @@ class RunConfig:
         """What every stage holds of the model, in the order of the model."""
         values = self.flat()
         return stage_parts(self.model.num_layers, division_of(values), costs_of(values))
+
+    def recomputed(self, part: StagePart) -> list[tuple[int, ...]]:
+        """The layers of a stage that run again in backward as a whole, in the runs that keep one input each."""
+        if self.memory.recompute_granularity != "full":
+            return []
+        count = self.memory.recompute_num_layers
+        assert count is not None, "known in every resolved configuration"
+        block = self.memory.recompute_method == "block"
+        runs, _ = recomputed_runs(part.layers, 1 if block else count, count if block else None)
+        return [tuple(run) for run in runs]
 
     @property
     def layers_with_experts(self) -> tuple[int, ...]:

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -219,3 +222,15 @@ def _expanded(text: str) -> str:
     if len(open_parts) > 1:
         raise ValueError(f"{_LAYOUT} {text}: a ( is not closed")
     return "".join(open_parts[0])
+
+
+def recomputed_runs(
+    layers: Sequence[Item], chunk: int, first: int | None
+) -> tuple[list[Sequence[Item]], Sequence[Item]]:
+    """The layers of a stage that run again in backward, in the runs that keep one input each, and the other layers.
+
+    Runs of `chunk` layers, over the `first` layers or over all.
+    """
+    covered = len(layers) if first is None else min(first, len(layers))
+    runs = [layers[start : min(start + chunk, covered)] for start in range(0, covered, chunk)]
+    return runs, layers[covered:]

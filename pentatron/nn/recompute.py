@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pentatron.config.parallel import MemoryConfig
+from pentatron.layout.stages import recomputed_runs
 
 Item = TypeVar("Item")
 
@@ -69,13 +70,10 @@ class Recompute:
 
     def chunks(self, layers: Sequence[Item]) -> Iterator[tuple[str, Sequence[Item]]]:
         """The layers of a stage in the runs that are done at a time, each with the part it belongs to."""
-        covered = 0
-        if LAYERS in self.parts:
-            covered = len(layers) if self.first is None else min(self.first, len(layers))
-        for start in range(0, covered, self.chunk):
-            yield LAYERS, layers[start : min(start + self.chunk, covered)]
-        if covered < len(layers):
-            yield "", layers[covered:]
+        runs, rest = recomputed_runs(layers, self.chunk, self.first if LAYERS in self.parts else 0)
+        yield from ((LAYERS, run) for run in runs)
+        if rest:
+            yield "", rest
 
 
 NOTHING = Recompute()

@@ -159,6 +159,29 @@ def test_replicated_heads_and_tied_embeddings_have_groups(capsys: pytest.Capture
     assert "embedding" not in data(capsys, f"{words} --untie-embeddings-and-output-weights")["groups"]
 
 
+FULL = "--pp_size 2 --num-layers 10 --recompute-granularity full --recompute-method"
+EVEN = "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split"
+
+
+def test_layers_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(capsys, f"{FULL} uniform --recompute-num-layers 2 {EVEN}")
+    assert "recompute: these layers run again; a micro-batch keeps one input for each run of them" in text
+    assert "    stage  0  0-1  2-3  4: keeps 3 inputs\n    stage  1  5-6  7-8  9: keeps 3 inputs\n" in text
+    assert "second" not in text, "no halves of backwards here"
+    text = show(capsys, f"{FULL} block --recompute-num-layers 1 {EVEN} --pipeline-schedule zero-bubble")
+    assert "    stage  0  0: keeps 1 input and all of 4 layers\n" in text
+    assert "up to the first half of its backward; what weight gradients need is kept to the second" in text
+    found = data(capsys, f"{FULL} block --recompute-num-layers 2 {EVEN}")
+    assert [stage["recomputed"] for stage in found["stages"]] == [[[0], [1]], [[5], [6]]]
+    assert found["recompute"] == {"granularity": "full", "modules": []}
+
+
+def test_modules_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(capsys, "--recompute-granularity selective --recompute-modules core_attn mlp")
+    assert "recompute: core_attn, mlp of every layer that has it keeps its input alone and runs again" in text
+    assert "recompute:" not in show(capsys, "--pp_size 2")
+
+
 def test_a_folded_pipeline_shares_a_tied_embedding_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert "embedding" in data(capsys, "--pp_size 2")["groups"]
     assert "embedding" not in data(capsys, "--pp_size 2 --pipeline-schedule zbv")["groups"]
