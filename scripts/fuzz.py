@@ -3,7 +3,7 @@
 A case that disagrees, raises or hangs is made smaller and printed as one command that runs exactly it. Ends with code 1
 if there was one. Every whole run is added to docs/fuzz.csv and counted in docs/parity.md.
 
-    python scripts/fuzz.py [--cases 500] [--seed 1] [--minutes 10] [--only zbv] [--keep-going]
+    python scripts/fuzz.py [--cases 500] [--seed 1] [--minutes 10] [--only zbv] [--jobs 4] [--keep-going]
     python scripts/fuzz.py --replay SEED:NUMBER
     python scripts/fuzz.py --ranks 4 --case '--num-layers 3 ...'
 """
@@ -141,6 +141,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many minutes")
     parser.add_argument("--only", default="", help="only cases whose flags contain this")
     parser.add_argument("--shrink", type=float, default=120, help="seconds to make a failing case smaller")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="cases at a time; one for every two or three cores"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first failing case")
     parser.add_argument(
         "--no-ledger", action="store_true", help="do not write docs/fuzz.csv and docs/parity.md"
@@ -157,7 +160,9 @@ def main() -> int:
             print(f"--replay wants SEED:NUMBER, such as 1:17, not {words.replay}")
             return 2
         return run_one(f"case {words.replay}", draw(int(seed), int(number)), words.shrink)
-    campaign = Campaign(words.seed, words.cases, 60 * words.minutes, words.only, words.keep_going)
+    campaign = Campaign(
+        words.seed, words.cases, 60 * words.minutes, words.only, words.keep_going, jobs=words.jobs
+    )
     return run_many(campaign, words.shrink, None if words.no_ledger else ROOT / ledger.LEDGER)
 
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+import multiprocessing
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,6 +185,7 @@ class Campaign:
     only: str = ""
     keep_going: bool = False
     bug: str = ""
+    jobs: int = 1
 
     def cases(self) -> Iterator[tuple[int, Case]]:
         number = 0
@@ -194,14 +198,30 @@ class Campaign:
     def run(self, tally: Tally, tell: Callable[[Tally, float], None]) -> None:
         """`tell` is called after every case with the seconds since the start."""
         started = time.monotonic()
-        for number, case in self.cases():
-            outcome = judged(case, self.bug)
+        for number, case, outcome in self._outcomes():
             tally.count(number, case, outcome)
             passed = time.monotonic() - started
             tell(tally, passed)
             stop = bool(outcome.failed) and not self.keep_going
             if stop or tally.run >= self.wanted or passed >= self.seconds:
                 return
+
+    def _outcomes(self) -> Iterator[tuple[int, Case, Outcome]]:
+        """In the order of the cases, however many are run at a time."""
+        if self.jobs == 1:
+            for number, case in self.cases():
+                yield number, case, judged(case, self.bug)
+            return
+        pool = ProcessPoolExecutor(self.jobs, mp_context=multiprocessing.get_context("spawn"))
+        waiting: deque[tuple[int, Case, Future[Outcome]]] = deque()
+        try:
+            for number, case in self.cases():
+                waiting.append((number, case, pool.submit(judged, case, self.bug)))
+                if len(waiting) > 2 * self.jobs:
+                    first, of_first, outcome = waiting.popleft()
+                    yield first, of_first, outcome.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def replay_command(case: Case) -> str:
