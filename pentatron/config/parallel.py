@@ -64,6 +64,9 @@ class ParallelConfig:
     overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs")
     overlap_param_gather: bool = setting(False, "gather parameters while forward runs")
     ddp_bucket_size: int = setting(40_000_000, "gradients reduced in one collective, in elements")
+    optimizer_cpu_offload: bool = setting(
+        False, "keep master weights and Adam's state in host memory, and update them there (ZeRO 0 to 2)"
+    )
     deepspeed: bool = setting(False, "DeepSpeed's launch line", not_yet="DeepSpeed's launch line")
     deepspeed_config: str | None = setting(
         None, "a ds_config.json", not_yet="reading a DeepSpeed configuration"

@@ -42,4 +42,13 @@ def _instances(v: Values, facts: Facts) -> str | None:
     )
 
 
-ZERO_RULES = (_shards_in_halves, _instances)
+def _shards_on_host(v: Values, facts: Facts) -> str | None:
+    if v["zero_stage"] != 3 or not v["optimizer_cpu_offload"]:
+        return None
+    return (
+        "--optimizer-cpu-offload moves what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
+        "weights themselves; use --zero-stage 2, or leave --optimizer-cpu-offload out"
+    )
+
+
+ZERO_RULES = (_shards_in_halves, _instances, _shards_on_host)

@@ -19,7 +19,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Part:
-    """What Adam sees as one parameter: fp32 values, updated in place, and their gradients."""
+    """What Adam sees as one parameter: fp32 values, updated in place where they are, and their gradients, which may be
+    on another device."""
 
     values: nn.Parameter
     gradients: Tensor
@@ -48,7 +49,7 @@ class Adam:
         averages, squares = ([self._moments[id(part)][moment] for part in parts] for moment in MOMENTS)
         adamw(
             [part.values for part in parts],
-            [part.gradients for part in parts],
+            [part.gradients.to(part.values.device) for part in parts],
             averages,
             squares,
             [],

@@ -1,5 +1,6 @@
 """Which optimizer a layout needs. Whoever has one need not know which it is."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -33,6 +34,9 @@ def build_optimizer(
         return ShardedOptimizer(chunks, world, config, dtype)
     for chunk in chunks.values():
         chunk.to(world.device)
+    if world.device.type == "cpu":
+        # All there is lies in host memory already.
+        parallel = dataclasses.replace(parallel, optimizer_cpu_offload=False)
     return Optimizer(chunks, world, config, parallel, dtype)
 
 

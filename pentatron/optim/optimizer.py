@@ -95,7 +95,7 @@ class Optimizer:
             found.setdefault(users[id(held.parameter)], []).append(held)
         return {
             stages: [
-                Bucket(plan, dtype, self._sharded)
+                Bucket(plan, dtype, self._sharded, parallel.optimizer_cpu_offload)
                 for plan in plan_buckets(held, parallel.ddp_bucket_size, self.world.group)
             ]
             for stages, held in found.items()

@@ -122,17 +122,21 @@ class Bucket:
     """Takes the parameters of a plan over: their values move into `weights`, of which they become views.
 
     `own` is this rank's share among those with copies, `kept` what this rank updates: its share where `sharded`, else
-    everything. `master` holds the fp32 values of what is kept; weights in fp32 are their own master.
+    everything. `master` holds the fp32 values of what is kept; weights in fp32 are their own master, unless it is to be in
+    host memory.
     """
 
-    def __init__(self, plan: Plan, dtype: torch.dtype, sharded: bool) -> None:
+    def __init__(self, plan: Plan, dtype: torch.dtype, sharded: bool, on_host: bool = False) -> None:
         self.plan = plan
+        self.master_is_separate = on_host or dtype != torch.float32
         self.own = plan.own_share()
         self.kept = self.own if sharded else Span(0, plan.size)
         exact = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
         for slot in plan.slots:
             slot.span.of(exact).copy_(slot.held.parameter.detach().flatten())
-        if dtype == torch.float32:
+        if on_host:
+            self.weights, self.master = exact.to(dtype), self.kept.of(exact).to("cpu", copy=True)
+        elif dtype == torch.float32:
             self.weights, self.master = exact, self.kept.of(exact)
         else:
             # A copy of the share, not a view: a view would keep the whole fp32 buffer alive.
@@ -147,10 +151,6 @@ class Bucket:
     @property
     def copies(self) -> Group:
         return self.plan.copies
-
-    @property
-    def master_is_separate(self) -> bool:
-        return self.master.dtype != self.weights.dtype
 
 
 def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:

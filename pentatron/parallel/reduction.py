@@ -269,7 +269,10 @@ class ScatteredReduction(Reduction):
     def __init__(self, buckets: Sequence[Bucket], buffers: ScatterBuffers) -> None:
         super().__init__(buckets)
         self.buffers = buffers
-        self.kept = [torch.zeros_like(bucket.master, dtype=torch.float32) for bucket in buckets]
+        self.kept = [
+            torch.zeros(len(bucket.kept), dtype=torch.float32, device=bucket.weights.device)
+            for bucket in buckets
+        ]
         self._filling: dict[int, Tensor] = {}
         self._kept_ahead: list[dict[Span, Tensor]] = [{} for _ in buckets]
 

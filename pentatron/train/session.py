@@ -99,6 +99,11 @@ def _run(
     output.say(describe(config, world, model.count_parameters()))
     if pipeline := describe_pipeline(config):
         output.say(pipeline)
+    if config.parallel.optimizer_cpu_offload and world.device.type == "cpu":
+        notes = [
+            "--optimizer-cpu-offload: everything is in host memory already, so this changes nothing",
+            *notes,
+        ]
     for note in notes:
         output.say(f"note: {note}")
     _say_where_it_stands(config, state, output)

@@ -29,6 +29,10 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--pipeline-schedule zero-bubble computes weight gradients later than the rest, when --zero-stage 3 has summed the "
      "gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2",
      "--zero-stage 2 --pp_size 2 --pipeline-schedule zero-bubble", Facts(4, 4)),
+    ("_shards_on_host", "--zero-stage 3 --optimizer-cpu-offload",
+     "--optimizer-cpu-offload moves what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
+     "weights themselves; use --zero-stage 2, or leave --optimizer-cpu-offload out",
+     "--zero-stage 2 --optimizer-cpu-offload", Facts(4, 4)),
     ("_instances", "--zero-stage 3 --num-distributed-optimizer-instances 3",
      "--num-distributed-optimizer-instances 3 does not divide 4 (data) × 1 (context) = 4 ranks that hold the same "
      "weights; use 1, 2 or 4",
