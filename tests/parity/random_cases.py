@@ -12,7 +12,7 @@ from pentatron.config.flags import FlagTable, is_flag
 from pentatron.config.run import RunConfig
 from pentatron.config.setting import Setting
 from pentatron.layout.divisors import divisors
-from pentatron.layout.schedules import FOLDED, HALVING
+from pentatron.layout.schedules import FOLDED
 from pentatron.nn.balance import loss_weights
 from pentatron.train.comparison import STEPS
 from tests.parity.dice import Dice, available
@@ -125,9 +125,7 @@ def draw(seed: int, number: int) -> Case:
         *_sizes(axes, exchange, sequence_parallel),
         *_pipeline(dice, axes.pipeline, kind, virtual, layers),
         *_sharing(dice),
-        *_recompute(
-            dice, kind in HALVING and axes.pipeline > 1, experts, layers // (axes.pipeline * virtual)
-        ),
+        *_recompute(dice, experts, layers // (axes.pipeline * virtual)),
         *_batch(dice, axes, kind),
         f"--seed {dice.number(0, 10**6)}",
     ]
@@ -280,8 +278,8 @@ def _sharing(dice: Dice) -> Iterable[str]:
         yield f"--ddp-bucket-size {dice.of(300, 1000, 3000, 10_000)}"
 
 
-def _recompute(dice: Dice, in_halves: bool, experts: bool, smallest_stage: int) -> Iterable[str]:
-    if (in_halves and not dice.careless()) or dice.often(0.5):
+def _recompute(dice: Dice, experts: bool, smallest_stage: int) -> Iterable[str]:
+    if dice.often(0.5):
         return
     kind = dice.of(*available("recompute_granularity"))
     yield f"--recompute-granularity {kind}"
