@@ -5,7 +5,7 @@ if there was one. Every whole run is added to docs/fuzz.csv and counted in docs/
 
     python scripts/fuzz.py [--cases 500] [--seed 1] [--minutes 10] [--only zbv] [--jobs 4] [--keep-going]
     python scripts/fuzz.py --replay SEED:NUMBER
-    python scripts/fuzz.py --ranks 4 --case '--num-layers 3 ...'
+    python scripts/fuzz.py --ranks 4 --case='--num-layers 3 ...'
 """
 
 from __future__ import annotations

@@ -225,7 +225,8 @@ class Campaign:
 
 
 def replay_command(case: Case) -> str:
-    return f"python scripts/fuzz.py --ranks {case.ranks} --case {shlex.quote(case.words)}"
+    # With =, as one flag alone would be taken for a flag of the script.
+    return f"python scripts/fuzz.py --ranks {case.ranks} --case={shlex.quote(case.words)}"
 
 
 def shrunk(case: Case, still_fails: Callable[[Case], bool], seconds: float) -> Case:

@@ -90,11 +90,15 @@ def test_a_few_hundred_draws_cover_everything_and_few_are_refused() -> None:
     assert {("ranks", n) for n in range(1, 9)} <= seen
 
 
+def printed_case(command: str) -> Case:
+    *_, ranks, flags = shlex.split(command)
+    return read_case(int(ranks), flags.removeprefix("--case="))
+
+
 def test_a_printed_case_is_the_same_case() -> None:
     for number in range(30):
         case = draw(SEED, number)
-        words = shlex.split(replay_command(case))
-        again = read_case(int(words[words.index("--ranks") + 1]), words[words.index("--case") + 1])
+        again = printed_case(replay_command(case))
         assert again.command == case.command
         try:
             assert again.config() == case.config()
@@ -141,8 +145,7 @@ def test_a_planted_bug_is_reported_with_its_replay(capsys: pytest.CaptureFixture
     assert run_many(campaign, shrink_seconds=0, book=None) == 1
     printed = capsys.readouterr().out
     [line] = [line for line in printed.splitlines() if line.startswith("again: ")]
-    words = shlex.split(line)
-    case = read_case(int(words[words.index("--ranks") + 1]), words[words.index("--case") + 1])
+    case = printed_case(line)
     assert judged(case, campaign.bug).failed
     assert not judged(case).failed, "without the bug it agrees"
 
