@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Tests run in as many processes as there are cores, but no more than this. One that can be debugged: ARGS="-n 0 --pdb".
+WORKERS ?= 4
 # Extra words for pip, e.g. PIP_ARGS="--extra-index-url URL-OF-A-CUDA-BUILD" (see README, "Set-up").
 PIP_ARGS ?=
 # How many cases `make fuzz` runs.
@@ -29,7 +31,7 @@ demo: $(READY) ## train a small model on this machine in a few minutes
 	@$(BIN)/pentatron train $(ARGS)
 
 test: $(READY) ## run the test suite
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(READY) ## format, lint and type check, changing nothing
 	@$(BIN)/ruff format --check .

@@ -1,6 +1,14 @@
 """Hooks for the whole test suite."""
 
+import os
+
 from tests.harness.client import session_zygote
+
+
+def pytest_configure() -> None:
+    # One thread each, here and in the programs that tests start, unless they say otherwise: models are tiny, and threads that wait
+    # for each other take the cores from the tests beside them. Torch reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_sessionfinish() -> None:

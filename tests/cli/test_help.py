@@ -2,9 +2,9 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -48,10 +48,16 @@ def test_torch_is_not_imported(words: str) -> None:
 
 
 def test_help_comes_at_once() -> None:
+    """By the time it computes: what else runs on the machine is not its fault."""
+
+    def computed() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     def seconds() -> float:
-        start = time.perf_counter()
+        start = computed()
         assert python("-m", "pentatron", "train", "--help").returncode == 0
-        return time.perf_counter() - start
+        return computed() - start
 
     assert min(seconds() for _ in range(3)) < 0.5
 

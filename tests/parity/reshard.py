@@ -36,8 +36,10 @@ class Continued:
 def words_of(layout: Layout, family: str) -> str:
     """Layouts differ in what both runs share (dropout, number of layers); here all have the plain architecture."""
     longer = f"--train-iters {SAVED_AFTER + STEPS}"
-    micro_batch = f"--micro-batch-size {layout.micro_batch}"
-    return f"{SHAPE} {FAMILIES[family]} {layout.words} {longer} {micro_batch}"
+    words = f"{SHAPE} {FAMILIES[family]} {layout.words} {longer}"
+    # Two micro-batches a step where the replicas leave as many samples: enough to accumulate.
+    replicas = resolved(f"{words} --micro-batch-size 1", layout.ranks).config.grid.data
+    return f"{words} --micro-batch-size {max(1, BATCH // (2 * replicas))}"
 
 
 def _build(words: str) -> tuple[RunConfig, World, ParallelModel, AnyOptimizer]:
