@@ -163,7 +163,7 @@ def counted(recompute: Recompute) -> dict[str, Any]:
         Recompute(frozenset({"moe"})),
         Recompute(frozenset({"moe", "moe_act", "shared_experts"})),
     ],
-    ids=str,
+    ids=["every layer", "two layers", "experts", "experts and their parts"],
 )
 def test_what_runs_twice_is_counted_once(recompute: Recompute) -> None:
     found, expected = counted(recompute), counted(NOTHING)
