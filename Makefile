@@ -31,7 +31,8 @@ demo: $(READY) ## train a small model on this machine in a few minutes
 	@$(BIN)/pentatron train $(ARGS)
 
 test: $(READY) ## run the test suite
-	@$(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal $(ARGS)
+	@# Empty: bytecode is kept. Without it every rank of every test would compile its module anew, asserts rewritten.
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(READY) ## format, lint and type check, changing nothing
 	@$(BIN)/ruff format --check .
