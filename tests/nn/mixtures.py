@@ -8,6 +8,7 @@ from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
 from pentatron.nn.router import Router
 from pentatron.parallel.axes import Axes
+from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
 from pentatron.parallel.expert_axis import NO_EXPERTS_ELSEWHERE, ExpertAxis
 from pentatron.parallel.pieces import held_parameters
 from tests.support import LLAMA, resolved
@@ -27,8 +28,10 @@ def drawn(module: nn.Module) -> nn.Module:
     return module
 
 
-def router(words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE) -> Router:
-    made = drawn(Router(HIDDEN, config_of(words).moe, Axes(expert=axis)))
+def router(
+    words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE, context: ContextAxis = WHOLE_SEQUENCES
+) -> Router:
+    made = drawn(Router(HIDDEN, config_of(words).moe, Axes(context=context, expert=axis)))
     assert isinstance(made, Router)
     return made
 

@@ -12,6 +12,7 @@ from pentatron.nn.balance import RouterLoad, loss_weights
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
 from pentatron.nn.router import Router
 from pentatron.parallel.collectives import Group
+from pentatron.parallel.context_axis import ContextAxis
 from pentatron.parallel.expert_axis import ExpertAxis
 from tests.harness import run_distributed
 from tests.nn.mixtures import BIAS, HIDDEN, SIGMOID, config_of, router, stream
@@ -234,14 +235,17 @@ def test_parts_of_a_micro_batch_add_up_to_the_whole(words: str) -> None:
     assert torch.allclose(parts[0][1] + parts[1][1], whole.weight.grad, rtol=1e-4, atol=1e-7)
 
 
-def kept_on_a_part() -> Tensor:
+def kept_on_a_part() -> tuple[Tensor, Tensor]:
+    """Which tokens this rank has, and what it keeps of them."""
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-    model = router("--moe-expert-capacity-factor 0.5", ExpertAxis(sequence=group))
-    kept = model(stream(2, 1, LENGTH, HIDDEN).chunk(group.size, 1)[group.rank]).kept_TK
+    context = ContextAxis(group)
+    model = router("--moe-expert-capacity-factor 0.5", ExpertAxis(sequence=group), context)
+    kept = model(context.own_sequence(stream(2, 1, LENGTH, HIDDEN))).kept_TK
     assert kept is not None
-    return kept
+    return context.positions(LENGTH // group.size, torch.device("cpu")), kept
 
 
 def test_the_same_tokens_are_dropped_where_ranks_share_a_micro_batch() -> None:
     expected = router("--moe-expert-capacity-factor 0.5")(stream(2, 1, LENGTH, HIDDEN)).kept_TK
-    assert torch.equal(torch.cat(run_distributed(kept_on_a_part, world=2)), expected)
+    for positions, kept in run_distributed(kept_on_a_part, world=2):
+        assert torch.equal(kept, expected[positions])

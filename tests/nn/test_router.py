@@ -148,7 +148,7 @@ def test_fp64_is_more_exact_than_fp32() -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.3])
 @pytest.mark.parametrize("scores", ["", SIGMOID])
-def test_capacity_keeps_exactly_the_largest_weights_of_each_expert(factor: float, scores: str) -> None:
+def test_capacity_keeps_the_largest_weights_of_each_expert(factor: float, scores: str) -> None:
     routing = router(f"{scores} --moe-expert-capacity-factor {factor}")(stream(2, 3, 16, HIDDEN))
     capacity = math.ceil(48 * 2 / 8 * factor)
     assert routing.kept_TK is not None and not routing.kept_TK.all()
@@ -157,7 +157,8 @@ def test_capacity_keeps_exactly_the_largest_weights_of_each_expert(factor: float
         kept, dropped = (routing.weights_TK[here & of] for of in (routing.kept_TK, ~routing.kept_TK))
         assert len(kept) == min(int(here.sum()), capacity)
         if len(dropped):
-            assert kept.min() >= dropped.max()
+            # Weights are compared in steps, so that rounding decides nothing.
+            assert kept.min() >= dropped.max() - 1 / 4096
 
 
 def test_with_room_for_all_nothing_is_dropped() -> None:
