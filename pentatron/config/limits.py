@@ -44,7 +44,8 @@ LIMITS: dict[str, Limit] = {
     ),
     **dict.fromkeys(
         (
-            "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate num_workers eval_interval eval_iters lr min_lr "
+            "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate "
+            "num_workers eval_interval eval_iters lr min_lr "
             "lr_warmup_iters weight_decay clip_grad local_rank"
         ).split(),
         ZERO_OR_MORE,

@@ -330,7 +330,13 @@ def _nothing_recomputed(draft: Draft, facts: Facts) -> str:
 def _modules_not_recomputed(draft: Draft, facts: Facts) -> str:
     if draft["recompute_granularity"] == "full":
         return "full recompute covers whole layers, so no modules are chosen"
-    return _nothing_recomputed(draft, facts) if draft["recompute_modules"] else ""
+    modules = draft["recompute_modules"]
+    if not modules or draft["recompute_granularity"] is None:
+        return _nothing_recomputed(draft, facts) if modules else ""
+    absent = [name for name in ("moe", "moe_act", "shared_experts") if name in modules]
+    if not absent or draft["num_experts"] is not None:
+        return ""
+    return f"there are no experts (--num-experts), so {', '.join(absent)} cannot run again"
 
 
 IDLE: dict[str, Reason] = {

@@ -53,6 +53,7 @@ class RouterLoad(nn.Module):
 
     previous: Tensor
     bias: Tensor
+    counts: Tensor
 
     def __init__(self, moe: MoEConfig) -> None:
         super().__init__()
@@ -71,14 +72,13 @@ class RouterLoad(nn.Module):
     def begin_step(self, micro_batches: int) -> None:
         """Of how many micro-batches, on all ranks, the step's losses are the mean."""
         self.share = 1 / micro_batches
-        self.get_buffer("counts").zero_()
+        self.counts.zero_()
         self.losses = {}
 
     def numbers(self) -> Tensor:
         """This rank's part of the step's counts and losses; `settle` takes the sum over all ranks."""
-        counts = self.get_buffer("counts")
-        zero = counts.new_zeros(())
-        return torch.cat([counts, *(self.losses.get(name, zero).reshape(1) for name in self.weights)])
+        zero = self.counts.new_zeros(())
+        return torch.cat([self.counts, *(self.losses.get(name, zero).reshape(1) for name in self.weights)])
 
     def settle(self, numbers: Tensor) -> None:
         """The step is done."""
@@ -100,7 +100,7 @@ class RouterLoad(nn.Module):
             total = total + value * (self.weights[name] * self.share)
 
         def count() -> None:
-            self.get_buffer("counts").add_(counts_BE.sum(0))
+            self.counts.add_(counts_BE.sum(0))
             for name, value in values.items():
                 added = value.detach().double() * self.share
                 self.losses[name] = self.losses[name] + added if name in self.losses else added

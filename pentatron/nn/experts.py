@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import WeightedModule
+from pentatron.nn.mlp import activated
 from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.parallel.deferral import grouped_linear
 from pentatron.parallel.expert_axis import ExpertAxis
@@ -65,13 +65,7 @@ class Experts(nn.Module):
 
     def forward(self, rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         inner = self.linear_fc1(rows_ND, counts)
-        activated = self.recompute("moe_act", self._activated, inner)
-        with self.recompute.made_again("moe_act", activated, lambda: self._activated(inner)):
-            made: Tensor = self.linear_fc2(activated, counts)
+        between = self.recompute("moe_act", activated, inner, self.gated)
+        with self.recompute.made_again("moe_act", between, lambda: activated(inner, self.gated)):
+            made: Tensor = self.linear_fc2(between, counts)
         return made
-
-    def _activated(self, inner: Tensor) -> Tensor:
-        if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        return F.gelu(inner, approximate="tanh")

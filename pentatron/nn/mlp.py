@@ -25,10 +25,12 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(inner, hidden, bias, axis, residual_scale(config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.linear_fc1(x)
-        if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = F.silu(gate) * up
-        else:
-            inner = F.gelu(inner, approximate="tanh")
-        return self.linear_fc2(inner)
+        return self.linear_fc2(activated(self.linear_fc1(x), self.gated))
+
+
+def activated(inner: Tensor, gated: bool) -> Tensor:
+    """What lies between the two matrices; a gated one gets the gate's half first."""
+    if not gated:
+        return F.gelu(inner, approximate="tanh")
+    gate, up = inner.chunk(2, dim=-1)
+    return F.silu(gate) * up

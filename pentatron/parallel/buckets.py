@@ -1,9 +1,10 @@
 """Parameters as flat buffers: a bucket holds the weights of some parameters, which become views of it.
 
 A bucket is what one collective moves, and what the ranks with copies of it cut into equal shares when they divide optimizer
-state or gradients between them. Parameters whose copies are on other ranks (experts) have buckets of their own. Parameters are packed from the last to the first, about the order in which backward
-finishes them, so that early buckets are complete while backward still runs. Within a bucket the decayed
-parameters come first: any share of it is then at most two stretches for the optimizer.
+state or gradients between them. Parameters whose copies are on other ranks (experts) have buckets of their own. Parameters
+are packed from the last to the first, about the order in which backward finishes them, so that early buckets are
+complete while backward still runs. Within a bucket the decayed parameters come first: any share of it is then at most
+two stretches for the optimizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

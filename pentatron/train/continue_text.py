@@ -15,9 +15,9 @@ from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.generate import generate
-from pentatron.nn.moe import MoE
 from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters
 from pentatron.train.datasets import configured_tokenizer
+from pentatron.train.router_loads import kept_by_routers, loads_of
 
 
 def continuation(
@@ -60,7 +60,7 @@ def open_continuation(
     moe = MoEConfig(**_tuples(found.manifest.config["moe"]))
     model = build_model(config, seed=0, device=torch.device("cpu"), moe=moe).eval()
     load_fragments(found.folder, found.manifest, weight_fragments(model))
-    load_fragments(found.folder, found.manifest, chosen_by_bias(model))
+    load_fragments(found.folder, found.manifest, kept_by_routers(loads_of(model)))
     return continuation(model, tokenizer, prompt, config.seq_length, max_tokens, temperature, top_k, seed)
 
 
@@ -69,14 +69,6 @@ def weight_fragments(model: CausalLM) -> Iterator[Fragment]:
     for held in held_parameters(model):
         for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
             yield replace(fragment, tensor=f"weights/{fragment.tensor}")
-
-
-def chosen_by_bias(model: CausalLM) -> Iterator[Fragment]:
-    """What, besides weights, decides which experts a token goes to."""
-    for number, layer in model.layers.items():
-        if isinstance(layer.mlp, MoE) and layer.mlp.router.load.has_bias:
-            bias = layer.mlp.router.load.bias
-            yield Fragment(f"routers/layers.{number}.mlp.router.bias", tuple(bias.shape), (0,), bias)
 
 
 def _tuples(section: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _resume(
                 f"the data is not what {found.folder} was trained on; bring it back, or start anew with --fresh or "
                 f"another --run-dir"
             )
-        _require_same_model(found.folder, found.manifest.config, config)
+        require_same_model(found.folder, found.manifest.config, config)
         wanted = itertools.chain(
             optimizer.fragments(owned_only=False), model.routers.fragments(owned_only=False)
         )
@@ -151,14 +151,15 @@ def _layout(config: Mapping[str, Any]) -> str:
     return f"{' × '.join(f'{size} {name}' for name, size in sizes.items())} ranks"
 
 
-def _require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
+def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     # Positions that are not learned leave no trace in the weights: such a model may go on with longer sequences.
     length = {"seq_length", "max_position_embeddings"}
     learned = config.model.position_embedding_type == "learned_absolute"
     free = _NOT_IN_THE_WEIGHTS | ({"seq_length"} if learned else length)
-    different = [
-        d for d in _differences(saved, config.nested()) if d[0] in ("model", "moe") and d[1] not in free
-    ]
+    # Settings of experts say nothing about a model that has none; some may be younger than the checkpoint.
+    dense = config.moe.num_experts is None and saved.get("moe", {}).get("num_experts") is None
+    sections = ("model",) if dense else ("model", "moe")
+    different = [d for d in _differences(saved, config.nested()) if d[0] in sections and d[1] not in free]
     if different:
         shown = "; ".join(f"{name} was {before}, is {now}" for _, name, before, now in different)
         raise UserError(

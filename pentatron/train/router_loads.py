@@ -34,6 +34,22 @@ class ExpertLoad:
         return int(self.counts.eq(0).sum())
 
 
+def loads_of(stage: CausalLM) -> dict[int, RouterLoad]:
+    """By the numbers of their layers."""
+    return {
+        int(number): layer.mlp.router.load
+        for number, layer in stage.layers.items()
+        if isinstance(layer.mlp, MoE)
+    }
+
+
+def kept_by_routers(loads: Mapping[int, RouterLoad]) -> Iterator[Fragment]:
+    """What checkpoints have of routers besides their weights, under the names they give it."""
+    for layer, load in loads.items():
+        for name, values in load.kept().items():
+            yield Fragment(f"routers/layers.{layer}.mlp.router.{name}", tuple(values.shape), (0,), values)
+
+
 class RouterLoads:
     """Those of the layers this rank holds, and what all ranks say of theirs."""
 
@@ -42,12 +58,7 @@ class RouterLoads:
         self.layers = config.layers_with_experts
         self.names = tuple(loss_weights(config.moe)) if self.layers else ()
         self.experts = config.moe.num_experts or 0
-        self.own: dict[int, RouterLoad] = {
-            int(number): layer.mlp.router.load
-            for stage in stages.values()
-            for number, layer in stage.layers.items()
-            if isinstance(layer.mlp, MoE)
-        }
+        self.own = {number: load for stage in stages.values() for number, load in loads_of(stage).items()}
 
     def begin_step(self, micro_batches: int) -> None:
         """`micro_batches`: those of this rank."""
@@ -82,6 +93,4 @@ class RouterLoads:
         """What later steps need, to be overwritten, or this rank's part of a save."""
         if owned_only and not self.world.is_first_of(("tensor", "replicas")):
             return
-        for layer, load in self.own.items():
-            for name, values in load.kept().items():
-                yield Fragment(f"routers/layers.{layer}.mlp.router.{name}", tuple(values.shape), (0,), values)
+        yield from kept_by_routers(self.own)

@@ -99,12 +99,7 @@ def _run(
     output.say(describe(config, world, model.count_parameters()))
     if pipeline := describe_pipeline(config):
         output.say(pipeline)
-    if config.parallel.optimizer_cpu_offload and world.device.type == "cpu":
-        notes = [
-            "--optimizer-cpu-offload: everything is in host memory already, so this changes nothing",
-            *notes,
-        ]
-    for note in notes:
+    for note in [*_without_effect_here(resolved, world), *notes]:
         output.say(f"note: {note}")
     _say_where_it_stands(config, state, output)
     trainer = Trainer(config, world, model, optimizer, datasets, store, state, output, stop)
@@ -116,6 +111,19 @@ def _run(
         else:
             output.say(_farewell(stopped_by, state))
     return stopped_by
+
+
+def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
+    """Settings that only another device could act on."""
+    found = []
+    if resolved.config.parallel.optimizer_cpu_offload and world.device.type == "cpu":
+        found.append("--optimizer-cpu-offload: everything is in host memory already, so this changes nothing")
+    kernel = world.device.type == "cuda" and resolved.config.precision.bf16
+    if resolved.given("moe_grouped_gemm") and resolved.config.moe.moe_grouped_gemm and not kernel:
+        found.append(
+            "--moe-grouped-gemm: its kernel needs bf16 on a GPU; experts are multiplied one by one here"
+        )
+    return found
 
 
 def _open_output(

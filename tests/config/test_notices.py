@@ -230,6 +230,13 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         )
         for idle in ("", "--recompute-granularity full")
     ),
+    (
+        "recompute_modules",
+        f"{LEAST} --recompute-granularity selective --recompute-modules moe_act",
+        f"{LEAST} --num-experts 4 --recompute-granularity selective --recompute-modules moe_act",
+        ONE,
+        ONE,
+    ),
     ("fp8_recipe", f"{LEAST} --fp8-recipe tensorwise", LEAST, ONE, ONE),
     ("memory_monitor_interval", f"{LEAST} --memory-monitor-interval 1.0", LEAST, ONE, ONE),
     ("moe_router_topk", f"{LEAST} --moe-router-topk 2", LEAST, ONE, ONE),

@@ -254,7 +254,7 @@ LAYOUTS = (
     Layout("pp2 dualpipev core_attn layernorm", 2, f"{_pp(2, DUALPIPEV)} {_selective(CORE, NORMS)}"),
     # Context parallelism with backwards in two halves, and with recompute.
     *(
-        Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}")
+        Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}", micro_batch=1)
         for kind in ("p2p", "all_gather", "a2a")
         for name, schedule in (("zero-bubble", ZERO_BUBBLE), ("zbv", ZBV), ("dualpipev", DUALPIPEV))
     ),

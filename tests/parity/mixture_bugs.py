@@ -138,7 +138,7 @@ def expert_gate_and_up_cut_as_one() -> None:
     ) -> None:
         if len(pieces) == 2 and shape[1] > local[1]:
             first = pieces[0]
-            part = (first.start[1] - 0) // first.size[1]
+            part = first.start[1] // first.size[1]
             start = (first.start[0], part * local[1], 0)
             pieces = (Piece(start, (0, 0, 0), (first.size[0], local[1], local[2])),)
         build(self, shape, local, pieces, scale, grouped)

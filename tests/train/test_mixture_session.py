@@ -15,6 +15,7 @@ from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.continue_text import open_continuation
+from pentatron.train.resume import require_same_model
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
@@ -212,3 +213,12 @@ def test_a_run_without_experts_says_nothing_of_them(tmp_path: Path) -> None:
     names = set(itertools.chain.from_iterable(metrics(tmp_path / "a")))
     assert not {name for name in names if "expert" in name or "balancing" in name}
     assert "busiest expert" not in (tmp_path / "a" / "train.log").read_text()
+
+
+def test_a_checkpoint_older_than_some_settings_of_experts_is_the_same_dense_model() -> None:
+    dense, mixed = resolved().config, resolved("--num-experts 4").config
+    saved = dense.nested()
+    saved["moe"] = {"num_experts": None, "moe_router_topk": 2}
+    require_same_model(Path("somewhere"), saved, dense)
+    with pytest.raises(UserError, match="num_experts was None, is 4"):
+        require_same_model(Path("somewhere"), saved, mixed)
