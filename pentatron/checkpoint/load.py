@@ -17,12 +17,17 @@ from pentatron.checkpoint.tensor_file import DTYPES, blocks
 from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Fragment, Shape, overlap, region
 
+WEIGHTS = "weights/"
+# Every number of the first is one of the second, so that nothing is rounded.
+_WIDENED = frozenset({("bfloat16", "float32"), ("float16", "float32")})
+
 
 @dataclass(frozen=True)
 class _Read:
     """What to fetch from one stored piece: the rectangle `start`, counted within the piece, and where it goes."""
 
     piece: StoredPiece
+    dtype: torch.dtype
     start: Shape
     into: Tensor
 
@@ -30,7 +35,7 @@ class _Read:
 def load_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment]) -> None:
     """Overwrites every target with what is stored of its rectangle; nothing missing, nothing of another shape.
 
-    Only what a target needs is read, a block at a time, and every file is opened once.
+    Weights stored in half precision widen exactly; any other type must be the target's own. Only what a target needs is read, a block at a time, and every file is opened once.
     """
     wanted: dict[str, list[Fragment]] = {}
     for target in targets:
@@ -67,7 +72,8 @@ def _require(folder: Path, manifest: Manifest, wanted: dict[str, list[Fragment]]
                 f"use the architecture it was made with"
             )
         kept = str(target.values.dtype).removeprefix("torch.")
-        if kept != record.dtype:
+        widened = name.startswith(WEIGHTS) and (record.dtype, kept) in _WIDENED
+        if kept != record.dtype and not widened:
             raise UserError(
                 f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {kept}"
             )
@@ -81,7 +87,8 @@ def _plan(record: TensorRecord, targets: Sequence[Fragment]) -> Iterator[_Read]:
         for piece, (start, common) in stored.find(target.start, size):
             inside = tuple(i - j for i, j in zip(start, target.start, strict=True))
             into = region(target.values.detach(), inside, common)
-            yield _Read(piece, tuple(i - j for i, j in zip(start, piece.start, strict=True)), into)
+            within = tuple(i - j for i, j in zip(start, piece.start, strict=True))
+            yield _Read(piece, DTYPES[record.dtype], within, into)
             found += math.prod(common)
         assert found == math.prod(size), f"{target.tensor}: {found} elements are stored of {size}"
 
@@ -140,6 +147,6 @@ def _read_piece(stored: Any, piece: StoredPiece, reads: Iterable[_Read]) -> None
         for start, size in blocks(tuple(read.into.shape), read.into.element_size()):
             at = (i + j for i, j in zip(read.start, start, strict=True))
             values = stored[tuple(slice(i, i + n) for i, n in zip(at, size, strict=True))]
-            if values.dtype != read.into.dtype:
-                raise DamagedCheckpoint(f"{piece.key} is {values.dtype} there, not {read.into.dtype}")
+            if values.dtype != read.dtype:
+                raise DamagedCheckpoint(f"{piece.key} is {values.dtype} there, not {read.dtype}")
             region(read.into, start, size).copy_(values)

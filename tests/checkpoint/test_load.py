@@ -351,3 +351,21 @@ def test_every_element_lies_at_a_multiple_of_its_width(tmp_path: Path) -> None:
     length = int.from_bytes(content[:8], "little")
     starts = {name: entry["data_offsets"][0] for name, entry in json.loads(content[8 : 8 + length]).items()}
     assert length % 8 == 0 and starts == {"d": 0, "c": 16, "b": 28, "a": 34}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_widen_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    logical = torch.randn(6, 5).to(dtype)
+    names = ("weights/x", "exp_avg/x")
+    found = save(tmp_path, [Fragment(name, (6, 5), (0, 0), logical) for name in names])
+
+    def load(name: str, into: torch.dtype) -> Tensor:
+        values = torch.empty(3, 5, dtype=into)
+        load_fragments(found.folder, found.manifest, [Fragment(name, (6, 5), (2, 0), values)])
+        return values
+
+    assert load("weights/x", torch.float32).equal(logical[2:5].float())
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    for name, into in (("weights/x", other), ("exp_avg/x", torch.float32)):
+        with pytest.raises(UserError, match=f"holds {name} as"):
+            load(name, into)
