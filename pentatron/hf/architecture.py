@@ -1,0 +1,149 @@
+"""config.json as settings of ours, and back. Every key is accounted for: mapped, known to change nothing, or refused."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.config.moe_layers import moe_layers
+from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
+from pentatron.hf.reader import ConfigReader, Problem
+
+# Settings that do not change what a model computes, or follow from others.
+_NOT_COMPARED = frozenset(
+    """
+    seq_length make_vocab_size_divisible_by padded_vocab_size init_method_std hidden_dropout attention_dropout
+    group_query_attention add_bias_linear
+    moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate
+    moe_token_dispatcher_type moe_grouped_gemm moe_use_legacy_grouped_gemm moe_per_layer_logging
+    moe_expert_capacity_factor moe_token_drop_policy
+    """.split()
+)
+_BIASES = ("add_qkv_bias",)
+
+
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """The family a config.json names; refuses one that is not known here."""
+    found = config.get("model_type")
+    if found in FAMILIES:
+        return str(found)
+    known = ", ".join(FAMILIES)
+    if found is None:
+        raise UserError(f"config.json has no model_type; write which it is: {known}")
+    close = difflib.get_close_matches(str(found), FAMILIES, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise UserError(f"config.json has model_type {found!r}, but the families known here are {known}{hint}")
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of ours that make the same model; one error with every key that stands in the way."""
+    model_type = model_type_of(config)
+    family, reader = FAMILIES[model_type], ConfigReader(config)
+    problems: list[str] = []
+    settings: dict[str, Any] = dict(family.fixed)
+    for key in family.keys:
+        try:
+            value = reader.one_of((key.theirs, *key.also), key.kind, key.default)
+        except Problem as problem:
+            problems.append(str(problem))
+            value = key.default
+        for ours in key.ours:
+            settings[ours] = not value if key.inverted else value
+    for part in family.parts:
+        try:
+            part.read(reader, settings)
+        except Problem as problem:
+            problems.append(str(problem))
+    for key_name, allowed in {**NEUTRAL, **family.required}.items():
+        if key_name not in reader.read:
+            try:
+                reader.require(key_name, allowed)
+            except Problem as problem:
+                problems.append(str(problem))
+    problems += [
+        f"config.json has {key!r}: {_short(value)}, which is not known for model_type {model_type!r}, so the model may not be what "
+        f"it seems; remove the key if it changes nothing"
+        for key, value in reader.unread().items()
+        if key not in INERT
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return settings
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def config_of(
+    model: TransformerConfig, moe: MoEConfig, original: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config.json of a model of ours: of the first family that makes the same model, that of `original` if it does.
+
+    Keys of `original` that change nothing (tokens, names) are kept.
+    """
+    wanted = _said_by(model, moe)
+    first = [original["model_type"]] if original and original.get("model_type") in FAMILIES else []
+    differences: dict[str, list[str]] = {}
+    for model_type in dict.fromkeys([*first, *FAMILIES]):
+        config = _written(model_type, FAMILIES[model_type], wanted)
+        differences[model_type] = _differences(config, wanted)
+        if not differences[model_type]:
+            kept = {key: value for key, value in (original or {}).items() if key in INERT}
+            return {**kept, **config}
+    closest = min(differences, key=lambda model_type: len(differences[model_type]))
+    raise UserError(
+        f"no family of Hugging Face models computes what this one does; the closest is {closest}, but for "
+        f"{', '.join(differences[closest])}"
+    )
+
+
+def _said_by(model: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
+    """The settings of a model, each said in one way: what has no effect is left out."""
+    said = {**dataclasses.asdict(model), **dataclasses.asdict(moe)}
+    for bias in _BIASES:
+        said[bias] = said[bias] or model.add_bias_linear
+    return said
+
+
+def _written(model_type: str, family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    for key in family.keys:
+        value = settings[key.ours[0]]
+        config[key.theirs] = not value if key.inverted else value
+    config |= {key_name: allowed[0] for key_name, allowed in family.required.items()}
+    for part in family.parts:
+        config |= part.write(settings)
+    return config
+
+
+def _differences(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The settings of ours that a config.json gets wrong: what is written is judged by what would be read."""
+    try:
+        read = settings_of(config)
+    except UserError as error:
+        return [str(error)]
+    models = [{f.name for f in dataclasses.fields(kind)} for kind in (TransformerConfig, MoEConfig)]
+    known = {name: value for name, value in read.items() if name in models[0]}
+    experts = {name: value for name, value in read.items() if name in models[1]}
+    found = _said_by(TransformerConfig(**known), MoEConfig(**experts))
+    return [f"{name} {wanted[name]!r}" for name in _compared(wanted, found) if found[name] != wanted[name]]
+
+
+def _compared(wanted: Mapping[str, Any], found: dict[str, Any]) -> list[str]:
+    """Names of the settings that make a difference for this model."""
+    names = set(wanted) - _NOT_COMPARED
+    if not wanted["num_experts"]:
+        names -= {f.name for f in dataclasses.fields(MoEConfig)} - {"num_experts"}
+    else:
+        sparse = moe_layers(wanted["moe_layer_freq"], wanted["num_layers"])
+        if found["num_experts"] and moe_layers(found["moe_layer_freq"], found["num_layers"]) == sparse:
+            names.remove("moe_layer_freq")
+        if all(sparse):
+            names.remove("ffn_hidden_size")
+    if wanted["position_embedding_type"] != "rope":
+        names -= {name for name in names if name.startswith(("rotary_", "rope_", "yarn_"))}
+    return [name for name in wanted if name in names]

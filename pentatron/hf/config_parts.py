@@ -1,0 +1,227 @@
+"""Parts of a config.json where several keys say one thing together: heads, rotary positions, windows, layers with experts.
+
+Each part reads its keys into settings of ours and writes settings of ours as keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pentatron.config.moe_layers import moe_layers
+from pentatron.hf.reader import ConfigReader, Problem
+
+Settings = dict[str, Any]
+
+
+class Part(Protocol):
+    def read(self, config: ConfigReader, settings: Settings) -> None: ...
+
+    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads, groups of them, and their width. `head_dim` is the width where the key is absent; None: hidden / heads."""
+
+    heads: int
+    groups: int | None
+    head_dim: int | None = None
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        heads = config.get("num_attention_heads", int, self.heads)
+        default = self.groups if "num_key_value_heads" not in config.config else None
+        groups = config.get("num_key_value_heads", int, default or heads)
+        if heads % groups:
+            raise Problem(
+                f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
+            )
+        width = self.head_dim if "head_dim" not in config.config else None
+        settings["num_attention_heads"] = heads
+        settings["num_query_groups"], settings["group_query_attention"] = groups, True
+        settings["kv_channels"] = config.get("head_dim", int, width or settings["hidden_size"] // heads)
+
+    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "num_attention_heads": settings["num_attention_heads"],
+            "num_key_value_heads": settings["num_query_groups"],
+            "head_dim": settings["kv_channels"],
+        }
+
+
+@dataclass(frozen=True)
+class Gpt2Widths:
+    """Widths that follow from others, and one dropout here for two there."""
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+        settings["ffn_hidden_size"] = config.get("n_inner", int, 4 * hidden)
+        settings["kv_channels"] = hidden // heads
+        settings["hidden_dropout"] = config.get("resid_pdrop", float, 0.1)
+        embedding = config.get("embd_pdrop", float, 0.1)
+        if hidden % heads:
+            raise Problem(f"config.json has n_embd {hidden}, which is not a multiple of its n_head {heads}")
+        if embedding != settings["hidden_dropout"]:
+            raise Problem(
+                f"config.json has embd_pdrop {embedding} and resid_pdrop {settings['hidden_dropout']}, but here they are one "
+                f"setting (hidden_dropout); make them equal"
+            )
+
+    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        inner, dropout = settings["ffn_hidden_size"], settings["hidden_dropout"]
+        return {
+            "n_inner": None if inner == 4 * settings["hidden_size"] else inner,
+            "resid_pdrop": dropout,
+            "embd_pdrop": dropout,
+        }
+
+
+# Theirs and ours, by kind of scaling. Those of the first tuple must be there.
+_SCALING: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
+    "linear": (("factor",), {"factor": ("rope_scaling_factor", float)}),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        {
+            "factor": ("rope_scaling_factor", float),
+            "low_freq_factor": ("rope_scaling_low_freq_factor", float),
+            "high_freq_factor": ("rope_scaling_high_freq_factor", float),
+            "original_max_position_embeddings": ("rope_scaling_original_max_position_embeddings", int),
+        },
+    ),
+    "yarn": (
+        ("factor",),
+        {
+            "factor": ("rope_scaling_factor", float),
+            "original_max_position_embeddings": ("rope_scaling_original_max_position_embeddings", int),
+            "beta_fast": ("yarn_beta_fast", float),
+            "beta_slow": ("yarn_beta_slow", float),
+            "attention_factor": ("yarn_attention_factor", float),
+            "mscale": ("yarn_mscale", float),
+            "mscale_all_dim": ("yarn_mscale_all_dim", float),
+            "truncate": ("yarn_truncate", bool),
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """`rope_parameters` of transformers 5; `rope_theta` and `rope_scaling` of transformers 4."""
+
+    theta: float = 10000.0
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        older, newer = config.get("rope_scaling", dict), config.get("rope_parameters", dict)
+        # transformers 5 reads the older key where both are there; ours are written alike.
+        key = "rope_scaling" if older else "rope_parameters"
+        rope = ConfigReader(older or newer or {}, f"{key} in config.json")
+        beside = config.get("rope_theta", float, self.theta)
+        settings["rotary_base"] = rope.get("rope_theta", float, beside)
+        rope.require("partial_rotary_factor", (1.0,))
+        kind = rope.one_of(("rope_type", "type"), str, "default")
+        if kind != "default":
+            if kind not in _SCALING:
+                raise Problem(
+                    f"{rope.where} has rope_type {kind!r}, but only default, {', '.join(_SCALING)} are supported"
+                )
+            self._read_scaling(kind, rope, settings)
+        elif rope.get("factor", float, 1.0) != 1.0:
+            raise Problem(f"{rope.where} has a factor but no rope_type; write which kind of scaling it is")
+        for name, value in rope.unread().items():
+            raise Problem(f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}")
+
+    def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
+        required, keys = _SCALING[kind]
+        settings["rope_scaling_type"] = kind
+        for theirs, (ours, of_kind) in keys.items():
+            value = rope.get(theirs, of_kind)
+            if value is not None:
+                settings[ours] = value
+            elif theirs in required:
+                raise Problem(f"{rope.where} has rope_type {kind!r} without {theirs}; write it there")
+            elif theirs == "original_max_position_embeddings":
+                settings[ours] = settings["max_position_embeddings"]
+
+    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_theta": settings["rotary_base"]}
+        kind = settings.get("rope_scaling_type")
+        if kind is None:
+            rope["rope_type"] = "default"
+            return {"rope_parameters": rope, "rope_theta": settings["rotary_base"]}
+        rope["rope_type"] = kind
+        for theirs, (ours, _) in _SCALING[kind][1].items():
+            if settings.get(ours) is not None:
+                rope[theirs] = settings[ours]
+        return {"rope_parameters": rope, "rope_theta": settings["rotary_base"], "rope_scaling": rope}
+
+
+@dataclass(frozen=True)
+class LayersWithExperts:
+    """Qwen's way to say it: every so many layers, but for some that are listed."""
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        step, dense = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
+        layers = range(settings["num_layers"])
+        if any(number not in layers for number in dense):
+            raise Problem(
+                f"config.json has mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on"
+            )
+        sparse = [int((i + 1) % step == 0 and i not in dense) for i in layers]
+        if not any(sparse):
+            raise Problem(
+                f"config.json has mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
+            )
+        settings["moe_layer_freq"] = "1" if all(sparse) else str(sparse).replace(" ", "")
+
+    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        sparse = moe_layers(settings["moe_layer_freq"], settings["num_layers"])
+        return {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [number for number, has_experts in enumerate(sparse) if not has_experts],
+        }
+
+
+@dataclass(frozen=True)
+class WindowEverywhere:
+    """`sliding_window` tokens in every layer, or null. `switch`: the key that must be true for it to count."""
+
+    default: int | None
+    switch: str | None = None
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        default = self.default if "sliding_window" not in config.config else None
+        # 0 is what some write for none.
+        window = (
+            None if config.config.get("sliding_window") == 0 else config.get("sliding_window", int, default)
+        )
+        config.read.add("sliding_window")
+        if window and (self.switch is None or config.get(self.switch, bool, False)):
+            raise Problem(
+                f"config.json has sliding_window {window!r}, but attention in windows is not supported yet"
+            )
+        if self.switch:
+            config.read.add(self.switch)
+
+    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {"sliding_window": None} | ({self.switch: False} if self.switch else {})
+
+
+@dataclass(frozen=True)
+class WindowByLayer:
+    """Windows in the layers that `layer_types` names; without it, in those from `max_window_layers` on."""
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        used = config.get("use_sliding_window", bool, False)
+        kinds = config.get("layer_types", list)
+        config.read |= {"sliding_window", "max_window_layers"}
+        if used or (kinds and set(kinds) != {"full_attention"}):
+            raise Problem(
+                "config.json has use_sliding_window True, but attention in windows is not supported yet"
+            )
+        if kinds is not None and len(kinds) != settings["num_layers"]:
+            raise Problem(
+                f"config.json has {len(kinds)} layer_types for {settings['num_layers']} layers (num_hidden_layers)"
+            )
+
+    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = ["full_attention"] * settings["num_layers"]
+        return {"use_sliding_window": False, "sliding_window": None, "layer_types": kinds}

@@ -1,0 +1,219 @@
+"""The families of models: which keys of their config.json mean which settings of ours.
+
+What a key defaults to where it is absent is what the classes of `transformers` take.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pentatron.hf.config_parts import (
+    Gpt2Widths,
+    Heads,
+    LayersWithExperts,
+    Part,
+    Rotary,
+    WindowByLayer,
+    WindowEverywhere,
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key and the settings with the same value, or, with `inverted`, the opposite one."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    kind: type
+    default: Any
+    inverted: bool = False
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """`fixed`: settings every model of it has. `required`: keys of which only these values are supported; the first is
+    written."""
+
+    architecture: str
+    fixed: Mapping[str, Any]
+    keys: tuple[Key, ...]
+    parts: tuple[Part, ...] = ()
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def _key(theirs: str, ours: str, kind: type, default: Any, inverted: bool = False, also: str = "") -> Key:
+    return Key(theirs, tuple(ours.split()), kind, default, inverted, tuple(also.split()))
+
+
+_LLAMA_STYLE: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "hidden_dropout": 0.0,
+}
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
+
+
+def _llama_keys(
+    vocabulary: int, hidden: int, inner: int, layers: int, positions: int, epsilon: float = 1e-6
+) -> tuple[Key, ...]:
+    return (
+        _key("vocab_size", "vocab_size", int, vocabulary),
+        _key("hidden_size", "hidden_size", int, hidden),
+        _key("intermediate_size", "ffn_hidden_size", int, inner),
+        _key("num_hidden_layers", "num_layers", int, layers),
+        _key("max_position_embeddings", "max_position_embeddings", int, positions),
+        _key("rms_norm_eps", "layernorm_epsilon", float, epsilon),
+        _key("initializer_range", "init_method_std", float, 0.02),
+        _key("attention_dropout", "attention_dropout", float, 0.0),
+        _key("tie_word_embeddings", "untie_embeddings_and_output_weights", bool, False, inverted=True),
+    )
+
+
+def _expert_keys(experts: str, also: str, count: int, topk: int) -> tuple[Key, ...]:
+    return (
+        _key(experts, "num_experts", int, count, also=also),
+        _key("num_experts_per_tok", "moe_router_topk", int, topk),
+    )
+
+
+_PRE_SOFTMAX = _key("norm_topk_prob", "moe_router_pre_softmax", bool, False, inverted=True)
+_EXPERTS: dict[str, Any] = {"moe_router_score_function": "softmax"}
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {
+            "normalization": "LayerNorm",
+            "gated_linear_unit": False,
+            "add_bias_linear": True,
+            "position_embedding_type": "learned_absolute",
+        },
+        (
+            _key("vocab_size", "vocab_size", int, 50257),
+            _key("n_positions", "max_position_embeddings", int, 1024),
+            _key("n_embd", "hidden_size", int, 768),
+            _key("n_layer", "num_layers", int, 12),
+            _key("n_head", "num_attention_heads num_query_groups", int, 12),
+            _key("layer_norm_epsilon", "layernorm_epsilon", float, 1e-5),
+            _key("initializer_range", "init_method_std", float, 0.02),
+            _key("attn_pdrop", "attention_dropout", float, 0.1),
+            _key("tie_word_embeddings", "untie_embeddings_and_output_weights", bool, True, inverted=True),
+        ),
+        (Gpt2Widths(),),
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        _LLAMA_STYLE,
+        _llama_keys(32000, 4096, 11008, 32, 2048),
+        (Heads(32, None), Rotary()),
+        _SILU,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _LLAMA_STYLE,
+        _llama_keys(32000, 4096, 14336, 32, 131072),
+        (Heads(32, 8), Rotary(), WindowEverywhere(4096)),
+        _SILU,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {**_LLAMA_STYLE, "add_qkv_bias": True},
+        _llama_keys(151936, 4096, 22016, 32, 32768),
+        (Heads(32, 32), Rotary(), WindowByLayer()),
+        _SILU,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {**_LLAMA_STYLE, "qk_layernorm": True},
+        _llama_keys(151936, 4096, 22016, 32, 32768),
+        (Heads(32, 32, 128), Rotary(), WindowByLayer()),
+        _SILU,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {**_LLAMA_STYLE, **_EXPERTS, "moe_router_pre_softmax": False, "moe_layer_freq": "1"},
+        (
+            *_llama_keys(32000, 4096, 14336, 32, 131072, 1e-5),
+            _key("intermediate_size", "moe_ffn_hidden_size", int, 14336),
+            *_expert_keys("num_local_experts", "num_experts", 8, 2),
+        ),
+        (Heads(32, 8), Rotary(1e6), WindowEverywhere(None)),
+        {**_SILU, "router_jitter_noise": (0.0,)},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {**_LLAMA_STYLE, **_EXPERTS, "moe_shared_expert_gate": True},
+        (
+            *_llama_keys(151936, 2048, 5632, 24, 32768),
+            *_expert_keys("num_experts", "num_local_experts", 60, 4),
+            _key("moe_intermediate_size", "moe_ffn_hidden_size", int, 1408),
+            _key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int, 5632),
+            _PRE_SOFTMAX,
+            _key("qkv_bias", "add_qkv_bias", bool, True),
+        ),
+        (Heads(16, 16), Rotary(), WindowByLayer(), LayersWithExperts()),
+        _SILU,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**_LLAMA_STYLE, **_EXPERTS, "qk_layernorm": True},
+        (
+            *_llama_keys(151936, 2048, 6144, 24, 32768),
+            *_expert_keys("num_experts", "num_local_experts", 128, 8),
+            _key("moe_intermediate_size", "moe_ffn_hidden_size", int, 768),
+            _PRE_SOFTMAX,
+        ),
+        (Heads(32, 4), Rotary(), WindowEverywhere(4096, "use_sliding_window"), LayersWithExperts()),
+        _SILU,
+    ),
+}
+
+# Keys of some families that others only know with the value that changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (),
+    "use_sliding_window": (False,),
+    "layer_types": (),
+    "rope_scaling": (),
+    "partial_rotary_factor": (1.0,),
+    "use_mrope": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+    "quantization_config": (),
+    "auto_map": (),
+    "text_config": (),
+    "mlp_only_layers": ([],),
+}
+
+# Keys that do not change what the model computes: names, tokens, text generation, how to run it, losses of training.
+INERT = frozenset(
+    """
+    model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash
+    _attn_implementation _attn_implementation_autoset attn_implementation use_flash_attention_2 unsloth_version
+    unsloth_fixed transformers.js_config
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id mask_token_id decoder_start_token_id
+    tokenizer_class prefix suffix model_max_length
+    use_cache output_attentions output_hidden_states return_dict return_dict_in_generate output_scores torchscript
+    chunk_size_feed_forward gradient_checkpointing low_cpu_mem_usage use_bfloat16 tf_legacy_loss tie_encoder_decoder
+    is_decoder cross_attention_hidden_size pretraining_tp reorder_and_upcast_attn n_ctx
+    id2label label2id num_labels problem_type finetuning_task task_specific_params
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    output_router_logits router_aux_loss_coef max_window_layers rope_theta
+    """.split()
+)

@@ -1,0 +1,185 @@
+"""A model as Hugging Face stores it: a folder with config.json and safetensors files, read without running anything.
+
+Everything that can be known without reading weights is checked before the first of them is used. An index names files of
+its own folder alone. A file may be a symbolic link, wherever it leads: the cache of the hub consists of links.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from pentatron.config.errors import UserError
+from pentatron.parallel.pieces import Shape
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is and what it is there; `dtype` is the name safetensors uses, such as BF16."""
+
+    file: str
+    dtype: str
+    shape: Shape
+
+
+class HuggingFaceFolder:
+    """An open folder. Its files stay open until `close`, or the end of a `with`; of their weights only what is asked
+    for is read."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+        files: Mapping[str, Any],
+        closing: ExitStack,
+    ) -> None:
+        self.path, self.config = path, dict(config)
+        self.tensors = MappingProxyType(dict(tensors))
+        self._files, self._closing = files, closing
+
+    def read(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """A rectangle of a tensor; it may be a view of the file, so it is to be copied before the folder is closed."""
+        file = self._files[self.tensors[name].file]
+        where = tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))
+        rectangle: Tensor = file.get_slice(name)[where] if where else file.get_tensor(name)
+        return rectangle
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def __enter__(self) -> "HuggingFaceFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_folder(path: Path) -> HuggingFaceFolder:
+    """Opens a folder and checks it: what it names is there, what is there is whole, and nothing is there twice."""
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is not a folder; give one with {CONFIG} and {SINGLE}, as save_pretrained writes it"
+        )
+    config = _config(path)
+    expected = _expected(path)
+    with ExitStack() as closing:
+        files = {name: _open_file(path / name, closing) for name in expected}
+        tensors: dict[str, StoredTensor] = {}
+        for name, file in files.items():
+            for key in _keys_of(path, name, set(file.keys()), expected[name]):
+                stored = file.get_slice(key)
+                tensors[key] = StoredTensor(name, stored.get_dtype(), tuple(stored.get_shape()))
+        if not tensors:
+            raise UserError(f"{path} holds no weights: {SINGLE} is empty; download or save the model again")
+        return HuggingFaceFolder(path, config, tensors, files, closing.pop_all())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is not JSON ({error}); it is damaged: download or save the model again"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{path} holds a {type(found).__name__}, not a JSON object; download or save the model again"
+        )
+    return found
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not (path / CONFIG).exists():
+        raise UserError(
+            f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
+        )
+    return _read_json(path / CONFIG)
+
+
+def _expected(path: Path) -> dict[str, set[str] | None]:
+    """The files that hold weights, and the keys the index says are in each; None: there is no index."""
+    single, index = (path / SINGLE).exists(), (path / INDEX).exists()
+    if single and index:
+        raise UserError(
+            f"{path} has both {SINGLE} and {INDEX}, so it is unclear which weights count; remove the older ones"
+        )
+    if single:
+        return {SINGLE: None}
+    if index:
+        return _indexed(path)
+    pickled = [name for name in _PICKLED if (path / name).exists()]
+    if pickled:
+        raise UserError(
+            f"{path} has its weights in {pickled[0]} alone, which may run code when it is read; convert it where you trust it: "
+            f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise UserError(f"{path} has no weights: neither {SINGLE} nor {INDEX}; was the download complete?")
+
+
+def _indexed(path: Path) -> dict[str, set[str] | None]:
+    weights = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(weights, dict) or not weights:
+        raise UserError(f"{path / INDEX} has no weight_map; download or save the model again")
+    expected: dict[str, set[str] | None] = {}
+    for key, file in weights.items():
+        if not isinstance(file, str) or not _plain(file):
+            raise UserError(
+                f"{path / INDEX} says that {key} is in {file!r}, which is no file of this folder; such an index is not followed"
+            )
+        keys = expected.setdefault(file, set())
+        assert keys is not None
+        keys.add(key)
+    missing = sorted(file for file in expected if not (path / file).is_file())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{path} lacks {missing[0]}{more} of the {len(expected)} files in {INDEX}; complete the download"
+        )
+    return dict(sorted(expected.items()))
+
+
+def _plain(file: str) -> bool:
+    return bool(file) and file not in (".", "..") and not any(mark in file for mark in "/\\\0")
+
+
+def _open_file(path: Path, closing: ExitStack) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise UserError(
+            "reading a Hugging Face folder needs the safetensors library: pip install safetensors"
+        ) from None
+    try:
+        return closing.enter_context(safe_open(path, framework="pt"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); download or save it again") from None
+
+
+def _keys_of(path: Path, file: str, found: set[str], expected: set[str] | None) -> list[str]:
+    if expected is not None and found != expected:
+        lost, extra = sorted(expected - found), sorted(found - expected)
+        what = (
+            f"{lost[0]} is not in {file}"
+            if lost
+            else f"{file} holds {extra[0]}, which it does not list there"
+        )
+        raise UserError(
+            f"{path / INDEX} does not fit its files: {what} ({len(lost)} keys missing, {len(extra)} too many); "
+            f"download or save the model again"
+        )
+    return sorted(found)

@@ -1,0 +1,56 @@
+"""A config.json with account kept of which keys were understood."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_WORDS = {
+    int: "a whole number above 0",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Problem(ValueError):
+    """One thing wrong with a config.json, as a sentence."""
+
+
+class ConfigReader:
+    """Reads keys one by one; what is still unread at the end was not understood."""
+
+    def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
+        self.config, self.where = config, where
+        self.read: set[str] = set()
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of a key; the default, if it is absent or null."""
+        self.read.add(key)
+        value = self.config.get(key)
+        if value is None:
+            return default
+        right = isinstance(value, kind) or (kind is float and isinstance(value, int))
+        if not right or (isinstance(value, bool) and kind is not bool) or (kind is int and value < 1):
+            raise Problem(f"{self.where} has {key} {value!r}, but it must be {_WORDS[kind]}")
+        return float(value) if kind is float else value
+
+    def one_of(self, keys: tuple[str, ...], kind: type, default: Any = None) -> Any:
+        """Of several names of one thing."""
+        found = {key: value for key in keys if (value := self.get(key, kind)) is not None}
+        if len(set(map(str, found.values()))) > 1:
+            both = ", ".join(f"{key} {value!r}" for key, value in found.items())
+            raise Problem(f"{self.where} has {both}, which must be equal; remove the wrong one")
+        return next(iter(found.values()), default)
+
+    def require(self, key: str, allowed: tuple[Any, ...], why: str = "") -> None:
+        """Refuses any other value; null and absence are always right."""
+        self.read.add(key)
+        value = self.config.get(key)
+        if value is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
+        ):
+            only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
+            raise Problem(f"{self.where} has {key} {value!r}, but {only} supported{why}")
+
+    def unread(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key not in self.read}

@@ -1,0 +1,61 @@
+"""Every family against the models of `transformers`: the same logits, the same loss, the same gradient of every weight."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+from pentatron.hf.links import links_of
+from pentatron.parallel.pieces import region
+from tests.hf.support import EXPERTS, WORDS, batch, gap, ours_from, save, theirs
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-inner": (
+        "gpt2",
+        {"n_inner": 40, "activation_function": "gelu_pytorch_tanh", "tie_word_embeddings": False},
+    ),
+    "llama": ("llama", {}),
+    "llama-tied-one-kv": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "mistral-head-dim": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen2_moe-normed": (
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 12}),
+    "qwen3_moe-tied": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_every_gradient(case: str, tmp_path: Path) -> None:
+    model_type, config = CASES[case]
+    their = theirs(model_type, **config)
+    model, architecture, moe = ours_from(save(their, tmp_path, max_shard_size="10KB"))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    tokens, positions, labels = batch()
+    logits = their(tokens).logits
+    assert gap(model(tokens, positions)[..., :WORDS], logits) < 1e-5
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+    loss = model(tokens, positions, labels).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+    gradients = {name: p.grad for name, p in their.named_parameters()}
+    mine = {name: p.grad for name, p in model.named_parameters()}
+    assert not {name for name, p in their.named_parameters() if p.grad is None}
+    # Their gradients have the names they have in memory, where experts are one tensor.
+    compared: dict[str, int] = {}
+    for link in links_of(model_type, architecture, moe, gradients):
+        found = link.to_theirs(region(mine[link.ours], link.at, link.size))
+        wanted = region(gradients[link.theirs], link.start, link.their_size)
+        assert (found - wanted).norm() <= 1e-5 * gradients[link.theirs].norm(), (link, gap(found, wanted))
+        compared[link.theirs] = compared.get(link.theirs, 0) + wanted.numel()
+    assert compared == {name: gradient.numel() for name, gradient in gradients.items()}
