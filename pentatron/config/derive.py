@@ -3,6 +3,7 @@
 import math
 
 from pentatron.config.derive_layout import derive_layout
+from pentatron.config.derive_positions import derive_positions
 from pentatron.config.draft import Draft, Facts
 from pentatron.layout.divisors import divisors, either
 
@@ -16,6 +17,7 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     _processes(draft, facts)
     problems = _attention(draft)
     _widths(draft)
+    problems += derive_positions(draft)
     _experts(draft)
     _recompute(draft)
     problems += _batches(draft)

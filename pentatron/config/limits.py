@@ -17,6 +17,7 @@ class Limit:
 ABOVE_ZERO = Limit(lambda x: x > 0, "more than 0")
 ZERO_OR_MORE = Limit(lambda x: x >= 0, "0 or more")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "at least 0 and below 1")
+ONE_OR_MORE = Limit(lambda x: x >= 1, "1 or more")
 SHARE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
 # NumPy's generators take no larger ones.
 SEED = Limit(lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
@@ -27,7 +28,9 @@ LIMITS: dict[str, Limit] = {
         (
             "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
             "max_position_embeddings vocab_size padded_vocab_size make_vocab_size_divisible_by layernorm_epsilon "
-            "rotary_base num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size "
+            "rotary_base rope_scaling_original_max_position_embeddings rope_scaling_low_freq_factor "
+            "rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow yarn_attention_factor "
+            "num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size "
             "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_expert_capacity_factor "
             "corpus_bytes dataset_size prefetch_factor micro_batch_size global_batch_size "
             "gradient_accumulation_steps num_microbatches rank_batch_size train_iters epochs lr_decay_iters adam_eps "
@@ -45,7 +48,7 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(
         (
             "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate "
-            "num_workers eval_interval eval_iters lr min_lr "
+            "yarn_mscale yarn_mscale_all_dim num_workers eval_interval eval_iters lr min_lr "
             "lr_warmup_iters weight_decay clip_grad local_rank"
         ).split(),
         ZERO_OR_MORE,
@@ -54,6 +57,7 @@ LIMITS: dict[str, Limit] = {
         "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2".split(), BELOW_ONE
     ),
     "rotary_percent": SHARE,
+    **dict.fromkeys(("rope_scaling_factor", "rotary_seq_len_interpolation_factor"), ONE_OR_MORE),
     "seed": SEED,
     "master_port": PORT,
 }

@@ -43,13 +43,53 @@ class TransformerConfig:
     add_qkv_bias: bool = setting(False, "bias in the QKV projection only (Qwen2.5)")
     position_embedding_type: str = setting(
         "learned_absolute",
-        "how positions are encoded",
-        choices=("learned_absolute", "rope", "none"),
+        "how positions are encoded (yarn: rope with --rope-scaling-type yarn)",
+        choices=("learned_absolute", "rope", "yarn", "none"),
         sets={"--use-rotary-position-embeddings": "rope"},
     )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
     rotary_percent: float = setting(1.0, "share of a head that is rotated")
     rotary_interleaved: bool = setting(False, "rotate neighbouring pairs instead of halves")
+    rope_scaling_type: str | None = setting(
+        None,
+        "how rotary frequencies are stretched for sequences longer than those first trained on (not at all)",
+        choices=("linear", "llama3", "yarn"),
+        sets={"--use-rope-scaling": "llama3"},
+    )
+    rope_scaling_factor: float | None = setting(
+        None,
+        "how many times longer (llama3: 8)",
+        also="--yarn-rotary-scaling-factor",
+    )
+    rope_scaling_original_max_position_embeddings: int | None = setting(
+        None,
+        "longest sequence first trained on (llama3: 8192)",
+        also="--yarn-original-max-position-embeddings",
+    )
+    rope_scaling_low_freq_factor: float = setting(
+        1.0, "llama3: waves that fit less often than this into that length are stretched"
+    )
+    rope_scaling_high_freq_factor: float = setting(
+        4.0, "llama3: waves that fit more often than this are kept"
+    )
+    rotary_seq_len_interpolation_factor: float | None = setting(
+        None, "Megatron's words for --rope-scaling-type linear with this --rope-scaling-factor"
+    )
+    yarn_beta_fast: float = setting(32.0, "yarn: pairs of channels that turn more often than this are kept")
+    yarn_beta_slow: float = setting(1.0, "yarn: pairs that turn less often than this are stretched")
+    yarn_attention_factor: float | None = setting(
+        None, "yarn: multiplies rotated queries and keys (0.1 ln(factor) + 1)"
+    )
+    yarn_mscale: float | None = setting(
+        None,
+        "yarn: with the next, another such factor: (0.1 × this × ln(factor) + 1) / (the same of the next)",
+    )
+    yarn_mscale_all_dim: float | None = setting(None, "yarn: what --yarn-mscale is divided by")
+    yarn_truncate: bool = setting(
+        True,
+        "yarn: round the range of pairs between kept and stretched outwards",
+        also="--yarn-correction-range-round-to-int",
+    )
     untie_embeddings_and_output_weights: bool = setting(False, "give the output layer a matrix of its own")
     hidden_dropout: float = setting(0.0, "dropout on the residual stream")
     attention_dropout: float = setting(0.0, "dropout on attention weights")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pentatron.config.draft import Draft, Facts
+from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.run import table
 from pentatron.layout.schedules import takes_groups
 
@@ -104,17 +105,6 @@ def _not_interleaved(draft: Draft, facts: Facts) -> str:
 def _whole_sequences(draft: Draft, facts: Facts) -> str:
     whole = draft["context_parallel_size"] == 1
     return "sequences are not split (--context-parallel-size 1), so nothing is exchanged" if whole else ""
-
-
-def _no_rope(draft: Draft, facts: Facts) -> str:
-    kind = draft["position_embedding_type"]
-    return f"positions are {kind}, not rope, so this changes nothing" if kind != "rope" else ""
-
-
-def _bias_anyway(draft: Draft, facts: Facts) -> str:
-    return (
-        "every linear layer has a bias already" if draft["add_qkv_bias"] and draft["add_bias_linear"] else ""
-    )
 
 
 def _no_experts(draft: Draft, facts: Facts) -> str:
@@ -364,8 +354,7 @@ IDLE: dict[str, Reason] = {
     "overlap_grad_reduce": _no_early_reduction,
     "overlap_param_gather": _nothing_to_gather,
     "cp_comm_type": _whole_sequences,
-    **dict.fromkeys(("rotary_base", "rotary_percent", "rotary_interleaved"), _no_rope),
-    "add_qkv_bias": _bias_anyway,
+    **IDLE_OF_THE_MODEL,
     "make_vocab_size_divisible_by": _padding_is_given,
     "prefetch_factor": _no_readers,
     "split": _not_split,

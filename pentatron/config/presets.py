@@ -39,6 +39,13 @@ _QWEN25 = {**_LLAMA_STYLE, "add_qkv_bias": True, "make_vocab_size_divisible_by":
 _QWEN3 = {**_LLAMA_STYLE, "qk_layernorm": True, "make_vocab_size_divisible_by": 1}
 _LLAMA = {**_LLAMA_STYLE, "make_vocab_size_divisible_by": 1}
 
+
+def _stretched(factor: float) -> dict[str, Any]:
+    """Llama 3.1 and later: trained on sequences longer than those of Llama 3 by this factor."""
+    scaling = {"rope_scaling_type": "llama3", "rope_scaling_factor": factor}
+    return {**_LLAMA, **scaling, "rope_scaling_original_max_position_embeddings": 8192}
+
+
 # fmt: off
 _DENSE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "qwen2.5-0.5b":    (_QWEN25, (24, 896, 4864, 14, 2, 64, 1e6, 32768, 151936, False, 1e-6)),
@@ -51,9 +58,13 @@ _DENSE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "qwen3-4b":        (_QWEN3, (36, 2560, 9728, 32, 8, 128, 1e6, 40960, 151936, False, 1e-6)),
     "qwen3-8b":        (_QWEN3, (36, 4096, 12288, 32, 8, 128, 1e6, 40960, 151936, True, 1e-6)),
     "qwen3-32b":       (_QWEN3, (64, 5120, 25600, 64, 8, 128, 1e6, 40960, 151936, True, 1e-6)),
-    "llama3.2-1b":     (_LLAMA, (16, 2048, 8192, 32, 8, 64, 5e5, 8192, 128256, False, 1e-5)),
     "llama3-8b":       (_LLAMA, (32, 4096, 14336, 32, 8, 128, 5e5, 8192, 128256, True, 1e-5)),
     "llama3-70b":      (_LLAMA, (80, 8192, 28672, 64, 8, 128, 5e5, 8192, 128256, True, 1e-5)),
+    "llama3.1-8b":     (_stretched(8.0), (32, 4096, 14336, 32, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
+    "llama3.1-70b":    (_stretched(8.0), (80, 8192, 28672, 64, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
+    "llama3.1-405b":   (_stretched(8.0), (126, 16384, 53248, 128, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
+    "llama3.2-1b":     (_stretched(32.0), (16, 2048, 8192, 32, 8, 64, 5e5, 131072, 128256, False, 1e-5)),
+    "llama3.2-3b":     (_stretched(32.0), (28, 3072, 8192, 24, 8, 128, 5e5, 131072, 128256, False, 1e-5)),
 }
 
 _GPT: dict[str, dict[str, Any]] = {

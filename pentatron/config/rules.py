@@ -9,6 +9,7 @@ from pentatron.config.draft import Facts
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.moe_rules import MOE_RULES
+from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.run import table
 from pentatron.config.zero_rules import ZERO_RULES
 from pentatron.layout.divisors import divisors, either
@@ -74,15 +75,6 @@ def _grouping(v: Values, facts: Facts) -> str | None:
     return (
         f"--no-group-query-attention and --num-query-groups {v['num_query_groups']} contradict each other; "
         f"leave one of them out"
-    )
-
-
-def _rotary(v: Values, facts: Facts) -> str | None:
-    if v["position_embedding_type"] != "rope" or int(v["kv_channels"] * v["rotary_percent"]) % 2 == 0:
-        return None
-    return (
-        f"the rotated part of a head, {v['kv_channels']} × {v['rotary_percent']} (--rotary-percent) = "
-        f"{int(v['kv_channels'] * v['rotary_percent'])}, must be even; change --kv-channels or --num-attention-heads"
     )
 
 
@@ -180,10 +172,10 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *MOE_RULES,
     *ZERO_RULES,
+    *POSITION_RULES,
     _meeting_point,
     _groups,
     _grouping,
-    _rotary,
     _positions,
     _vocabulary,
     _tokenizer,

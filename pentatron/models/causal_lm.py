@@ -23,7 +23,7 @@ from pentatron.nn.mlp import MLP
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import build_norm
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
-from pentatron.nn.rope import RotaryEmbedding
+from pentatron.nn.rope import RotaryEmbedding, build_rope
 from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.tensor_axis import TensorAxis
@@ -107,13 +107,7 @@ class CausalLM(nn.Module):
         self.recompute: Recompute = NOTHING
         tied = not config.untie_embeddings_and_output_weights
         self.embedding = Embedding(config, axis, tied and not part.head) if part.embedding else None
-        self.rope = (
-            RotaryEmbedding(
-                config.kv_channels, config.rotary_base, config.rotary_percent, config.rotary_interleaved
-            )
-            if config.position_embedding_type == "rope"
-            else None
-        )
+        self.rope = build_rope(config)
         # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
         self.layers = nn.ModuleDict({str(i): TransformerLayer(config, moe, i, axes) for i in part.layers})
         self.final_norm: nn.Module | None = None

@@ -3,23 +3,30 @@
 import torch
 from torch import Tensor, nn
 
+from pentatron.config.model import TransformerConfig
+from pentatron.nn.rope_scaling import Frequencies, plain, scaled
+
 
 class RotaryEmbedding(nn.Module):
     """Turns positions into the cosines and sines that rotate queries and keys."""
 
     inverse_frequencies: Tensor
 
-    def __init__(self, head_width: int, base: float, percent: float, interleaved: bool) -> None:
+    def __init__(self, frequencies: Frequencies, interleaved: bool) -> None:
         super().__init__()
-        self.rotated = int(head_width * percent)
+        self.rotated = 2 * frequencies.inverse.numel()
         self.interleaved = interleaved
-        exponents = torch.arange(0, self.rotated, 2, dtype=torch.float64) / self.rotated
-        self.register_buffer("inverse_frequencies", (base**-exponents).float(), persistent=False)
+        self.attention_factor = frequencies.attention_factor
+        inverse = frequencies.inverse.to(torch.get_default_device())
+        self.register_buffer("inverse_frequencies", inverse, persistent=False)
 
     def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of shape [B, 1, S, rotated/2], in fp32."""
         angles = positions_BS[..., None].float() * self.inverse_frequencies
-        return angles.cos()[:, None], angles.sin()[:, None]
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        if self.attention_factor == 1:
+            return cos, sin
+        return cos * self.attention_factor, sin * self.attention_factor
 
     def rotate(self, x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x_BNSH[..., : self.rotated].float(), x_BNSH[..., self.rotated :]
@@ -31,3 +38,14 @@ class RotaryEmbedding(nn.Module):
             out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         out = out.to(x_BNSH.dtype)
         return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+
+
+def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:
+    """What rotates queries and keys, if the model's positions are rotary."""
+    assert config.kv_channels and config.position_embedding_type != "yarn", (
+        "settled in every resolved configuration"
+    )
+    if config.position_embedding_type != "rope":
+        return None
+    inverse = plain(int(config.kv_channels * config.rotary_percent), config.rotary_base)
+    return RotaryEmbedding(scaled(inverse, config), config.rotary_interleaved)

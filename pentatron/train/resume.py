@@ -9,7 +9,7 @@ from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig
+from pentatron.config.run import RunConfig, build, table
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.world import World
@@ -169,9 +169,11 @@ def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, Any, Any]]:
-    return [
-        (section, name, before.get(section, {}).get(name), value)
+    """A setting younger than the checkpoint had its default there."""
+    younger = build({name: item.default for name, item in table().items()}).nested()
+    pairs = (
+        (section, name, before.get(section, {}).get(name, younger[section][name]), value)
         for section, fields in now.items()
         for name, value in fields.items()
-        if before.get(section, {}).get(name) != value
-    ]
+    )
+    return [pair for pair in pairs if pair[2] != pair[3]]

@@ -43,6 +43,13 @@ def notices(
     return list(resolved(words, facts, entry, least).notices)
 
 
+def about(name: str, words: str, facts: Facts) -> list[str]:
+    """The notices about one setting."""
+    flag = table()[name].flag
+    spelled = (flag, f"--no-{flag[2:]}")
+    return [n for n in notices(words, facts, least="") if n.split()[0].rstrip(":") in spelled]
+
+
 def draft(words: str, entry: EntryPoint = TRAIN) -> Draft:
     return gather(words.split(), entry)
 

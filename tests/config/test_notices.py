@@ -6,10 +6,11 @@ import pytest
 
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
+from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.notices import IDLE
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import table
-from tests.config.builders import LEAST, notices, other_value
+from tests.config.builders import LEAST, about, notices, other_value
 
 ONE = Facts(1)
 TWO = Facts(2, 2)
@@ -117,15 +118,6 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
     ),
     ("cp_comm_type", f"{LEAST} --cp-comm-type a2a", LEAST, ONE, ONE),
-    *(
-        (name, f"{LEAST} {words}", f"{LEAST} {words} --position-embedding-type rope", ONE, ONE)
-        for name, words in (
-            ("rotary_base", "--rotary-base 3.0"),
-            ("rotary_percent", "--rotary-percent 0.5"),
-            ("rotary_interleaved", "--rotary-interleaved"),
-        )
-    ),
-    ("add_qkv_bias", f"{LEAST} --add-qkv-bias", f"{LEAST} --add-qkv-bias --disable-bias-linear", ONE, ONE),
     (
         "make_vocab_size_divisible_by",
         f"{LEAST} --make-vocab-size-divisible-by 2 --padded-vocab-size 128",
@@ -274,11 +266,6 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
 ]
 
 
-def about(name: str, words: str, facts: Facts) -> list[str]:
-    flag = table()[name].flag
-    return [n for n in notices(words, facts, least="") if n.startswith((flag, f"--no-{flag[2:]}"))]
-
-
 @pytest.mark.parametrize(
     ("name", "idle", "acting", "idle_facts", "acting_facts"), CASES, ids=[c[0] for c in CASES]
 )
@@ -290,8 +277,9 @@ def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts
 
 
 def test_every_idle_reason_has_a_case() -> None:
-    refused_or_switches = {n for n, s in table().items() if s.section == "moe"}
-    assert set(IDLE) - refused_or_switches == {case[0] for case in CASES} - refused_or_switches
+    """Those of the model are in test_model_settings.py."""
+    elsewhere = {n for n, s in table().items() if s.section == "moe"} | set(IDLE_OF_THE_MODEL)
+    assert set(IDLE) - elsewhere == {case[0] for case in CASES} - elsewhere
 
 
 def test_what_a_line_looks_like() -> None:

@@ -22,8 +22,12 @@ PUBLISHED = {
     "qwen3-8b": "8.191",
     "qwen3-32b": "32.76",
     "llama3.2-1b": "1.236",
+    "llama3.2-3b": "3.213",
     "llama3-8b": "8.030",
     "llama3-70b": "70.6",
+    "llama3.1-8b": "8.030",
+    "llama3.1-70b": "70.6",
+    "llama3.1-405b": "405.9",
     "gpt2": "0.124",
     "gpt3-345m": "0.064",
     "gpt3-175b": "174.6",
@@ -99,6 +103,17 @@ def test_families() -> None:
     assert [f["rotary_base"] for f in (qwen25, qwen3, llama)] == [1e6, 1e6, 5e5]
     assert [f["layernorm_epsilon"] for f in (qwen25, qwen3, llama)] == [1e-6, 1e-6, 1e-5]
     assert qwen25["padded_vocab_size"] == 152064
+
+
+def test_llamas_after_the_third_are_stretched_for_long_sequences() -> None:
+    def scaling(name: str) -> tuple[Any, ...]:
+        found = values(f"--preset {name}", least=LEAST)
+        names = "rope_scaling_type rope_scaling_factor rope_scaling_original_max_position_embeddings max_position_embeddings"
+        return tuple(found[name] for name in names.split())
+
+    assert scaling("llama3-8b") == (None, None, None, 8192)
+    assert {scaling(f"llama3.1-{n}b") for n in (8, 70, 405)} == {("llama3", 8.0, 8192, 131072)}
+    assert {scaling(f"llama3.2-{n}b") for n in (1, 3)} == {("llama3", 32.0, 8192, 131072)}
 
 
 def test_gpt3_has_padding_for_eight_tensor_ranks() -> None:

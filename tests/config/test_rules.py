@@ -6,6 +6,7 @@ from pentatron.config.draft import Facts
 from pentatron.config.entry import STANDARD
 from pentatron.config.limits import LIMITS, not_available, out_of_limits
 from pentatron.config.moe_rules import MOE_RULES
+from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.rules import RULES, problems_of
 from pentatron.config.run import table
 from tests.config.builders import not_built, problems, resolved
@@ -194,10 +195,6 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--attention-backend cudnn cannot compute attention in parts, as --cp-comm-type p2p needs it; use "
      "--attention-backend auto, flash or math, or --cp-comm-type a2a",
      "--seq-length 64 --context-parallel-size 2 --attention-backend cudnn --cp-comm-type a2a", Facts(2, 2)),
-    ("_rotary", "--position-embedding-type rope --hidden-size 28 --num-attention-heads 4",
-     "the rotated part of a head, 7 × 1.0 (--rotary-percent) = 7, must be even; "
-     "change --kv-channels or --num-attention-heads",
-     "--position-embedding-type rope --hidden-size 32 --num-attention-heads 4", ONE),
     ("_batch", "--global-batch-size 6 --micro-batch-size 2",
      "global batch size (6) is not divisible by micro batch size (2) times data parallel size (2) = 4; "
      "use --micro-batch-size 1 or 3",
@@ -267,8 +264,8 @@ def test_what_is_missing(rule: str, least: str, sentence: str, help: str) -> Non
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those about experts are in test_moe_rules.py."""
-    elsewhere = {rule.__name__ for rule in MOE_RULES}
+    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py."""
+    elsewhere = {rule.__name__ for rule in (*MOE_RULES, *POSITION_RULES)}
     named = {case[0] for case in CASES} | {case[0] for case in MISSING}
     assert named == {rule.__name__ for rule in RULES} - elsewhere
 

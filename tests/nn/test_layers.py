@@ -3,11 +3,12 @@ import torch
 from pentatron.nn.init import draw_weights, named_generator, normal_region
 from pentatron.nn.norm import build_norm
 from pentatron.nn.rope import RotaryEmbedding
+from pentatron.nn.rope_scaling import Frequencies, plain
 from pentatron.parallel.pieces import held_parameters
 
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
-    rope = RotaryEmbedding(head_width=16, base=100.0, percent=1.0, interleaved=False)
+    rope = RotaryEmbedding(Frequencies(plain(16, base=100.0)), interleaved=False)
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 

@@ -186,10 +186,16 @@ def _shape(dice: Dice, axes: Axes, layers: int, exchange: str, sequence_parallel
 def _positions(dice: Dice, few_channels: bool) -> Iterable[str]:
     kind = dice.of(*available("position_embedding_type"))
     yield f"--position-embedding-type {kind}"
-    widths = (4, 6, 8, 16) if kind == "rope" else (5, 8, 11, 16)
+    rotary = kind in ("rope", "yarn")
+    widths = (4, 6, 8, 16) if rotary else (5, 8, 11, 16)
     yield f"--kv-channels {dice.of(*widths, *([2] if few_channels else []))}"
-    if kind != "rope":
+    if not rotary:
         return
+    scaling = "yarn" if kind == "yarn" else dice.of("linear", "llama3") if dice.often(0.3) else None
+    if scaling is not None:
+        yield f"--rope-scaling-type {scaling} --rope-scaling-factor {dice.of(2, 8)}"
+    if scaling in ("llama3", "yarn"):
+        yield f"--rope-scaling-original-max-position-embeddings {dice.of(16, 64)}"
     if dice.often(0.4):
         yield "--rotary-interleaved"
     if dice.often(0.3):

@@ -41,6 +41,8 @@ def traits(config: RunConfig) -> set[tuple[str, object]]:
         ("recompute_method", memory.recompute_method): True,
         **{("recompute_modules", m): True for m in memory.recompute_modules},
         ("position_embedding_type", config.model.position_embedding_type): True,
+        ("position_embedding_type", "yarn"): config.model.rope_scaling_type == "yarn",
+        ("rope_scaling_type", config.model.rope_scaling_type): True,
         ("normalization", config.model.normalization): True,
         ("sequence_parallel", parallel.sequence_parallel): grid.tensor > 1,
         ("tied", not config.model.untie_embeddings_and_output_weights): grid.pipeline > 1,
@@ -78,7 +80,7 @@ def test_a_few_hundred_draws_cover_everything_and_few_are_refused() -> None:
     assert time.monotonic() - started < 0.2 * DRAWS, "a refusal is cheap"
     settings = (
         "pipeline_schedule zero_stage cp_comm_type recompute_granularity recompute_method recompute_modules "
-        "position_embedding_type normalization moe_token_dispatcher_type moe_router_load_balancing_type "
+        "position_embedding_type rope_scaling_type normalization moe_token_dispatcher_type moe_router_load_balancing_type "
         "moe_router_score_function moe_router_dtype moe_token_drop_policy"
     ).split()
     assert {(name, value) for name in settings for value in available(name)} <= seen

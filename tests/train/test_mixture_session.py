@@ -215,10 +215,14 @@ def test_a_run_without_experts_says_nothing_of_them(tmp_path: Path) -> None:
     assert "busiest expert" not in (tmp_path / "a" / "train.log").read_text()
 
 
-def test_a_checkpoint_older_than_some_settings_of_experts_is_the_same_dense_model() -> None:
+def test_a_checkpoint_older_than_some_settings_is_the_same_model() -> None:
     dense, mixed = resolved().config, resolved("--num-experts 4").config
     saved = dense.nested()
     saved["moe"] = {"num_experts": None, "moe_router_topk": 2}
+    del saved["model"]["rope_scaling_low_freq_factor"], saved["model"]["yarn_truncate"]
     require_same_model(Path("somewhere"), saved, dense)
+    stretched = resolved("--use-rope-scaling --rope-scaling-low-freq-factor 2").config
+    with pytest.raises(UserError, match=r"low_freq_factor was 1\.0, is 2\.0"):
+        require_same_model(Path("somewhere"), saved, stretched)
     with pytest.raises(UserError, match="num_experts was None, is 4"):
         require_same_model(Path("somewhere"), saved, mixed)

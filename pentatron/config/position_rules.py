@@ -1,0 +1,66 @@
+"""Rules about rotary positions and how they are stretched for long sequences."""
+
+from pentatron.config.draft import Facts
+from pentatron.config.layout_rules import Rule, Values
+
+_SCALING = "--rope-scaling-type"
+
+
+def _scaling(v: Values) -> str | None:
+    """The kind of scaling that acts; without rope there is none, and a notice says so."""
+    kind: str | None = v["rope_scaling_type"] if v["position_embedding_type"] == "rope" else None
+    return kind
+
+
+def _rotary(v: Values, facts: Facts) -> str | None:
+    if v["position_embedding_type"] != "rope" or int(v["kv_channels"] * v["rotary_percent"]) % 2 == 0:
+        return None
+    return (
+        f"the rotated part of a head, {v['kv_channels']} × {v['rotary_percent']} (--rotary-percent) = "
+        f"{int(v['kv_channels'] * v['rotary_percent'])}, must be even; change --kv-channels or --num-attention-heads"
+    )
+
+
+def _factor(v: Values, facts: Facts) -> str | None:
+    kind = _scaling(v)
+    if kind is None or v["rope_scaling_factor"] is not None:
+        return None
+    return f"{_SCALING} {kind} needs to know how far to stretch; give --rope-scaling-factor"
+
+
+def _first_length(v: Values, facts: Facts) -> str | None:
+    if _scaling(v) != "yarn" or v["rope_scaling_original_max_position_embeddings"] is not None:
+        return None
+    return (
+        f"{_SCALING} yarn needs the length the model was first trained on; "
+        f"give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5"
+    )
+
+
+def _waves(v: Values, facts: Facts) -> str | None:
+    low, high = v["rope_scaling_low_freq_factor"], v["rope_scaling_high_freq_factor"]
+    if _scaling(v) != "llama3" or low < high:
+        return None
+    return (
+        f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}: what lies between "
+        f"them is stretched in part; lower the first or raise the second"
+    )
+
+
+def _turns(v: Values, facts: Facts) -> str | None:
+    fast, slow = v["yarn_beta_fast"], v["yarn_beta_slow"]
+    if _scaling(v) != "yarn" or slow < fast:
+        return None
+    return (
+        f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: what lies between them is stretched in part; "
+        f"lower the first or raise the second"
+    )
+
+
+def _base(v: Values, facts: Facts) -> str | None:
+    if _scaling(v) != "yarn" or v["rotary_base"] > 1:
+        return None
+    return f"{_SCALING} yarn needs --rotary-base above 1, not {v['rotary_base']}"
+
+
+POSITION_RULES: tuple[Rule, ...] = (_rotary, _factor, _first_length, _waves, _turns, _base)
