@@ -10,57 +10,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.config.moe_layers import moe_layers
 from pentatron.layout.stages import StagePart
-from pentatron.nn.attention import SelfAttention, attention_kernels
+from pentatron.models.layer_specs import block_spec
+from pentatron.nn.attention import attention_kernels
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
-from pentatron.nn.experts import Experts
 from pentatron.nn.init import draw_weights
 from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable, tie_on_one_rank
 from pentatron.nn.loss import token_losses
-from pentatron.nn.mlp import MLP
-from pentatron.nn.moe import MoE
-from pentatron.nn.norm import build_norm
+from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
-from pentatron.nn.rope import RotaryEmbedding, build_rope
+from pentatron.nn.rope import build_rope
+from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module
 from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.tensor_axis import TensorAxis
 
 _TIED_TENSOR = "embedding.word.weight"
-
-
-class TransformerLayer(nn.Module):
-    def __init__(self, config: TransformerConfig, moe: MoEConfig, number: int, axes: Axes) -> None:
-        super().__init__()
-        assert config.ffn_hidden_size is not None
-        axis = axes.tensor
-        norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, axis.partial_in_stream)
-        self.dropout = config.hidden_dropout
-        self.first_site = 2 * number + 1
-        self.input_norm = build_norm(*norm)
-        self.attention = SelfAttention(config, axis, axes.context)
-        self.mlp_norm = build_norm(*norm)
-        has_experts = moe.num_experts and moe_layers(moe.moe_layer_freq, config.num_layers)[number]
-        self.mlp = MoE(config, moe, axes) if has_experts else MLP(config, axis, config.ffn_hidden_size)
-        self.recompute: Recompute = NOTHING
-
-    def forward(
-        self,
-        x_BSD: Tensor,
-        rope: RotaryEmbedding | None,
-        angles: tuple[Tensor, Tensor] | None,
-        keys: DropoutKeys | None,
-    ) -> Tensor:
-        attended = self.attention(self.recompute("layernorm", self.input_norm, x_BSD), rope, angles)
-        x_BSD = x_BSD + self._drop(attended, keys, self.first_site)
-        part = "mlp" if isinstance(self.mlp, MLP) else ""
-        made = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
-        return x_BSD + self._drop(made, keys, self.first_site + 1)
-
-    def _drop(self, x_BSD: Tensor, keys: DropoutKeys | None, site: int) -> Tensor:
-        return x_BSD if keys is None else hidden_dropout(x_BSD, keys, site, self.dropout)
 
 
 class Embedding(nn.Module):
@@ -96,8 +63,11 @@ class CausalLM(nn.Module):
         part: StagePart,
         axes: Axes,
         attention_backend: str = "auto",
+        spec: ModuleSpec | TransformerBlockSubmodules | None = None,
     ) -> None:
         super().__init__()
+        core = CoreTransformerConfig.of(config, moe)
+        block = block_spec(core, spec)
         axis = axes.tensor
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
@@ -109,13 +79,17 @@ class CausalLM(nn.Module):
         self.embedding = Embedding(config, axis, tied and not part.head) if part.embedding else None
         self.rope = build_rope(config)
         # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, moe, i, axes) for i in part.layers})
+        self.layers = nn.ModuleDict(
+            {
+                str(i): build_module(block.layer_specs[i], config=core, layer_number=i + 1, axes=axes)
+                for i in part.layers
+            }
+        )
         self.final_norm: nn.Module | None = None
         self.head: VocabularyHead | None = None
         if part.head:
-            self.final_norm = build_norm(
-                config.normalization, config.hidden_size, config.layernorm_epsilon, axis.partial_in_stream
-            )
+            chosen = block.layer_norm or ConfiguredNorm
+            self.final_norm = norm_in(chosen, config, config.hidden_size, axis.partial_in_stream)
             sizes = (config.padded_vocab_size, config.vocab_size, config.hidden_size)
             if not tied:
                 self.head = VocabularyHead(*sizes, axis)
@@ -166,8 +140,8 @@ class CausalLM(nn.Module):
         kernels = partial(attention_kernels, self.attention_backend)
         self.recompute = dataclasses.replace(wanted, draws=self.attention_dropout > 0, kernels=kernels)
         for module in self.modules():
-            if isinstance(module, TransformerLayer | SelfAttention | MoE | Experts):
-                module.recompute = self.recompute
+            if isinstance(getattr(module, "recompute", None), Recompute):
+                module.recompute = self.recompute  # type: ignore[assignment]
 
     def gradient_checkpointing_enable(self) -> None:
         """Every layer keeps its input alone, and runs again in backward."""
@@ -192,12 +166,13 @@ def build_stages(
     seed: int,
     device: torch.device,
     attention_backend: str = "auto",
+    spec: ModuleSpec | TransformerBlockSubmodules | None = None,
 ) -> dict[int, CausalLM]:
     """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else."""
     stages = {}
     for number, part in parts.items():
         with device:
-            stages[number] = CausalLM(config, moe, part, axes, attention_backend)
+            stages[number] = CausalLM(config, moe, part, axes, attention_backend, spec)
     if not config.untie_embeddings_and_output_weights:
         _tie_ends(list(stages.values()))
     draw_weights(held_parameters(*stages.values()), seed, config.init_method_std)
@@ -218,7 +193,8 @@ def build_model(
     device: torch.device,
     attention_backend: str = "auto",
     moe: MoEConfig = NO_EXPERTS,
+    spec: ModuleSpec | TransformerBlockSubmodules | None = None,
 ) -> CausalLM:
     """The whole model on one process."""
     part = StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
-    return build_stages(config, moe, {0: part}, Axes(), seed, device, attention_backend)[0]
+    return build_stages(config, moe, {0: part}, Axes(), seed, device, attention_backend, spec)[0]

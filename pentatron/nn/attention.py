@@ -6,15 +6,17 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.layout.ranks import Axis
 from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
-from pentatron.nn.norm import build_norm
+from pentatron.nn.norm import norm_in
 from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
+from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules, build_module
+from pentatron.parallel.axes import ONE_PROCESS, Axes
 from pentatron.parallel.tensor_axis import TensorAxis
 
 # Megatron's names for kernels, beside torch's own.
@@ -36,6 +38,35 @@ def attention_kernels(backend: str) -> Iterator[None]:
         yield
 
 
+class DotProductAttention(nn.Module):
+    """Queries, keys and values of this rank's heads and tokens go in; what each token found comes out."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        axes: Axes = ONE_PROCESS,
+    ) -> None:
+        super().__init__()
+        if attn_mask_type is not AttnMaskType.causal:
+            raise UserError(f"attention here is causal; AttnMaskType.{attn_mask_type.name} is not available")
+        self.context = axes.context
+        self.dropout = config.attention_dropout
+
+    def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+        return attend(q_BNSH, k_BKSH, v_BKSH, self.context, self.dropout if self.training else 0.0)
+
+
+PLAIN_ATTENTION = SelfAttentionSubmodules(
+    linear_qkv=ColumnParallelLinear,
+    core_attention=DotProductAttention,
+    linear_proj=RowParallelLinear,
+    q_layernorm=IdentityOp,
+    k_layernorm=IdentityOp,
+)
+
+
 class SelfAttention(nn.Module):
     """One fused QKV projection; its rows are grouped by key/value head: the queries of a group, its key, its value.
 
@@ -44,46 +75,55 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, axis: TensorAxis, context: ContextAxis = WHOLE_SEQUENCES
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        axes: Axes = ONE_PROCESS,
+        submodules: SelfAttentionSubmodules = PLAIN_ATTENTION,
     ) -> None:
         super().__init__()
-        self.context = context
+        axis = axes.tensor
         assert config.num_attention_heads and config.num_query_groups and config.kv_channels
         groups, width = config.num_query_groups, config.kv_channels
         queries = config.num_attention_heads // groups
         self.head_width = width
         self.groups = max(1, groups // axis.size)
         self.queries_per_group = queries // axis.kv_copies
-        self.dropout = config.attention_dropout
         self.recompute: Recompute = NOTHING
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
             config.hidden_size,
             groups * (queries + 2) * width,
             _qkv_rows(groups, queries, width, axis),
             qkv_bias,
             axis,
         )
-        self.q_norm, self.k_norm = self._query_key_norms(config)
+        # Every rank norms its own heads with the same weights, sequence parallelism or not.
+        own_heads = frozenset[Axis]({"tensor"})
+        self.q_norm = norm_in(submodules.q_layernorm, config, width, own_heads)
+        self.k_norm = norm_in(submodules.k_layernorm, config, width, own_heads)
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            axes=axes,
+        )
         attended = config.num_attention_heads * width
         scale = residual_scale(config.num_layers)
-        self.linear_proj = RowParallelLinear(
-            attended, config.hidden_size, config.add_bias_linear, axis, scale
+        self.linear_proj = build_module(
+            submodules.linear_proj, attended, config.hidden_size, config.add_bias_linear, axis, scale
         )
-
-    def _query_key_norms(self, config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
-        if not config.qk_layernorm:
-            return nn.Identity(), nn.Identity()
-        # Every rank norms its own heads with the same weights, sequence parallelism or not.
-        norm = (config.normalization, self.head_width, config.layernorm_epsilon, frozenset[Axis]({"tensor"}))
-        return build_norm(*norm), build_norm(*norm)
 
     def forward(
         self, x_BSD: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         # The values are a view of the projection's output, so keeping that keeps no more, and rotated copies need not be.
         attended = self.recompute("core_attn", self._attend, self.linear_qkv(x_BSD), rope, angles)
-        return self.linear_proj(attended)
+        made: Tensor = self.linear_proj(attended)
+        return made
 
     def _attend(
         self, qkv: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
@@ -95,8 +135,7 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = rope.rotate(q_BNSH, *angles), rope.rotate(k_BKSH, *angles)
-        dropout = self.dropout if self.training else 0.0
-        out_BNSH = attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout)
+        out_BNSH: Tensor = self.core_attention(q_BNSH, k_BKSH, v_BKSH)
         return out_BNSH.transpose(1, 2).flatten(2)
 
 

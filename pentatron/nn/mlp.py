@@ -6,26 +6,39 @@ from torch import Tensor, nn
 from pentatron.config.model import TransformerConfig
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows
-from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.nn.spec import MLPSubmodules, build_module
+from pentatron.parallel.axes import ONE_PROCESS, Axes
+
+PLAIN_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 class MLP(nn.Module):
     """Gated SiLU (`fc1` holds the gate's rows, then the up projection's) or GELU; the inner width is split."""
 
-    def __init__(self, config: TransformerConfig, axis: TensorAxis, inner: int) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        axes: Axes = ONE_PROCESS,
+        submodules: MLPSubmodules = PLAIN_MLP,
+        inner: int | None = None,
+    ) -> None:
         super().__init__()
+        inner, axis = inner or config.ffn_hidden_size, axes.tensor
+        assert inner is not None
         self.gated = config.gated_linear_unit
         hidden, bias = config.hidden_size, config.add_bias_linear
         gate = even_rows(inner, axis)
         # A rank needs the same share of gate and up: not a contiguous share of the two together.
         up = tuple(Rows(inner + rows.start, rows.count) for rows in gate) if self.gated else ()
-        self.linear_fc1 = ColumnParallelLinear(
-            hidden, inner * (2 if self.gated else 1), gate + up, bias, axis
-        )
-        self.linear_fc2 = RowParallelLinear(inner, hidden, bias, axis, residual_scale(config.num_layers))
+        outer = inner * (2 if self.gated else 1)
+        self.linear_fc1 = build_module(submodules.linear_fc1, hidden, outer, gate + up, bias, axis)
+        scale = residual_scale(config.num_layers)
+        self.linear_fc2 = build_module(submodules.linear_fc2, inner, hidden, bias, axis, scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(activated(self.linear_fc1(x), self.gated))
+        made: Tensor = self.linear_fc2(activated(self.linear_fc1(x), self.gated))
+        return made
 
 
 def activated(inner: Tensor, gated: bool) -> Tensor:

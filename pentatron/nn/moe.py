@@ -1,15 +1,20 @@
 """A mixture of experts in place of the feed-forward part of a layer."""
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
+from pentatron.config.core import CoreTransformerConfig
+from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.nn.dispatch import DISPATCHERS
 from pentatron.nn.experts import Experts
-from pentatron.nn.mlp import MLP
+from pentatron.nn.mlp import MLP, PLAIN_MLP
 from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.router import Router
-from pentatron.parallel.axes import Axes
+from pentatron.nn.spec import MLPSubmodules
+from pentatron.parallel.axes import ONE_PROCESS, Axes
 from pentatron.parallel.pieces import DeclaringModule, Initial, whole
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -17,10 +22,17 @@ from pentatron.parallel.tensor_axis import TensorAxis
 class SharedExpert(nn.Module):
     """Every token goes through it; with a gate, it has a say in how much of that it takes."""
 
-    def __init__(self, config: TransformerConfig, moe: MoEConfig, axis: TensorAxis) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        moe: MoEConfig,
+        axis: TensorAxis,
+        submodules: MLPSubmodules = PLAIN_MLP,
+    ) -> None:
         super().__init__()
         assert moe.moe_shared_expert_intermediate_size is not None
-        self.mlp = MLP(config, axis, moe.moe_shared_expert_intermediate_size)
+        inner = moe.moe_shared_expert_intermediate_size
+        self.mlp = MLP(config, axes=Axes(tensor=axis), submodules=submodules, inner=inner)
         self.gate = SharedGate(config.hidden_size, axis) if moe.moe_shared_expert_gate else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -42,17 +54,35 @@ class SharedGate(DeclaringModule):
 
 
 class MoE(nn.Module):
-    def __init__(self, config: TransformerConfig, moe: MoEConfig, axes: Axes) -> None:
+    """`submodules` are those of the shared expert. `num_experts`, if given, must be what the configuration says;
+    `grouped` asks for one grouped matmul even where that does not."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        axes: Axes = ONE_PROCESS,
+        submodules: MLPSubmodules = PLAIN_MLP,
+        num_experts: int | None = None,
+        grouped: bool = False,
+    ) -> None:
         super().__init__()
-        assert moe.num_experts is not None
+        moe = config.moe if isinstance(config, CoreTransformerConfig) else MoEConfig()
+        if moe.num_experts is None or (num_experts or moe.num_experts) != moe.num_experts:
+            raise UserError(
+                f"a spec asks for {num_experts or 'some'} experts in layer {layer_number}, the configuration has "
+                f"{moe.num_experts or 'none'}; write the same number in both (--num-experts)"
+            )
         self.count = moe.num_experts
+        if grouped:
+            moe = dataclasses.replace(moe, moe_grouped_gemm=True)
         self.axis = axes.expert
         self.dispatch = DISPATCHERS[moe.moe_token_dispatcher_type]
         self.recompute: Recompute = NOTHING
         self.router = Router(config.hidden_size, moe, axes)
         self.experts = Experts(config, moe, axes.expert)
         shared = moe.moe_shared_expert_intermediate_size is not None
-        self.shared = SharedExpert(config, moe, axes.tensor) if shared else None
+        self.shared = SharedExpert(config, moe, axes.tensor, submodules) if shared else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.recompute("moe", self._mixed, x_BSD)

@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentatron.config.model import TransformerConfig
 from pentatron.layout.ranks import Axis
+from pentatron.nn.spec import Slot, build_module
 from pentatron.parallel.pieces import ONES, ZEROS, DeclaringModule, whole
 
 
@@ -31,8 +33,24 @@ class LayerNorm(DeclaringModule):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
 
 
+class ConfiguredNorm(nn.Module):
+    """Stands in a spec for the norm that the configuration names."""
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+
+
+def norm_in(
+    slot: Slot, config: TransformerConfig, width: int, partial_over: frozenset[Axis] = frozenset()
+) -> nn.Module:
+    """The norm that a spec chooses."""
+    chosen = NORMS[config.normalization] if slot is ConfiguredNorm else slot
+    made: nn.Module = build_module(chosen, width, config.layernorm_epsilon, partial_over)
+    return made
+
+
 def build_norm(
     kind: str, width: int, epsilon: float, partial_over: frozenset[Axis] = frozenset()
 ) -> nn.Module:
     """`partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed."""
-    return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[kind](width, epsilon, partial_over)
+    return NORMS[kind](width, epsilon, partial_over)

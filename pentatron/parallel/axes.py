@@ -18,6 +18,9 @@ class Axes:
     expert: ExpertAxis = NO_EXPERTS_ELSEWHERE
 
 
+ONE_PROCESS = Axes()
+
+
 def axes_of(world: World, parallel: ParallelConfig) -> Axes:
     return Axes(
         tensor_axis(world, parallel.sequence_parallel),

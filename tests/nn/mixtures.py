@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.run import RunConfig
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
@@ -38,7 +39,7 @@ def router(
 
 def layer(words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE) -> MoE:
     config = config_of(words)
-    made = drawn(MoE(config.model, config.moe, Axes(expert=axis)))
+    made = drawn(MoE(CoreTransformerConfig.of(config.model, config.moe), axes=Axes(expert=axis)))
     assert isinstance(made, MoE)
     return made
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import pentatron.models.causal_lm as causal_lm_module
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as context_module
+import pentatron.nn.transformer_layer as layer_module
 import pentatron.parallel.deferral as deferral_module
 import pentatron.parallel.gathering as gathering_module
 import pentatron.parallel.reduction as reduction_module
@@ -303,14 +304,14 @@ def deferred_gradient_for_a_copy() -> None:
 
 def dropout_drawn_anew_in_recompute() -> None:
     """The mask depends on how often a place was visited, so the second run of a layer drops other elements."""
-    drop, visited = causal_lm_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
+    drop, visited = layer_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
 
     def counting(x: Tensor, keys: DropoutKeys, site: int, probability: float) -> Tensor:
         again = any(seen is keys and place == site for seen, place in visited)
         visited.append((keys, site))
         return drop(x, keys, site + 1000 if again else site, probability)
 
-    causal_lm_module.hidden_dropout = counting
+    layer_module.hidden_dropout = counting
 
 
 def recomputed_without_a_sum() -> None:
