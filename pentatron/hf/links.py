@@ -211,7 +211,10 @@ def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type
     for name, shape in wanted.items():
         stored = folder.tensors.get(name)
         if stored is None:
-            problems.append(f"{name} is missing")
+            hint = (
+                " (set tie_word_embeddings to true if it is the embedding)" if name == table.tied_copy else ""
+            )
+            problems.append(f"{name} is missing{hint}")
         elif stored.shape != shape:
             problems.append(f"{name} is {list(stored.shape)}, not {list(shape)}")
         elif stored.dtype not in WEIGHT_DTYPES:
@@ -226,26 +229,19 @@ def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type
     if problems:
         more = len(problems) - _FIRST_PROBLEMS
         listed = "; ".join(problems[:_FIRST_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-        raise UserError(
-            f"the weights in {folder.path} do not fit its config.json ({len(problems)} of them): {listed}"
-        )
+        count = "" if len(problems) == 1 else f" ({len(problems)} problems)"
+        raise UserError(f"the weights in {folder.path} do not fit its config.json{count}: {listed}")
 
 
 def _tied_copy_problem(folder: HuggingFaceFolder, table: NameTable) -> list[str]:
     """A tied model has one matrix; some files hold it under both names."""
-    head = folder.tensors[table.tied_copy]
-    embedding = next(
-        (
-            table.embedding.format(base=base)
-            for base in (table.base, "")
-            if table.embedding.format(base=base) in folder.tensors
-        ),
-        None,
-    )
+    names = {table.embedding.format(base=base) for base in (table.base, "")}
+    embedding = next((name for name in names if name in folder.tensors), None)
     if embedding is None:
         return []
-    same = head.shape == folder.tensors[embedding].shape and head.dtype == folder.tensors[embedding].dtype
-    if same and all(
+    head, other = folder.tensors[table.tied_copy], folder.tensors[embedding]
+    alike = head.shape == other.shape and head.dtype == other.dtype and head.dtype in WEIGHT_DTYPES
+    if alike and all(
         torch.equal(folder.read(table.tied_copy, *block), folder.read(embedding, *block))
         for block in blocks(head.shape, WEIGHT_DTYPES[head.dtype].itemsize)
     ):

@@ -6,6 +6,7 @@ from typing import Any
 _WORDS = {
     int: "a whole number above 0",
     float: "a number",
+    str: "text",
     bool: "true or false",
     list: "a list",
     dict: "an object",
