@@ -8,6 +8,7 @@ from typing import Any
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.hf.config_parts import SCALINGS, scaling_settings
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
 from pentatron.hf.reader import ConfigReader, Problem
 
@@ -21,6 +22,7 @@ _NOT_COMPARED = frozenset(
     moe_expert_capacity_factor moe_token_drop_policy
     """.split()
 )
+_SCALINGS = frozenset[str]().union(*map(scaling_settings, SCALINGS))
 _BIASES = ("add_qkv_bias",)
 
 
@@ -146,4 +148,6 @@ def _compared(wanted: Mapping[str, Any], found: dict[str, Any]) -> list[str]:
             names.remove("ffn_hidden_size")
     if wanted["position_embedding_type"] != "rope":
         names -= {name for name in names if name.startswith(("rotary_", "rope_", "yarn_"))}
+    else:
+        names -= _SCALINGS - scaling_settings(wanted["rope_scaling_type"])
     return [name for name in wanted if name in names]

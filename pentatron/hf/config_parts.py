@@ -76,7 +76,7 @@ class Gpt2Widths:
 
 
 # Theirs and ours, by kind of scaling. Those of the first tuple must be there.
-_SCALING: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
+SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
     "linear": (("factor",), {"factor": ("rope_scaling_factor", float)}),
     "llama3": (
         ("factor", "low_freq_factor", "high_freq_factor"),
@@ -103,6 +103,11 @@ _SCALING: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
 }
 
 
+def scaling_settings(kind: str | None) -> frozenset[str]:
+    """The settings that have a meaning for a kind of scaling."""
+    return frozenset(ours for ours, _ in SCALINGS[kind][1].values()) if kind else frozenset()
+
+
 @dataclass(frozen=True)
 class Rotary:
     """`rope_parameters` of transformers 5; `rope_theta` and `rope_scaling` of transformers 4."""
@@ -119,9 +124,9 @@ class Rotary:
         rope.require("partial_rotary_factor", (1.0,))
         kind = rope.one_of(("rope_type", "type"), str, "default")
         if kind != "default":
-            if kind not in _SCALING:
+            if kind not in SCALINGS:
                 raise Problem(
-                    f"{rope.where} has rope_type {kind!r}, but only default, {', '.join(_SCALING)} are supported"
+                    f"{rope.where} has rope_type {kind!r}, but only default, {', '.join(SCALINGS)} are supported"
                 )
             self._read_scaling(kind, rope, settings)
         elif rope.get("factor", float, 1.0) != 1.0:
@@ -130,7 +135,7 @@ class Rotary:
             raise Problem(f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}")
 
     def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
-        required, keys = _SCALING[kind]
+        required, keys = SCALINGS[kind]
         settings["rope_scaling_type"] = kind
         for theirs, (ours, of_kind) in keys.items():
             value = rope.get(theirs, of_kind)
@@ -148,7 +153,7 @@ class Rotary:
             rope["rope_type"] = "default"
             return {"rope_parameters": rope, "rope_theta": settings["rotary_base"]}
         rope["rope_type"] = kind
-        for theirs, (ours, _) in _SCALING[kind][1].items():
+        for theirs, (ours, _) in SCALINGS[kind][1].items():
             if settings.get(ours) is not None:
                 rope[theirs] = settings[ours]
         return {"rope_parameters": rope, "rope_theta": settings["rotary_base"], "rope_scaling": rope}

@@ -10,6 +10,24 @@ from pentatron.hf.links import links_of
 from pentatron.parallel.pieces import region
 from tests.hf.support import EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 
+# Lengths and bases so small that each kind of frequency, kept, stretched or between, has a part in 16 positions.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-inner": (
@@ -18,6 +36,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("llama", {}),
     "llama-tied-one-kv": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3-yarn": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
+        },
+    ),
     "mistral-head-dim": ("mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
