@@ -8,21 +8,23 @@ from typing import Any
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
-from pentatron.hf.config_parts import SCALINGS, scaling_settings
+from pentatron.hf.config_parts import SCALINGS, scaling_settings, written_layers
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
 from pentatron.hf.reader import ConfigReader, Problem
 
-# Settings that do not change what a model computes, or follow from others.
-_NOT_COMPARED = frozenset(
+# Settings that do not change what a model computes once it is trained.
+_NO_EFFECT = frozenset(
     """
     seq_length make_vocab_size_divisible_by padded_vocab_size init_method_std hidden_dropout attention_dropout
-    group_query_attention add_bias_linear
     moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate
     moe_token_dispatcher_type moe_grouped_gemm moe_use_legacy_grouped_gemm moe_per_layer_logging
     moe_expert_capacity_factor moe_token_drop_policy
     """.split()
 )
+_SAID_BY_OTHERS = frozenset({"group_query_attention", "add_bias_linear"})
 _SCALINGS = frozenset[str]().union(*map(scaling_settings, SCALINGS))
+# The classes of transformers have numbers of their own for tokens that are not given.
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 _BIASES = ("add_qkv_bias",)
 
 
@@ -40,7 +42,10 @@ def model_type_of(config: Mapping[str, Any]) -> str:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ours that make the same model; one error with every key that stands in the way."""
+    """The settings of ours that make the same model, each that matters for it, also where it is the default.
+
+    One error names every key that stands in the way.
+    """
     model_type = model_type_of(config)
     family, reader = FAMILIES[model_type], ConfigReader(config)
     problems: list[str] = []
@@ -54,6 +59,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         for ours in key.ours:
             settings[ours] = not value if key.inverted else value
     for part in family.parts:
+        reader.read.update(part.keys)
         try:
             part.read(reader, settings)
         except Problem as problem:
@@ -72,7 +78,13 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if problems:
         raise ConfigError(problems)
-    return settings
+    every = {**_defaults(), **settings}
+    matters = _that_matter(every) | settings.keys()
+    return {name: value for name, value in every.items() if name in matters}
+
+
+def _defaults() -> dict[str, Any]:
+    return {**dataclasses.asdict(TransformerConfig()), **dataclasses.asdict(MoEConfig())}
 
 
 def _short(value: Any) -> str:
@@ -92,9 +104,12 @@ def config_of(
     differences: dict[str, list[str]] = {}
     for model_type in dict.fromkeys([*first, *FAMILIES]):
         config = _written(model_type, FAMILIES[model_type], wanted)
-        differences[model_type] = _differences(config, wanted)
+        try:
+            differences[model_type] = _differences(settings_of(config), wanted)
+        except UserError:
+            continue  # A family in which not even the sizes of this model can be written.
         if not differences[model_type]:
-            kept = {key: value for key, value in (original or {}).items() if key in INERT}
+            kept = {key: value for key, value in original.items() if key in INERT} if original else _NO_TOKENS
             return {**kept, **config}
     closest = min(differences, key=lambda model_type: len(differences[model_type]))
     raise UserError(
@@ -104,10 +119,12 @@ def config_of(
 
 
 def _said_by(model: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The settings of a model, each said in one way: what has no effect is left out."""
+    """The settings of a model, in the words that `settings_of` uses where several say the same."""
     said = {**dataclasses.asdict(model), **dataclasses.asdict(moe)}
     for bias in _BIASES:
         said[bias] = said[bias] or model.add_bias_linear
+    if moe.num_experts:
+        said["moe_layer_freq"] = written_layers(moe_layers(moe.moe_layer_freq, model.num_layers))
     return said
 
 
@@ -122,32 +139,24 @@ def _written(model_type: str, family: Family, settings: Mapping[str, Any]) -> di
     return config
 
 
-def _differences(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The settings of ours that a config.json gets wrong: what is written is judged by what would be read."""
-    try:
-        read = settings_of(config)
-    except UserError as error:
-        return [str(error)]
-    models = [{f.name for f in dataclasses.fields(kind)} for kind in (TransformerConfig, MoEConfig)]
-    known = {name: value for name, value in read.items() if name in models[0]}
-    experts = {name: value for name, value in read.items() if name in models[1]}
-    found = _said_by(TransformerConfig(**known), MoEConfig(**experts))
-    return [f"{name} {wanted[name]!r}" for name in _compared(wanted, found) if found[name] != wanted[name]]
+def _differences(read: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What a written config.json gets wrong, judged by what is read from it."""
+    of_model, of_experts = (
+        {field.name: read[field.name] for field in dataclasses.fields(kind) if field.name in read}
+        for kind in (TransformerConfig, MoEConfig)
+    )
+    found = _said_by(TransformerConfig(**of_model), MoEConfig(**of_experts))
+    compared = _that_matter(wanted) - _SAID_BY_OTHERS
+    if wanted["num_experts"] and wanted["moe_layer_freq"] == "1":
+        compared.remove("ffn_hidden_size")
+    return [f"{name} {wanted[name]!r}" for name in wanted if name in compared and found[name] != wanted[name]]
 
 
-def _compared(wanted: Mapping[str, Any], found: dict[str, Any]) -> list[str]:
-    """Names of the settings that make a difference for this model."""
-    names = set(wanted) - _NOT_COMPARED
-    if not wanted["num_experts"]:
-        names -= {f.name for f in dataclasses.fields(MoEConfig)} - {"num_experts"}
-    else:
-        sparse = moe_layers(wanted["moe_layer_freq"], wanted["num_layers"])
-        if found["num_experts"] and moe_layers(found["moe_layer_freq"], found["num_layers"]) == sparse:
-            names.remove("moe_layer_freq")
-        if all(sparse):
-            names.remove("ffn_hidden_size")
-    if wanted["position_embedding_type"] != "rope":
-        names -= {name for name in names if name.startswith(("rotary_", "rope_", "yarn_"))}
-    else:
-        names -= _SCALINGS - scaling_settings(wanted["rope_scaling_type"])
-    return [name for name in wanted if name in names]
+def _that_matter(settings: Mapping[str, Any]) -> set[str]:
+    """Names of the settings that make a difference to what this model computes."""
+    names = set(settings) - _NO_EFFECT
+    if not settings["num_experts"]:
+        names -= {field.name for field in dataclasses.fields(MoEConfig)} - {"num_experts"}
+    if settings["position_embedding_type"] == "rope":
+        return names - (_SCALINGS - scaling_settings(settings["rope_scaling_type"]))
+    return {name for name in names if not name.startswith(("rotary_", "rope_", "yarn_"))}

@@ -3,9 +3,9 @@
 Each part reads its keys into settings of ours and writes settings of ours as keys.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pentatron.config.moe_layers import moe_layers
 from pentatron.hf.reader import ConfigReader, Problem
@@ -14,6 +14,10 @@ Settings = dict[str, Any]
 
 
 class Part(Protocol):
+    """`keys` are all it may read, so that a problem with one does not make the others unknown."""
+
+    keys: ClassVar[tuple[str, ...]]
+
     def read(self, config: ConfigReader, settings: Settings) -> None: ...
 
     def write(self, settings: Mapping[str, Any]) -> dict[str, Any]: ...
@@ -22,6 +26,8 @@ class Part(Protocol):
 @dataclass(frozen=True)
 class Heads:
     """Heads, groups of them, and their width. `head_dim` is the width where the key is absent; None: hidden / heads."""
+
+    keys: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
     heads: int
     groups: int | None
@@ -51,6 +57,8 @@ class Heads:
 @dataclass(frozen=True)
 class Gpt2Widths:
     """Widths that follow from others, and one dropout here for two there."""
+
+    keys: ClassVar[tuple[str, ...]] = ("n_inner", "resid_pdrop", "embd_pdrop")
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
@@ -112,6 +120,8 @@ def scaling_settings(kind: str | None) -> frozenset[str]:
 class Rotary:
     """`rope_parameters` of transformers 5; `rope_theta` and `rope_scaling` of transformers 4."""
 
+    keys: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rope_parameters")
+
     theta: float = 10000.0
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
@@ -159,9 +169,17 @@ class Rotary:
         return {"rope_parameters": rope, "rope_theta": settings["rotary_base"], "rope_scaling": rope}
 
 
+def written_layers(sparse: Iterable[int | bool]) -> str:
+    """Which layers have experts, as `--moe-layer-freq` says it: the same layers in the same words."""
+    each = list(map(int, sparse))
+    return "1" if all(each) else str(each).replace(" ", "")
+
+
 @dataclass(frozen=True)
 class LayersWithExperts:
     """Qwen's way to say it: every so many layers, but for some that are listed."""
+
+    keys: ClassVar[tuple[str, ...]] = ("decoder_sparse_step", "mlp_only_layers")
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         step, dense = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
@@ -175,7 +193,7 @@ class LayersWithExperts:
             raise Problem(
                 f"config.json has mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
             )
-        settings["moe_layer_freq"] = "1" if all(sparse) else str(sparse).replace(" ", "")
+        settings["moe_layer_freq"] = written_layers(sparse)
 
     def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         sparse = moe_layers(settings["moe_layer_freq"], settings["num_layers"])
@@ -188,6 +206,8 @@ class LayersWithExperts:
 @dataclass(frozen=True)
 class WindowEverywhere:
     """`sliding_window` tokens in every layer, or null. `switch`: the key that must be true for it to count."""
+
+    keys: ClassVar[tuple[str, ...]] = ("sliding_window", "use_sliding_window")
 
     default: int | None
     switch: str | None = None
@@ -213,6 +233,13 @@ class WindowEverywhere:
 @dataclass(frozen=True)
 class WindowByLayer:
     """Windows in the layers that `layer_types` names; without it, in those from `max_window_layers` on."""
+
+    keys: ClassVar[tuple[str, ...]] = (
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+    )
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         used = config.get("use_sliding_window", bool, False)

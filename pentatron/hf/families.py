@@ -214,6 +214,6 @@ INERT = frozenset(
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    output_router_logits router_aux_loss_coef max_window_layers rope_theta
+    output_router_logits router_aux_loss_coef max_window_layers
     """.split()
 )
