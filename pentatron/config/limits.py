@@ -18,6 +18,7 @@ ABOVE_ZERO = Limit(lambda x: x > 0, "more than 0")
 ZERO_OR_MORE = Limit(lambda x: x >= 0, "0 or more")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "at least 0 and below 1")
 ONE_OR_MORE = Limit(lambda x: x >= 1, "1 or more")
+TOKENS_OR_ALL = Limit(lambda x: x >= -1, "-1 or more")
 SHARE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
 # NumPy's generators take no larger ones.
 SEED = Limit(lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
@@ -57,6 +58,7 @@ LIMITS: dict[str, Limit] = {
         "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2".split(), BELOW_ONE
     ),
     "rotary_percent": SHARE,
+    "window_size": TOKENS_OR_ALL,
     **dict.fromkeys(("rope_scaling_factor", "rotary_seq_len_interpolation_factor"), ONE_OR_MORE),
     "seed": SEED,
     "master_port": PORT,

@@ -40,7 +40,9 @@ class TransformerConfig:
         "bias in the linear layers",
         sets={"--disable-bias-linear": False, "--disable_bias_linear": False},
     )
-    add_qkv_bias: bool = setting(False, "bias in the QKV projection only (Qwen2.5)")
+    add_qkv_bias: bool = setting(False, "bias in the QKV projection (Qwen2.5)")
+    add_proj_bias: bool = setting(False, "bias in the output projection of attention")
+    add_mlp_bias: bool = setting(False, "biases in the MLP")
     position_embedding_type: str = setting(
         "learned_absolute",
         "how positions are encoded (yarn: rope with --rope-scaling-type yarn)",
@@ -89,6 +91,13 @@ class TransformerConfig:
         True,
         "yarn: round the range of pairs between kept and stretched outwards",
         also="--yarn-correction-range-round-to-int",
+    )
+    window_size: tuple[int, ...] = setting(
+        (), "LEFT,0: a token sees itself and LEFT tokens before it (all of them; LEFT -1: all as well)"
+    )
+    window_attn_skip_freq: str | None = setting(
+        None,
+        "which layers see everything all the same: every N-th, or a list such as [1,1,0] with 1 for a window",
     )
     untie_embeddings_and_output_weights: bool = setting(False, "give the output layer a matrix of its own")
     hidden_dropout: float = setting(0.0, "dropout on the residual stream")

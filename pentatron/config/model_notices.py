@@ -1,8 +1,10 @@
 """Why a setting of the model may have nothing to act on."""
 
 from collections.abc import Callable
+from functools import partial
 
 from pentatron.config.draft import Draft, Facts
+from pentatron.config.windows import windowed_layers
 
 _SCALING = "--rope-scaling-type"
 
@@ -48,10 +50,32 @@ def _no_mscale(draft: Draft, facts: Facts) -> str:
     return "" if both else "--yarn-mscale and --yarn-mscale-all-dim act together, both above 0"
 
 
-def _bias_anyway(draft: Draft, facts: Facts) -> str:
+def _no_window(draft: Draft, facts: Facts) -> str:
     return (
-        "every linear layer has a bias already" if draft["add_qkv_bias"] and draft["add_bias_linear"] else ""
+        "no layer has a window (--window-size), so this changes nothing" if not draft["window_size"] else ""
     )
+
+
+def _sees_everything(draft: Draft, facts: Facts) -> str:
+    window, length = draft["window_size"], draft["seq_length"]
+    if not window or draft.wrong.keys() & {"window_size", "seq_length"}:
+        return ""
+    if window[0] == -1 or window[0] >= length - 1:
+        return (
+            f"it covers all {length} tokens of a sequence (--seq-length), so every token sees all before it"
+        )
+    try:
+        some = any(windowed_layers(draft["window_attn_skip_freq"], draft["num_layers"]))
+    except ValueError:
+        return ""
+    return (
+        "" if some else f"--window-attn-skip-freq {draft['window_attn_skip_freq']} leaves no layer a window"
+    )
+
+
+def _bias_anyway(name: str, draft: Draft, facts: Facts) -> str:
+    twice = draft[name] and draft["add_bias_linear"]
+    return "every linear layer has a bias already" if twice else ""
 
 
 IDLE_OF_THE_MODEL: dict[str, Callable[[Draft, Facts], str]] = {
@@ -65,5 +89,7 @@ IDLE_OF_THE_MODEL: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"), _not_llama3),
     **dict.fromkeys("yarn_beta_fast yarn_beta_slow yarn_attention_factor yarn_truncate".split(), _not_yarn),
     **dict.fromkeys(("yarn_mscale", "yarn_mscale_all_dim"), _no_mscale),
-    "add_qkv_bias": _bias_anyway,
+    "window_size": _sees_everything,
+    "window_attn_skip_freq": _no_window,
+    **{name: partial(_bias_anyway, name) for name in ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")},
 }

@@ -29,8 +29,12 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
 
 
 def _no_bias_in_experts(draft: Draft) -> list[str]:
-    if draft["num_experts"] is None or not draft["add_bias_linear"]:
+    if draft["num_experts"] is None or not (draft["add_bias_linear"] or draft["add_mlp_bias"]):
         return []
+    if not draft["add_bias_linear"]:
+        return [
+            "experts have no bias here; --add-mlp-bias acts on MLPs without experts and on shared experts"
+        ]
     return [
         "experts have no bias here; the other linear layers have one (--disable-bias-linear takes it away there too)"
     ]

@@ -1,7 +1,8 @@
-"""Rules about rotary positions and how they are stretched for long sequences."""
+"""Rules about what a token sees: rotary positions, how they are stretched for long sequences, and windows."""
 
 from pentatron.config.draft import Facts
 from pentatron.config.layout_rules import Rule, Values
+from pentatron.config.windows import windowed_layers
 
 _SCALING = "--rope-scaling-type"
 
@@ -63,4 +64,47 @@ def _base(v: Values, facts: Facts) -> str | None:
     return f"{_SCALING} yarn needs --rotary-base above 1, not {v['rotary_base']}"
 
 
-POSITION_RULES: tuple[Rule, ...] = (_rotary, _factor, _first_length, _waves, _turns, _base)
+def _window(v: Values, facts: Facts) -> str | None:
+    window = v["window_size"]
+    if not window or (len(window) == 2 and window[1] == 0):
+        return None
+    return (
+        f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: a token sees so many tokens "
+        f"before it, and none after it"
+    )
+
+
+def _layers_with_windows(v: Values, facts: Facts) -> str | None:
+    if not v["window_size"]:
+        return None
+    try:
+        windowed_layers(v["window_attn_skip_freq"], v["num_layers"])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _window_dropout(v: Values, facts: Facts) -> str | None:
+    if (
+        not v["window_size"]
+        or v["attention_dropout"] == 0
+        or v["attention_backend"] not in ("flash", "cudnn")
+    ):
+        return None
+    return (
+        f"--attention-backend {v['attention_backend']} cannot drop attention weights within a window; use "
+        f"--attention-backend auto, or --attention-dropout 0"
+    )
+
+
+POSITION_RULES: tuple[Rule, ...] = (
+    _rotary,
+    _factor,
+    _first_length,
+    _waves,
+    _turns,
+    _base,
+    _window,
+    _layers_with_windows,
+    _window_dropout,
+)

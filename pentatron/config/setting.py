@@ -152,11 +152,18 @@ def coerce(setting: Setting, value: Any, what: str) -> Any:
     """
     if setting.is_list:
         items = value if isinstance(value, list | tuple) else str(value or "").split()
+        if setting.base_type in (int, float):
+            items = [number for item in items for number in _separated(item)]
         return tuple(_coerce_one(setting, item, what) for item in items)
     nothing = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if setting.optional and nothing:
         return None
     return _coerce_one(setting, value, what)
+
+
+def _separated(item: Any) -> list[Any]:
+    """`4095,0` is two numbers, as Megatron writes pairs."""
+    return item.strip("()").replace(",", " ").split() if isinstance(item, str) and "," in item else [item]
 
 
 def _coerce_one(setting: Setting, value: Any, what: str) -> Any:

@@ -7,7 +7,10 @@ _MULTIPLY_ADD_FORWARD_BACKWARD = 6  # 2 per multiply-add, once forward and twice
 
 
 def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoEConfig = NO_EXPERTS) -> float:
-    """FLOPs of one step over `batch` sequences; no recompute, embedding, router, softmax or norm is counted."""
+    """FLOPs of one step over `batch` sequences; no recompute, embedding, router, softmax or norm is counted.
+
+    Attention counts as if every layer saw the whole sequence: a window (`--window-size`) is not subtracted.
+    """
     assert config.num_attention_heads and config.num_query_groups and config.kv_channels
     assert config.ffn_hidden_size and config.padded_vocab_size
     hidden, attended = config.hidden_size, config.num_attention_heads * config.kv_channels

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
+from pentatron.config.windows import window_of
 from pentatron.layout.ranks import Axis
 from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
@@ -53,9 +54,14 @@ class DotProductAttention(nn.Module):
             raise UserError(f"attention here is causal; AttnMaskType.{attn_mask_type.name} is not available")
         self.context = axes.context
         self.dropout = config.attention_dropout
+        # How many tokens before its own a token sees, if not all.
+        self.window = window_of(
+            config.window_size, config.window_attn_skip_freq, config.num_layers, layer_number
+        )
 
     def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-        return attend(q_BNSH, k_BKSH, v_BKSH, self.context, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window)
 
 
 PLAIN_ATTENTION = SelfAttentionSubmodules(
@@ -112,9 +118,10 @@ class SelfAttention(nn.Module):
             axes=axes,
         )
         attended = config.num_attention_heads * width
+        proj_bias = config.add_bias_linear or config.add_proj_bias
         scale = residual_scale(config.num_layers)
         self.linear_proj = build_module(
-            submodules.linear_proj, attended, config.hidden_size, config.add_bias_linear, axis, scale
+            submodules.linear_proj, attended, config.hidden_size, proj_bias, axis, scale
         )
 
     def forward(

@@ -8,6 +8,7 @@ part of the gradients, and these only need to be added.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,25 @@ _HEAD_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys by their place on this rank. `causal`: query i sees keys 0 … i of the block, else all."""
+    """Queries and keys by their place on this rank. `causal`: query i sees keys 0 … i of the block, else all.
+
+    `left`: and of these none that comes more than so many before key i; such a block has as many queries as keys.
+    """
 
     queries: slice
     keys: slice
     causal: bool
+    left: int | None = None
+
+
+def hidden(block: Block, device: torch.device) -> Tensor | None:
+    """True where a query does not see a key; nothing if every query sees all."""
+    rows, columns = (s.stop - s.start for s in (block.queries, block.keys))
+    query, key = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+    after, before = key > query, key < query - (block.left or 0)
+    if block.left is None:
+        return after if block.causal else None
+    return after | before if block.causal else before
 
 
 def flash_is_chosen(q_BNSH: Tensor) -> bool:
@@ -54,8 +69,8 @@ class MergedAttention:
         """`keys_values` is [2, B, K, S, H]."""
         for block in blocks:
             q, (k, v) = self.q_BNSH[:, :, block.queries], keys_values[..., block.keys, :]
-            forward = _flash_forward if self.flash else _plain_forward
-            out, lse, self.generator = forward(q, k, v, block.causal)
+            forward = flash_forward if self.flash else _plain_forward
+            out, lse, self.generator = forward(q, k, v, block)
             merge_(self.out_BNSH[:, :, block.queries], self.lse_BNS[:, :, block.queries], out, lse)
 
 
@@ -88,8 +103,8 @@ class Attended:
             gradient, q, out = (t[:, :, block.queries] for t in of_queries)
             lse = self.lse_BNS[:, :, block.queries].contiguous()
             k, v = keys_values[..., block.keys, :]
-            inputs = (gradient, q, k, v, out, lse, block.causal)
-            dq, dk, dv = _flash_backward(*inputs, self.generator) if self.flash else _plain_backward(*inputs)
+            inputs = (gradient, q, k, v, out, lse, block)
+            dq, dk, dv = flash_backward(*inputs, self.generator) if self.flash else _plain_backward(*inputs)
             dq_BNSH[:, :, block.queries] += dq
             d_keys_values[0, ..., block.keys, :] += dk
             d_keys_values[1, ..., block.keys, :] += dv
@@ -99,64 +114,89 @@ class Attended:
 Part = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
     if not q.is_cuda:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **_mask_for_cpu(q, block))
         return out, lse, ()
+    if block.left is not None:
+        rows = (t.transpose(1, 2) for t in (q, k, v))
+        lengths = (None, None, q.shape[2], k.shape[2])
+        out, lse, *generator, _ = _aten._flash_attention_forward(
+            *rows, *lengths, 0.0, block.causal, False, **_window_for_cuda(block)
+        )
+        return out.transpose(1, 2), lse, tuple(generator)
     out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal, False
+        q, k, v, 0.0, block.causal, False
     )
     return out, lse, (seed, offset)
 
 
-def _flash_backward(
+def flash_backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    causal: bool,
+    block: Block,
     generator: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not q.is_cuda:
         found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, causal
+            gradient, q, k, v, out, lse, **_mask_for_cpu(q, block)
         )
         return found
     lengths = (None, None, q.shape[2], k.shape[2])
+    if block.left is not None:
+        rows = [t.transpose(1, 2) for t in (gradient, q, k, v, out)]
+        found = _aten._flash_attention_backward(
+            *rows, lse, *lengths, 0.0, block.causal, *generator, **_window_for_cuda(block)
+        )
+        dq, dk, dv = (t.transpose(1, 2) for t in found)
+        return dq, dk, dv
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        gradient, q, k, v, out, lse, *lengths, 0.0, causal, *generator
+        gradient, q, k, v, out, lse, *lengths, 0.0, block.causal, *generator
     )
     return dq, dk, dv
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
+def _mask_for_cpu(q: Tensor, block: Block) -> dict[str, Any]:
+    unseen = None if block.left is None else hidden(block, q.device)
+    if unseen is None:
+        return {"dropout_p": 0.0, "is_causal": block.causal}
+    mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill(unseen, -math.inf)
+    return {"dropout_p": 0.0, "is_causal": False, "attn_mask": mask}
+
+
+def _window_for_cuda(block: Block) -> dict[str, int]:
+    # -1: as far as there are keys.
+    return {"window_size_left": block.left or 0, "window_size_right": 0 if block.causal else -1}
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
     """In plain operations and fp32, for what the flash kernel does not take."""
-    scores_BKGST = _scores(q, k, causal)
+    scores_BKGST = _scores(q, k, block)
     lse_BKGS = scores_BKGST.logsumexp(-1)
     weights = (scores_BKGST - lse_BKGS[..., None]).exp()
     return (weights @ v.float()[:, :, None]).flatten(1, 2), lse_BKGS.flatten(1, 2), ()
 
 
 def _plain_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     gradient, out, q_BKGSH = (t.float().unflatten(1, (groups, -1)) for t in (gradient, out, q))
     k_BK1TH, v_BK1TH = k.float()[:, :, None], v.float()[:, :, None]
-    weights = (_scores(q, k, causal) - lse.unflatten(1, (groups, -1))[..., None]).exp()
+    weights = (_scores(q, k, block) - lse.unflatten(1, (groups, -1))[..., None]).exp()
     d_weights = gradient @ v_BK1TH.mT - (gradient * out).sum(-1, keepdim=True)
     d_scores = weights * d_weights * q.shape[-1] ** -0.5
     dk, dv = (d_scores.mT @ q_BKGSH).sum(2), (weights.mT @ gradient).sum(2)
     return (d_scores @ k_BK1TH).flatten(1, 2), dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
     """The scaled products of queries and keys, the queries grouped by the key head they share: [B, K, G, S, T]."""
     scaled = q.float().unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
     scores = scaled @ k.float()[:, :, None].mT
-    if not causal:
-        return scores
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(hidden, -math.inf)
+    unseen = hidden(block, q.device)
+    return scores if unseen is None else scores.masked_fill(unseen, -math.inf)

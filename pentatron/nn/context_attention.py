@@ -8,14 +8,15 @@ attend to the tokens of the others:
     a2a         ranks exchange heads for tokens: each then has all tokens of some heads
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pentatron.nn.attention_blocks import Attended, Block, MergedAttention, flash_is_chosen
+from pentatron.nn.whole_attention import attend_whole
 from pentatron.parallel.collectives import (
     Group,
     Passing,
@@ -31,27 +32,30 @@ _KEYS, _GRADIENTS = 1, 2
 
 
 def attend(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis, dropout: float = 0.0
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    context: ContextAxis,
+    dropout: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to all tokens up to their own; there may be fewer key/value heads."""
+    """Attention of this rank's queries to all tokens up to their own; there may be fewer key/value heads.
+
+    With `window`, a token sees itself and no more than so many before it.
+    """
+    if window is not None and window >= context.size * q_BNSH.shape[2] - 1:
+        window = None
     if context.size == 1:
-        return _plain(q_BNSH, k_BKSH, v_BKSH, dropout)
+        return attend_whole(q_BNSH, k_BKSH, v_BKSH, dropout, window)
     assert dropout == 0, "the rules refuse attention dropout over split sequences"
     if context.exchange == "a2a":
-        return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group)
+        return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group, window)
     way = {"p2p": _Ring, "all_gather": _Gathered}[context.exchange]
     # The kernels of single blocks believe that a head's channels lie side by side, and do not look; rotation may make it
     # otherwise.
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
-    result: Tensor = way.apply(*rows, context)
+    result: Tensor = way.apply(*rows, context, window)
     return result
-
-
-def _plain(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, dropout: float = 0.0) -> Tensor:
-    grouped = q_BNSH.shape[1] > k_BKSH.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BNSH, k_BKSH, v_BKSH, dropout_p=dropout, is_causal=True, enable_gqa=grouped
-    )
 
 
 def visible_of(source: int, rank: int, length: int) -> Block:
@@ -63,9 +67,11 @@ def visible_of(source: int, rank: int, length: int) -> Block:
     return Block(whole, early, causal=False) if source < rank else Block(late, whole, causal=False)
 
 
-def visible_of_all(context: ContextAxis, length: int) -> list[Block]:
+def visible_of_all(context: ContextAxis, length: int, window: int | None = None) -> list[Block]:
     """What this rank's queries see of all keys in their order: for each chunk those before it, and itself."""
     size = length // 2
+    if window is not None:
+        return in_window(context.chunks, range(2 * context.size), size, window)
     found = []
     for place, number in enumerate(context.chunks):
         queries, first = slice(place * size, (place + 1) * size), number * size
@@ -75,20 +81,45 @@ def visible_of_all(context: ContextAxis, length: int) -> list[Block]:
     return found
 
 
+def in_window(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
+    """What chunks of queries see of chunks of keys, each given by its number in the sequence and lying in this order."""
+    found = []
+    for (place, number), (key_place, key_number) in itertools.product(enumerate(queries), enumerate(keys)):
+        ahead = (number - key_number) * size
+        # The tokens of two chunks are at most this far apart; the nearest are 2·size − 2 nearer.
+        farthest = ahead + size - 1
+        if ahead < 0 or farthest - 2 * (size - 1) > window:
+            continue
+        # So many keys are seen by no query of the chunk, and as many of its last queries see none of these keys.
+        unseen = max(0, ahead - window)
+        of_queries = slice(place * size, (place + 1) * size - unseen)
+        of_keys = slice(key_place * size + unseen, (key_place + 1) * size)
+        left = None if farthest <= window else max(0, window - ahead)
+        found.append(Block(of_queries, of_keys, causal=ahead == 0, left=left))
+    return found
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_BNSH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        context: ContextAxis,
+        window: int | None,
+    ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
         keys_values = torch.stack((k_BKSH, v_BKSH))
         for step in range(context.size):
             coming = _pass_unless_last(keys_values, step, context)
-            merged.add(keys_values, [_visible_at(step, context, q_BNSH.shape[2])])
+            merged.add(keys_values, _visible_at(step, context, q_BNSH.shape[2], window))
             if coming is not None:
                 keys_values = coming.wait()
-        return _keep(ctx, merged, k_BKSH, v_BKSH, context)
+        return _keep(ctx, merged, k_BKSH, v_BKSH, context, window)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
@@ -96,10 +127,10 @@ class _Ring(torch.autograd.Function):
         collected: Passing | None = None
         for step in range(context.size):
             coming = _pass_unless_last(keys_values, step, context)
-            block = _visible_at(step, context, dq_BNSH.shape[2])
+            blocks = _visible_at(step, context, dq_BNSH.shape[2], ctx.window)
             # Computed apart and added to what the ranks before have collected, so that it may arrive meanwhile.
             own = torch.zeros_like(keys_values, dtype=torch.float32)
-            attended.add_gradients_(dq_BNSH, own, keys_values, [block])
+            attended.add_gradients_(dq_BNSH, own, keys_values, blocks)
             if collected is not None:
                 own += collected.wait()
             collected = start_passing_on(own, context.group, _GRADIENTS)
@@ -107,12 +138,15 @@ class _Ring(torch.autograd.Function):
                 keys_values = coming.wait()
         assert collected is not None
         dk_BKSH, dv_BKSH = collected.wait()
-        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH.to(k_BKSH.dtype), dv_BKSH.to(k_BKSH.dtype), None
+        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH.to(k_BKSH.dtype), dv_BKSH.to(k_BKSH.dtype), None, None
 
 
-def _visible_at(step: int, context: ContextAxis, length: int) -> Block:
+def _visible_at(step: int, context: ContextAxis, length: int, window: int | None) -> list[Block]:
     """After so many steps around the ring, the keys of the rank that many places before are here."""
-    return visible_of((context.rank - step) % context.size, context.rank, length)
+    source = (context.rank - step) % context.size
+    if window is None:
+        return [visible_of(source, context.rank, length)]
+    return in_window(context.chunks, context.chunks_of(source), length // 2, window)
 
 
 def _pass_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> Passing | None:
@@ -122,26 +156,33 @@ def _pass_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> P
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_BNSH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        context: ContextAxis,
+        window: int | None,
+    ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
         everything = _gather((k_BKSH, v_BKSH), context.group)
-        merged.add(everything, visible_of_all(context, q_BNSH.shape[2]))
-        return _keep(ctx, merged, k_BKSH, v_BKSH, context)
+        merged.add(everything, visible_of_all(context, q_BNSH.shape[2], window))
+        return _keep(ctx, merged, k_BKSH, v_BKSH, context, window)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
         everything = _gather((k_BKSH, v_BKSH), context.group)
         whole = torch.zeros_like(everything, dtype=torch.float32)
-        blocks = visible_of_all(context, dq_BNSH.shape[2])
+        blocks = visible_of_all(context, dq_BNSH.shape[2], ctx.window)
         attended.add_gradients_(dq_BNSH, whole, everything, blocks)
         parts = in_parts(whole, context.size)
         own = torch.empty_like(parts[0])
         reduce_scatter_into(own, parts.flatten(0, 1), context.group)
         dk_BKSH, dv_BKSH = own.to(k_BKSH.dtype)
-        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None
+        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None, None
 
 
 def _gather(keys_values: Sequence[Tensor], group: Group) -> Tensor:
@@ -152,11 +193,19 @@ def _gather(keys_values: Sequence[Tensor], group: Group) -> Tensor:
     return in_order(parts)
 
 
-def _keep(ctx: Any, merged: MergedAttention, k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Tensor:
+def _keep(
+    ctx: Any,
+    merged: MergedAttention,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    context: ContextAxis,
+    window: int | None,
+) -> Tensor:
     """Keeps what backward needs: this rank's own tensors and no other rank's."""
     out_BNSH = merged.out_BNSH.to(merged.q_BNSH.dtype)
     ctx.save_for_backward(merged.q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse_BNS)
     ctx.context, ctx.flash, ctx.generator = context, merged.flash, merged.generator
+    ctx.window = window
     return out_BNSH
 
 
@@ -166,7 +215,7 @@ def _kept(ctx: Any, gradient_BNSH: Tensor) -> tuple[Attended, Tensor, Tensor]:
     return attended, k_BKSH, v_BKSH
 
 
-def _by_heads(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: Group) -> Tensor:
+def _by_heads(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: Group, window: int | None) -> Tensor:
     ranks = group.size
     if k_BKSH.shape[1] % ranks:
         # Fewer heads than ranks: several ranks get a copy of the one their queries need.
@@ -175,7 +224,8 @@ def _by_heads(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: Group) -> T
     for_each = [t.unflatten(1, (ranks, -1)) for t in (q_BNSH, k_BKSH, v_BKSH)]
     together = torch.cat(for_each, dim=2).flatten(1, 2)
     exchanged: Tensor = _HeadsOfAllTokens.apply(together, group)
-    attended = _plain(*exchanged.split([t.shape[2] for t in for_each], dim=1))
+    q_BNSH, k_BKSH, v_BKSH = exchanged.split([t.shape[2] for t in for_each], dim=1)
+    attended = attend_whole(q_BNSH, k_BKSH, v_BKSH, window=window)
     result: Tensor = _TokensOfAllHeads.apply(attended, group)
     return result
 

@@ -27,7 +27,7 @@ class MLP(nn.Module):
         inner, axis = inner or config.ffn_hidden_size, axes.tensor
         assert inner is not None
         self.gated = config.gated_linear_unit
-        hidden, bias = config.hidden_size, config.add_bias_linear
+        hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
         gate = even_rows(inner, axis)
         # A rank needs the same share of gate and up: not a contiguous share of the two together.
         up = tuple(Rows(inner + rows.start, rows.count) for rows in gate) if self.gated else ()

@@ -31,7 +31,10 @@ class ContextAxis:
     @property
     def chunks(self) -> tuple[int, int]:
         """The numbers of this rank's two chunks."""
-        return self.rank, 2 * self.size - 1 - self.rank
+        return self.chunks_of(self.rank)
+
+    def chunks_of(self, rank: int) -> tuple[int, int]:
+        return rank, 2 * self.size - 1 - rank
 
     def own_sequence(self, x_BS: Tensor) -> Tensor:
         """This rank's tokens of something that has all of them."""

@@ -55,7 +55,7 @@ def open_continuation(
         raise UserError(
             f"{store.folder} holds no usable checkpoint ({reason}); train first, or name the folder given to --save"
         )
-    config = TransformerConfig(**found.manifest.config["model"])
+    config = TransformerConfig(**_tuples(found.manifest.config["model"]))
     tokenizer = _tokenizer(folder, found.manifest.config)
     moe = MoEConfig(**_tuples(found.manifest.config["moe"]))
     model = build_model(config, seed=0, device=torch.device("cpu"), moe=moe).eval()

@@ -5,6 +5,7 @@ import pytest
 from pentatron.config.draft import Facts
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.position_rules import POSITION_RULES
+from pentatron.config.windows import window_of, windowed_layers
 from tests.config.builders import LEAST, about, notices, problems, values
 
 ONE = Facts(1)
@@ -37,6 +38,22 @@ RULES: list[tuple[str, str, str, str]] = [
      "--yarn-beta-slow 32.0 must be below --yarn-beta-fast 32.0: what lies between them is stretched in part; lower the "
      "first or raise the second",
      f"{YARN} --yarn-beta-slow 2"),
+    *(("_window", f"--window-size {wrong}",
+       f"--window-size {wrong} must be LEFT,0, for example 4095,0: a token sees so many tokens before it, and none after it",
+       "--window-size 4,0") for wrong in ("4,1", "4", "4,0,0")),
+    ("_layers_with_windows", "--num-layers 3 --window-size 4,0 --window-attn-skip-freq [1,0]",
+     "--window-attn-skip-freq [1,0] names 2 layers, but --num-layers is 3; use 3 entries",
+     "--num-layers 3 --window-size 4,0 --window-attn-skip-freq [1,0]+[1]"),
+    ("_layers_with_windows", "--window-size 4,0 --window-attn-skip-freq 0",
+     "--window-attn-skip-freq 0 is no distance between layers; use 1 or more",
+     "--window-size 4,0 --window-attn-skip-freq 2"),
+    ("_layers_with_windows", "--window-size 4,0 --window-attn-skip-freq some",
+     "--window-attn-skip-freq some is neither a number nor a list of 0 and 1 such as [1,1,0]",
+     "--window-attn-skip-freq some"),
+    ("_window_dropout", "--window-size 4,0 --attention-backend flash --attention-dropout 0.1",
+     "--attention-backend flash cannot drop attention weights within a window; use --attention-backend auto, or "
+     "--attention-dropout 0",
+     "--window-size 4,0 --attention-dropout 0.1"),
     ("_base", f"{YARN} --rotary-base 1", "--rope-scaling-type yarn needs --rotary-base above 1, not 1.0", YARN),
 ]  # fmt: skip
 
@@ -79,7 +96,17 @@ IDLE: list[tuple[str, str, str]] = [
             ("yarn_mscale_all_dim", BOTH_SCALES, LLAMA3, YARN),
         )
     ),
-    ("add_qkv_bias", "--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"),
+    *(
+        (name, words, f"{words} --disable-bias-linear")
+        for name, words in (
+            ("add_qkv_bias", "--add-qkv-bias"),
+            ("add_proj_bias", "--add-proj-bias"),
+            ("add_mlp_bias", "--add-mlp-bias"),
+        )
+    ),
+    ("window_size", "--window-size 7 0 --seq-length 8", "--window-size 6 0 --seq-length 8"),
+    ("window_size", "--window-size 4 0 --window-attn-skip-freq 1", "--window-size 4,0"),
+    ("window_attn_skip_freq", "--window-attn-skip-freq 2", "--window-size 4,0 --window-attn-skip-freq 2"),
 ]
 
 
@@ -109,6 +136,28 @@ def test_megatrons_words_for_long_sequences() -> None:
     assert scaling(f"{ROPE} --rotary-seq-len-interpolation-factor 3") == ("rope", "linear", 3.0, None)
     assert scaling(ROPE) == ("rope", None, None, None)
     assert notices(f"--position-embedding-type yarn {yarn}") == []
+
+
+@pytest.mark.parametrize("written", ["4095,0", "(4095,0)", "4095 0"])
+def test_a_window_is_a_pair_of_numbers(written: str) -> None:
+    assert values(f"--window-size {written} --seq-length 8192")["window_size"] == (4095, 0)
+
+
+def test_which_layers_have_a_window() -> None:
+    """As Megatron counts: from 1, and every N-th layer is one without."""
+    assert windowed_layers(None, 3) == (True, True, True)
+    assert windowed_layers("3", 7) == (True, True, False, True, True, False, True)
+    assert windowed_layers("1", 2) == (False, False)
+    assert windowed_layers("[0]*1+[1,1]", 3) == (False, True, True)
+    assert [window_of((4, 0), "2", 4, number) for number in (1, 2, 3, 4)] == [4, None, 4, None]
+    assert window_of((-1, 0), None, 4, 1) is None and window_of((), "2", 4, 1) is None
+
+
+def test_experts_without_a_bias_are_mentioned_beside_a_bias_of_mlps() -> None:
+    words = "--add-mlp-bias --disable-bias-linear --num-experts 4"
+    assert notices(words) == [
+        "experts have no bias here; --add-mlp-bias acts on MLPs without experts and on shared experts"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,7 @@ def test_all_problems_are_reported_at_once() -> None:
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits(name: str) -> None:
     values = resolved().config.flat()
-    bad = 65536 if name == "master_port" else -1
+    bad = {"master_port": 65536, "window_size": -2}.get(name, -1)
     sentence = out_of_limits({**values, name: bad})
     assert sentence == {name: f"{table()[name].flag} {bad} must be {LIMITS[name].words}"}
     assert out_of_limits(values) == {}
