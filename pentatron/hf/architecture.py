@@ -8,9 +8,10 @@ from typing import Any
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
-from pentatron.hf.config_parts import SCALINGS, scaling_settings, written_layers
+from pentatron.hf.config_parts import SCALINGS, layer_list, scaling_settings
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
 from pentatron.hf.reader import ConfigReader, Problem
+from pentatron.hf.windows import set_window, window_in
 
 # Settings that do not change what a model computes once it is trained.
 _NO_EFFECT = frozenset(
@@ -25,7 +26,7 @@ _SAID_BY_OTHERS = frozenset({"group_query_attention", "add_bias_linear"})
 _SCALINGS = frozenset[str]().union(*map(scaling_settings, SCALINGS))
 # The classes of transformers have numbers of their own for tokens that are not given.
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-_BIASES = ("add_qkv_bias",)
+_BIASES = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
@@ -124,7 +125,9 @@ def _said_by(model: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
     for bias in _BIASES:
         said[bias] = said[bias] or model.add_bias_linear
     if moe.num_experts:
-        said["moe_layer_freq"] = written_layers(moe_layers(moe.moe_layer_freq, model.num_layers))
+        sparse = moe_layers(moe.moe_layer_freq, model.num_layers)
+        said["moe_layer_freq"] = "1" if all(sparse) else layer_list(sparse)
+    set_window(said, *window_in(said))
     return said
 
 

@@ -169,10 +169,9 @@ class Rotary:
         return {"rope_parameters": rope, "rope_theta": settings["rotary_base"], "rope_scaling": rope}
 
 
-def written_layers(sparse: Iterable[int | bool]) -> str:
-    """Which layers have experts, as `--moe-layer-freq` says it: the same layers in the same words."""
-    each = list(map(int, sparse))
-    return "1" if all(each) else str(each).replace(" ", "")
+def layer_list(layers: Iterable[int | bool]) -> str:
+    """As `--moe-layer-freq` and `--window-attn-skip-freq` say it."""
+    return str(list(map(int, layers))).replace(" ", "")
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class LayersWithExperts:
             raise Problem(
                 f"config.json has mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
             )
-        settings["moe_layer_freq"] = written_layers(sparse)
+        settings["moe_layer_freq"] = "1" if all(sparse) else layer_list(sparse)
 
     def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         sparse = moe_layers(settings["moe_layer_freq"], settings["num_layers"])
@@ -201,59 +200,3 @@ class LayersWithExperts:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [number for number, has_experts in enumerate(sparse) if not has_experts],
         }
-
-
-@dataclass(frozen=True)
-class WindowEverywhere:
-    """`sliding_window` tokens in every layer, or null. `switch`: the key that must be true for it to count."""
-
-    keys: ClassVar[tuple[str, ...]] = ("sliding_window", "use_sliding_window")
-
-    default: int | None
-    switch: str | None = None
-
-    def read(self, config: ConfigReader, settings: Settings) -> None:
-        default = self.default if "sliding_window" not in config.config else None
-        # 0 is what some write for none.
-        window = (
-            None if config.config.get("sliding_window") == 0 else config.get("sliding_window", int, default)
-        )
-        config.read.add("sliding_window")
-        if window and (self.switch is None or config.get(self.switch, bool, False)):
-            raise Problem(
-                f"config.json has sliding_window {window!r}, but attention in windows is not supported yet"
-            )
-        if self.switch:
-            config.read.add(self.switch)
-
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {"sliding_window": None} | ({self.switch: False} if self.switch else {})
-
-
-@dataclass(frozen=True)
-class WindowByLayer:
-    """Windows in the layers that `layer_types` names; without it, in those from `max_window_layers` on."""
-
-    keys: ClassVar[tuple[str, ...]] = (
-        "use_sliding_window",
-        "sliding_window",
-        "max_window_layers",
-        "layer_types",
-    )
-
-    def read(self, config: ConfigReader, settings: Settings) -> None:
-        used = config.get("use_sliding_window", bool, False)
-        kinds = config.get("layer_types", list)
-        config.read |= {"sliding_window", "max_window_layers"}
-        if used or (kinds and set(kinds) != {"full_attention"}):
-            raise Problem(
-                "config.json has use_sliding_window True, but attention in windows is not supported yet"
-            )
-        if kinds is not None and len(kinds) != settings["num_layers"]:
-            raise Problem(
-                f"config.json has {len(kinds)} layer_types for {settings['num_layers']} layers (num_hidden_layers)"
-            )
-
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = ["full_attention"] * settings["num_layers"]
-        return {"use_sliding_window": False, "sliding_window": None, "layer_types": kinds}

@@ -13,9 +13,8 @@ from pentatron.hf.config_parts import (
     LayersWithExperts,
     Part,
     Rotary,
-    WindowByLayer,
-    WindowEverywhere,
 )
+from pentatron.hf.windows import WindowByLayer, WindowEverywhere
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,9 @@ def _llama_keys(
     )
 
 
+_ATTENTION_BIAS = _key("attention_bias", "add_qkv_bias add_proj_bias", bool, False)
+
+
 def _expert_keys(experts: str, also: str, count: int, topk: int) -> tuple[Key, ...]:
     return (
         _key(experts, "num_experts", int, count, also=also),
@@ -114,7 +116,11 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         _LLAMA_STYLE,
-        _llama_keys(32000, 4096, 11008, 32, 2048),
+        (
+            *_llama_keys(32000, 4096, 11008, 32, 2048),
+            _ATTENTION_BIAS,
+            _key("mlp_bias", "add_mlp_bias", bool, False),
+        ),
         (Heads(32, None), Rotary()),
         _SILU,
     ),
@@ -135,7 +141,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_LLAMA_STYLE, "qk_layernorm": True},
-        _llama_keys(151936, 4096, 22016, 32, 32768),
+        (*_llama_keys(151936, 4096, 22016, 32, 32768), _ATTENTION_BIAS),
         (Heads(32, 32, 128), Rotary(), WindowByLayer()),
         _SILU,
     ),
@@ -161,7 +167,7 @@ FAMILIES: dict[str, Family] = {
             _PRE_SOFTMAX,
             _key("qkv_bias", "add_qkv_bias", bool, True),
         ),
-        (Heads(16, 16), Rotary(), WindowByLayer(), LayersWithExperts()),
+        (Heads(16, 16), Rotary(), WindowByLayer(by_number=False), LayersWithExperts()),
         _SILU,
     ),
     "qwen3_moe": Family(
@@ -172,8 +178,9 @@ FAMILIES: dict[str, Family] = {
             *_expert_keys("num_experts", "num_local_experts", 128, 8),
             _key("moe_intermediate_size", "moe_ffn_hidden_size", int, 768),
             _PRE_SOFTMAX,
+            _ATTENTION_BIAS,
         ),
-        (Heads(32, 4), Rotary(), WindowEverywhere(4096, "use_sliding_window"), LayersWithExperts()),
+        (Heads(32, 4), Rotary(), WindowEverywhere(4096, switched=True), LayersWithExperts()),
         _SILU,
     ),
 }
@@ -187,6 +194,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "layer_types": (),
     "rope_scaling": (),
     "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,),
     "use_mrope": (False,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -202,7 +210,7 @@ INERT = frozenset(
     """
     model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash
     _attn_implementation _attn_implementation_autoset attn_implementation use_flash_attention_2 unsloth_version
-    unsloth_fixed transformers.js_config
+    unsloth_fixed transformers.js_config is_llama_config max_sequence_length seq_length
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id mask_token_id decoder_start_token_id
     tokenizer_class prefix suffix model_max_length
     use_cache output_attentions output_hidden_states return_dict return_dict_in_generate output_scores torchscript

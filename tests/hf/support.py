@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +89,3 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def gap(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
-
-
-def their_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By the names of files, where experts are one by one."""
-    for name, p in model.named_parameters():
-        assert p.grad is not None, name
-        yield name, p.grad

@@ -21,7 +21,7 @@ def default(model_type: str, **more: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mistral"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_transformers_and_the_way_back_is_the_same(model_type: str) -> None:
     written = default(model_type)
     settings = settings_of(written)
@@ -40,7 +40,8 @@ def test_defaults_are_those_of_transformers_and_the_way_back_is_the_same(model_t
 def test_without_the_original_the_family_is_found(case: str) -> None:
     """The first that makes the same model: where the families meet, it need not be the one it came from."""
     model_type, config = CASES[case]
-    settings = settings_of(default(model_type, **config))
+    sizes = {} if model_type == "gpt2" else LLAMA
+    settings = settings_of(default(model_type, **{**sizes, **config}))
     written = config_of(*configs(settings))
     assert written["model_type"] == {"mistral-head-dim": "llama"}.get(case, model_type)
     assert settings_of(written) == settings_of(json.loads(json.dumps(written))) == settings
@@ -167,6 +168,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "num_experts 4, num_local_experts 8",
     ),
     "no experts left": ("qwen2_moe", {"decoder_sparse_step": 50}, "so no layer has experts"),
+    "kind of layer": (
+        "qwen2",
+        {"layer_types": ["linear_attention"] * 32},
+        "'linear_attention' in layer_types",
+    ),
+    "layers": ("qwen2", {"layer_types": ["full_attention"]}, "1 layer_types for 32 layers"),
+    "windows off": ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "but use_sliding_window False"),
+    "which layers": ("qwen2_moe", {"use_sliding_window": True}, "without layer_types"),
+    "no window": (
+        "mistral",
+        {"sliding_window": 0},
+        "sliding_window 0, but it must be a whole number above 0",
+    ),
+    "llama has no windows": ("llama", {"sliding_window": 4096}, "sliding_window 4096, but no value"),
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
 }
 
@@ -208,6 +223,7 @@ def test_unknown_families_are_refused_with_those_that_are_known(
         ({"rotary_percent": 0.5}, "rotary_percent 0.5"),
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
         ({"position_embedding_type": "none"}, "position_embedding_type 'none'"),
+        ({"add_proj_bias": True}, "add_proj_bias True"),
     ],
 )
 def test_a_model_of_no_family_is_refused_with_what_sets_it_apart(change: dict[str, Any], named: str) -> None:
@@ -215,6 +231,23 @@ def test_a_model_of_no_family_is_refused_with_what_sets_it_apart(change: dict[st
     with pytest.raises(UserError) as error:
         config_of(model, NO_EXPERTS)
     assert str(error.value).endswith(f"the closest is llama, but for {named}")
+
+
+def test_windows_choose_the_family() -> None:
+    """Everywhere: Mistral; in some layers of a model with biases of queries, keys and values: Qwen2."""
+    model = dataclasses.replace(
+        configs(settings_of({"model_type": "llama"}))[0], num_layers=3, window_size=(6, 0)
+    )
+    written = config_of(model, NO_EXPERTS)
+    assert (written["model_type"], written["sliding_window"]) == ("mistral", 7)
+    some = dataclasses.replace(model, add_qkv_bias=True, window_attn_skip_freq="2")
+    assert config_of(some, NO_EXPERTS)["layer_types"] == [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ]
+    never = dataclasses.replace(model, window_attn_skip_freq="[0]*3")
+    assert config_of(never, NO_EXPERTS)["model_type"] == "llama"
 
 
 def test_a_setting_without_effect_does_not_matter() -> None:

@@ -1,5 +1,6 @@
 """Every family against the models of `transformers`: the same logits, the same loss, the same gradient of every weight."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch.nn.functional as F
 
 from pentatron.hf.links import links_of
+from pentatron.models.causal_lm import build_model
 from pentatron.parallel.pieces import region
-from tests.hf.support import EXPERTS, WORDS, batch, gap, ours_from, save, theirs
+from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 
 # Lengths and bases so small that each kind of frequency, kept, stretched or between, has a part in 16 positions.
 LLAMA3 = {
@@ -27,6 +29,7 @@ YARN = {
     "beta_fast": 2.0,
     "beta_slow": 0.5,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -38,6 +41,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-one-kv": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("llama", {"attention_bias": True}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True}),
+    "mistral-window": ("mistral", {"sliding_window": 5}),
+    "qwen2-window-above": ("qwen2", {**WINDOW, "max_window_layers": 1}),
+    "qwen3-window-below": ("qwen3", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3-yarn": (
         "qwen3",
@@ -56,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
-    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 12}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, **WINDOW, "norm_topk_prob": True, "head_dim": 12}),
     "qwen3_moe-tied": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 
@@ -87,3 +96,25 @@ def test_logits_loss_and_every_gradient(case: str, tmp_path: Path) -> None:
         assert (found - wanted).norm() <= 1e-5 * gradients[link.theirs].norm(), (link, gap(found, wanted))
         compared[link.theirs] = compared.get(link.theirs, 0) + wanted.numel()
     assert compared == {name: gradient.numel() for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    "case, change",
+    [
+        ("llama-llama3", {"rope_scaling_type": None}),
+        ("qwen2-yarn", {"yarn_beta_slow": 1.0}),
+        ("mistral-window", {"window_size": (5, 0)}),
+        ("qwen2-window-above", {"window_attn_skip_freq": None}),
+        ("llama", {"layernorm_epsilon": 1e-2}),
+        ("qwen2", {"rotary_base": 1e4}),
+    ],
+)
+def test_a_setting_that_is_only_a_number_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:
+    """Every tensor would be in its place, and the model another one."""
+    model_type, config = CASES[case]
+    their = theirs(model_type, **config)
+    right, architecture, moe = ours_from(save(their, tmp_path))
+    wrong = build_model(replace(architecture, **change), 1, CPU, moe=moe)
+    wrong.load_state_dict(right.state_dict())
+    tokens, positions, _ = batch()
+    assert gap(wrong(tokens, positions)[..., :WORDS], their(tokens).logits) > 1e-3
