@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pentatron.checkpoint.bases import read_bases
 from pentatron.checkpoint.manifest import (
     FILE_NAME,
     DamagedCheckpoint,
@@ -174,7 +175,7 @@ class CheckpointStore:
         folder may ask for that.
         """
         complaints: list[str] = []
-        for folder in reversed(self.steps()):
+        for folder in reversed(self._candidates()):
             try:
                 manifest = read_manifest(folder)
                 if manifest.step != _order(folder)[0]:
@@ -190,13 +191,20 @@ class CheckpointStore:
                     complaints[-1] += f"; the step is set aside as {aside.name}"
         return None, complaints
 
+    def _candidates(self) -> list[Path]:
+        """The steps the run has saved. What it began from counts while there are none, and none was lost."""
+        steps, bases = self.steps(), read_bases(self.folder) or ()
+        own = [step for step in steps if step.name not in bases]
+        return own or ([] if bases and self.damaged() else steps)
+
     def damaged(self) -> list[Path]:
         """Steps that were set aside earlier."""
         return sorted(self.folder.glob(f"step-*{_DAMAGED}*"))
 
     def _remove_old(self, saved: int) -> None:
         """Deletes what the step just saved replaces, the oldest steps beyond `keep`, and what killed saves left."""
-        steps = self.steps()
+        bases = read_bases(self.folder) or ()
+        steps = [step for step in self.steps() if step.name not in bases]
         replaced = [p for p in steps if _order(p)[0] == saved][:-1]
         outdated = [p for p in steps[: -self.keep] if _order(p)[0] != saved] if self.keep is not None else []
         for folder in dict.fromkeys((*replaced, *outdated)):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pentatron.cli.help import section_help
 from pentatron.cli.layout_report import Report, as_data, as_text
+from pentatron.cli.loaded import learn_from_named
 from pentatron.cli.terminal import say
 from pentatron.cli.timeline import picture, rows
 from pentatron.config.draft import Draft, Facts
@@ -21,7 +22,7 @@ from pentatron.layout.stages import written_stages
 USAGE = """usage: pentatron layout [--world-size N] [--draw [FILE.svg]] [--all] [--json] [--setting value ...]
 
 Shows which rank sits where, which ranks talk to each other, which layers each pipeline stage holds, and how the
-micro-batches run through the pipeline. Nothing is started and nothing is read; a model that is not named is made up.
+micro-batches run through the pipeline. Nothing is started; a model that is not named, by --preset or --load, is made up.
 
   --world-size N    number of processes (the product of the parallel sizes)
   --draw            draw the schedule here; with a file name, as a picture
@@ -93,7 +94,8 @@ def describe(words: Sequence[str]) -> Report:
     """The layout that the words ask for; raises every problem at once."""
     draft = gather(words, LAYOUT)
     facts = _facts(draft)
-    stands_in = draft["preset"] is None and _stand_in(draft)
+    known = learn_from_named(draft, facts) or draft["preset"] is not None
+    stands_in = not known and _stand_in(draft)
     _settle_batch(draft)
     resolved = resolve(draft, facts, built_only=False)
     per_machine = facts.local_processes if draft.given("nproc_per_node") else None

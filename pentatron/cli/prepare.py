@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pentatron.cli.environment import Worker, find_worker, timeout_seconds
+from pentatron.cli.loaded import learn_from_loaded
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
@@ -27,6 +28,9 @@ def prepare(words: Sequence[str], entry: EntryPoint) -> Prepared:
     _learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
     facts = _facts(draft, worker)
+    # As a run does: who names something to load wants to go on from it.
+    afresh = draft["fresh"] or not (entry.resumes or draft.given("load"))
+    learn_from_loaded(draft, facts, afresh)
     return Prepared(resolve(draft, facts), facts, worker)
 
 

@@ -1,6 +1,7 @@
 """Values that follow from others. Each derivation records its reason, which `pentatron config` shows."""
 
 import math
+from pathlib import Path
 
 from pentatron.config.derive_layout import derive_layout
 from pentatron.config.derive_positions import derive_positions
@@ -22,8 +23,7 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     _recompute(draft)
     problems += _batches(draft)
     problems += _length(draft)
-    _folders(draft)
-    return problems
+    return problems + _folders(draft)
 
 
 def _processes(draft: Draft, facts: Facts) -> None:
@@ -214,7 +214,7 @@ def _batches_of_a_rank(draft: Draft) -> list[str]:
 def _length(draft: Draft) -> list[str]:
     _epochs(draft)
     if draft["lr_decay_iters"] is None and draft["train_iters"] is not None:
-        draft.derive("lr_decay_iters", draft["train_iters"], "train-iters")
+        draft.derive("lr_decay_iters", max(1, draft["train_iters"]), "train-iters")
     if draft["min_lr"] > draft["lr"] and not draft.given("min_lr"):
         draft.derive("min_lr", draft["lr"] / 10, f"a tenth of --lr; the preset has {draft['min_lr']}")
     return _warmup(draft)
@@ -255,7 +255,7 @@ def _warmup(draft: Draft) -> list[str]:
     return []
 
 
-def _folders(draft: Draft) -> None:
+def _folders(draft: Draft) -> list[str]:
     if draft["run_dir"] is None:
         draft.derive("run_dir", f"runs/{draft['preset'] or 'run'}", "runs/NAME")
     if draft["save"] is None:
@@ -263,5 +263,17 @@ def _folders(draft: Draft) -> None:
     if draft["load"] is None:
         draft.derive("load", draft["save"], "the run's own checkpoints")
     if draft["save_interval"] is None and draft["train_iters"] is not None:
-        often = min(draft["train_iters"], max(100, draft["train_iters"] // 10))
+        often = max(1, min(draft["train_iters"], max(100, draft["train_iters"] // 10)))
         draft.derive("save_interval", often, "a tenth of the run, at least 100 steps")
+    return _moved_aside(draft)
+
+
+def _moved_aside(draft: Draft) -> list[str]:
+    """`--fresh` moves the run's folders away; what is to be loaded must not be in them."""
+    if not draft["fresh"] or not draft.given("load") or draft["load"] is None:
+        return []
+    load = Path(draft["load"])
+    inside = [Path(draft[name]) for name in ("run_dir", "save") if load.is_relative_to(draft[name])]
+    if not inside:
+        return []
+    return [f"--fresh would move {inside[0]} aside, and --load {load} with it; leave one of them out"]

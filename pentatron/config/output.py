@@ -23,7 +23,9 @@ class CheckpointConfig:
     """Checkpoints"""
 
     save: str | None = setting(None, "folder for checkpoints (RUN_DIR/checkpoints)")
-    load: str | None = setting(None, "folder to resume from (the run's own checkpoints)")
+    load: str | None = setting(
+        None, "checkpoints or Hugging Face folder to start from (the run's own checkpoints)", also="--hf"
+    )
     save_interval: int | None = setting(
         None,
         "steps between checkpoints (a tenth of the run, at least 100); the last step is always saved",
@@ -31,13 +33,13 @@ class CheckpointConfig:
     )
     keep_checkpoints: int | None = setting(3, "how many of the newest to keep (none: all)")
     verify_checkpoint: bool = setting(True, "check the checksums before resuming")
-    finetune: bool = setting(
-        False, "load weights only and start at step 0", not_yet="fine-tuning from weights only"
-    )
-    no_load_optim: bool = setting(False, "do not load the optimizer", not_yet="loading without the optimizer")
-    no_load_rng: bool = setting(False, "do not load random states", not_yet="loading without random states")
+    finetune: bool = setting(False, "take the weights alone from what is loaded, and start at step 0")
+    no_load_optim: bool = setting(False, "do not take the optimizer's state from what is loaded")
+    no_load_rng: bool = setting(False, "do not take random states from what is loaded")
     use_checkpoint_args: bool = setting(
-        False, "take the architecture from the checkpoint", not_yet="architecture from a checkpoint"
+        False,
+        "take the architecture from what is loaded",
+        notice="what is not typed of the architecture always comes from what is loaded",
     )
     ckpt_format: str | None = setting(
         None, "format of the files", choices=("torch_dist", "torch"), not_yet="Megatron's checkpoint formats"

@@ -78,6 +78,14 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     return Resolved(build(values), sources, [*draft.notices, *missing, *notices_for(draft, facts)])
 
 
+def foreseen(draft: Draft, facts: Facts) -> dict[str, Any]:
+    """What the values would become if nothing more were learned; the draft stays as it is."""
+    copy = Draft(dict(draft.values), wrong=dict(draft.wrong))
+    _set_aside_wrong_values(copy)
+    derive(copy, facts)
+    return {name: assigned.value for name, assigned in copy.values.items()}
+
+
 def _set_aside_wrong_values(draft: Draft) -> list[str]:
     """Takes the default in place of a value that is wrong by itself, so that the others can still be checked."""
     draft.wrong |= out_of_limits({name: assigned.value for name, assigned in draft.values.items()})

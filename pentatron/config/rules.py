@@ -162,12 +162,6 @@ def _min_lr(v: Values, facts: Facts) -> str | None:
     return f"--min-lr {v['min_lr']} is above --lr {v['lr']}; lower the first or raise the second"
 
 
-def _fresh(v: Values, facts: Facts) -> str | None:
-    if not v["fresh"] or v["load"] == v["save"]:
-        return None
-    return f"--fresh starts anew, --load {v['load']} goes on from a checkpoint; leave one of them out"
-
-
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *MOE_RULES,
@@ -186,5 +180,4 @@ RULES: tuple[Rule, ...] = (
     _how_long,
     _warmup,
     _min_lr,
-    _fresh,
 )

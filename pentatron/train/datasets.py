@@ -66,7 +66,7 @@ def wanted_samples(config: RunConfig) -> tuple[int, int]:
     train = config.train
     assert train.train_iters is not None and train.global_batch_size is not None
     valid = train.eval_iters * train.global_batch_size if train.eval_interval else 0
-    return train.train_iters * train.global_batch_size, valid
+    return max(1, train.train_iters) * train.global_batch_size, valid
 
 
 def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:

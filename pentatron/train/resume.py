@@ -1,21 +1,33 @@
-"""Going on where an earlier process stopped."""
+"""Where a run begins: with what it has saved itself, else with what is loaded, else with new weights."""
 
+import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pentatron.checkpoint.load import load_fragments
+from pentatron.checkpoint.bases import read_bases, record_bases
+from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.errors import UserError
+from pentatron.config.loaded import architecture, differences
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, build, table
+from pentatron.hf.architecture import settings_of
+from pentatron.hf.folder import open_folder
+from pentatron.hf.weights import load_weights
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
+from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
+from pentatron.train.small_files import carry
+from pentatron.train.sources import Source, checkpoints_of, named_source, saved_settings
 from pentatron.train.state import TrainState
+
+T = TypeVar("T")
 
 # These belong to the machine or to the output, not to the numbers a run computes.
 _FREE_SECTIONS = frozenset({"launch", "log", "checkpoint", "parallel"})
@@ -24,26 +36,179 @@ _FREE_SETTINGS = frozenset(
     {"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens", "padded_vocab_size"}
 )
 _MODEL_SIZE = "_model_parallel_size"
-# They belong to the architecture's settings but leave no trace in the weights.
-_NOT_IN_THE_WEIGHTS = frozenset(
-    {
-        "padded_vocab_size",
-        "make_vocab_size_divisible_by",
-        "hidden_dropout",
-        "attention_dropout",
-        "moe_router_dtype",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_router_bias_update_rate",
-        "moe_token_dispatcher_type",
-        "moe_grouped_gemm",
-        "moe_use_legacy_grouped_gemm",
-        "moe_expert_capacity_factor",
-        "moe_token_drop_policy",
-        "moe_per_layer_logging",
-    }
-)
+# They choose what is taken from what is loaded.
+_CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where the run stands, what to tell of it, and whether its own folder holds this already.
+
+    `replaces_training`: other training has left its metrics in the run's folder, and the run begins at step 0.
+    """
+
+    state: TrainState
+    notes: list[str]
+    is_saved: bool
+    replaces_training: bool = False
+
+
+class _Start:
+    """One start of a run: what it has, and what it fills."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        world: World,
+        model: ParallelModel,
+        optimizer: AnyOptimizer,
+        store: CheckpointStore,
+        data_fingerprint: str,
+    ) -> None:
+        self.resolved, self.config, self.world = resolved, resolved.config, world
+        self.model, self.optimizer, self.store = model, optimizer, store
+        self.data_fingerprint = data_fingerprint
+        self.asked = [table()[n].flag for n in _CHOOSING if getattr(self.config.checkpoint, n)]
+
+    def begin(self) -> Beginning:
+        found, complaints = self._find(Source(self.store.folder, is_huggingface=False), set_aside=True)
+        if found is not None:
+            began = self._resume(found) if self._is_own(found) else self._from_steps(found)
+            return dataclasses.replace(began, notes=[*complaints, *began.notes])
+        load = self.config.checkpoint.load
+        if not self.resolved.given("load") or load is None or self._loads_itself():
+            return self._from_scratch()
+        source = self._first_rank(lambda: named_source(load))
+        if source.is_huggingface:
+            return self._from_huggingface(source)
+        # Only in our own folder may anything be renamed: another run may be using the other one.
+        found, complaints = self._find(source, set_aside=False)
+        assert found is not None, "a source has steps"
+        began = self._from_steps(found)
+        return dataclasses.replace(began, notes=[*complaints, *began.notes])
+
+    def _find(self, source: Source, set_aside: bool) -> tuple[Found | None, list[str]]:
+        """The newest valid step, and a sentence about each one that is not."""
+        verify = self.config.checkpoint.verify_checkpoint
+        return self._first_rank(lambda: source.newest_step(verify, set_aside))
+
+    def _first_rank(self, action: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank; or its error."""
+        found = on_some_ranks(self.world.is_first, action, self.world.everyone)
+        told: T = broadcast_object(found, self.world.everyone)
+        return told
+
+    def _is_own(self, found: Found) -> bool:
+        """Whether this run has saved the step, rather than finding it in its folder when it began."""
+        if not _has_optimizer(found):
+            return False
+        bases = self._first_rank(lambda: read_bases(self.store.folder))
+        if bases is not None:
+            return found.folder.name not in bases
+        return not (self.asked and self._loads_itself())
+
+    def _loads_itself(self) -> bool:
+        """Whether --load names the folder of this run's checkpoints, or the run that it is in."""
+        load, own = self.config.checkpoint.load, self.store.folder.resolve()
+        return load is None or own in (Path(load).resolve(), checkpoints_of(Path(load)).resolve())
+
+    def _resume(self, found: Found) -> Beginning:
+        """Everything as it was saved."""
+        state, changes = self._go_on(found, optimizer=True, random=True)
+        if self.asked:
+            changes.append(
+                f"{' '.join(self.asked)} chose what this run began with; it goes on from its own step {state.step}"
+            )
+        return Beginning(state, changes, is_saved=True)
+
+    def _from_steps(self, found: Found) -> Beginning:
+        """From steps of ours, as far as was asked for."""
+        chosen = self.config.checkpoint
+        alone = not _has_optimizer(found)
+        if chosen.finetune or alone:
+            on_some_ranks(True, lambda: self._load_weights(found), self.world.everyone)
+            began = self._new_training(found.folder, alone)
+            in_place = found.folder.parent == self.store.folder and found.manifest.step > 0
+            began = dataclasses.replace(began, replaces_training=in_place)
+        else:
+            state, changes = self._go_on(found, not chosen.no_load_optim, not chosen.no_load_rng)
+            began = Beginning(state, changes, is_saved=False)
+        self._record(found.folder, Source(found.folder.parent, is_huggingface=False))
+        return began
+
+    def _from_huggingface(self, source: Source) -> Beginning:
+        def load() -> None:
+            with open_folder(source.folder) as folder:
+                require_same_model(source.folder, settings_of(folder.config), self.config)
+                load_weights(folder, self.config.model, self.config.moe, self._weights(without_prefix=True))
+
+        on_some_ranks(True, load, self.world.everyone)
+        self._record(source.folder, source)
+        return self._new_training(source.folder, alone=True)
+
+    def _from_scratch(self) -> Beginning:
+        notes = []
+        if self.asked:
+            # Recorded, so that later starts do not take what this run saves for what it should begin from.
+            self._record(None, Source(self.store.folder, is_huggingface=False))
+            notes.append(f"{' '.join(self.asked)}: nothing is loaded, so this changes nothing")
+        return Beginning(TrainState(data_fingerprint=self.data_fingerprint), notes, is_saved=False)
+
+    def _new_training(self, origin: Path, alone: bool) -> Beginning:
+        self.optimizer.loaded(0)
+        notes = [f"the weights come from {origin}; training begins at step 0"]
+        if alone and self.asked:
+            notes.append(
+                f"{' '.join(self.asked)}: there are weights alone in {origin}, so this changes nothing"
+            )
+        return Beginning(TrainState(data_fingerprint=self.data_fingerprint), notes, is_saved=False)
+
+    def _record(self, origin: Path | None, source: Source) -> None:
+        """Keeps for later starts which steps are not the run's own, and for exports the files besides weights."""
+
+        def write() -> None:
+            record_bases(self.store.folder, self.store.steps(), origin)
+            carry(source.small_files, self.store.folder)
+
+        on_some_ranks(self.world.is_first, write, self.world.everyone)
+
+    def _weights(self, without_prefix: bool = False) -> Iterator[Fragment]:
+        for fragment in self.optimizer.fragments(owned_only=False):
+            if fragment.tensor.startswith(WEIGHTS):
+                name = fragment.tensor.removeprefix(WEIGHTS) if without_prefix else fragment.tensor
+                yield dataclasses.replace(fragment, tensor=name)
+
+    def _load_weights(self, found: Found) -> None:
+        """What makes the model: its weights, and the bias of routers that have one."""
+        require_same_model(found.folder, saved_settings(found), self.config)
+        stored = found.manifest.tensors
+        routers = (f for f in self.model.routers.fragments(owned_only=False) if f.tensor.endswith(".bias"))
+        kept = (f for f in routers if f.tensor in stored)
+        load_fragments(found.folder, found.manifest, itertools.chain(self._weights(), kept))
+
+    def _go_on(self, found: Found, optimizer: bool, random: bool) -> tuple[TrainState, list[str]]:
+        """Loads a step to go on from it; returns where the run stands and which settings have changed."""
+        state = TrainState.from_json(found.manifest.run_state)
+
+        def load() -> None:
+            # Each rank judges the data it sees itself: on another machine that may be other data.
+            if state.data_fingerprint != self.data_fingerprint:
+                raise UserError(
+                    f"the data is not what {found.folder} was trained on; bring it back, take the weights alone with "
+                    f"--load {found.folder.parent} --finetune and another --run-dir, or start anew with --fresh"
+                )
+            require_same_model(found.folder, saved_settings(found), self.config)
+            own = self.optimizer.fragments(owned_only=False) if optimizer else self._weights()
+            wanted = itertools.chain(own, self.model.routers.fragments(owned_only=False))
+            load_fragments(found.folder, found.manifest, wanted)
+            if random:
+                restore_random_state(found, self.world)
+
+        on_some_ranks(True, load, self.world.everyone)
+        if not optimizer:
+            state.optimizer_since = state.step
+        self.optimizer.loaded(state.updates)
+        return state, _changes(found.manifest.config, self.config)
 
 
 def starting_point(
@@ -53,87 +218,34 @@ def starting_point(
     optimizer: AnyOptimizer,
     store: CheckpointStore,
     data_fingerprint: str,
-) -> tuple[TrainState, list[str]]:
-    """The newest valid checkpoint of the run itself, else of --load, else the beginning; and what to tell of it."""
-    config = resolved.config
-    own, other = store.folder, Path(config.checkpoint.load or store.folder)
-    notes: list[str] = []
-    for folder in dict.fromkeys((own, other)):
-        # Only in our own folder may anything be renamed: another run may be using the other one.
-        there = CheckpointStore(folder, keep=None)
-        found, complaints = _find(there, config.checkpoint.verify_checkpoint, folder == own, world)
-        notes += complaints
-        if found is not None:
-            state, changes = _resume(found, config, model, optimizer, world, data_fingerprint)
-            return state, [*notes, *changes]
-    if resolved.given("load") and other != own:
-        raise AgreedError(
-            f"--load {other} holds no checkpoint; check the path, or leave it out to start from scratch"
-        )
-    return TrainState(data_fingerprint=data_fingerprint), notes
+) -> Beginning:
+    """Fills model and optimizer with the newest valid checkpoint of the run itself, else with what --load names."""
+    return _Start(resolved, world, model, optimizer, store, data_fingerprint).begin()
 
 
-def _find(
-    store: CheckpointStore, verify: bool, set_aside: bool, world: World
-) -> tuple[Found | None, list[str]]:
-    """Rank 0 looks and verifies; every rank gets the same answer, or the same error."""
-
-    def look() -> tuple[Found | None, list[str]]:
-        found, complaints = store.newest_valid(verify, set_aside)
-        if found is None and (complaints or store.damaged()):
-            reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
-            raise UserError(
-                f"no checkpoint in {store.folder} is usable ({reason}); put a good one back, or start anew with --fresh"
-            )
-        return found, complaints
-
-    return broadcast_object(on_some_ranks(world.is_first, look, world.everyone), world.everyone)
+def _has_optimizer(found: Found) -> bool:
+    return any(name.startswith("exp_avg/") for name in found.manifest.tensors)
 
 
-def _resume(
-    found: Found,
-    config: RunConfig,
-    model: ParallelModel,
-    optimizer: AnyOptimizer,
-    world: World,
-    data_fingerprint: str,
-) -> tuple[TrainState, list[str]]:
-    """Loads weights, optimizer and random state; returns where the run stands and which settings have changed."""
-    state = TrainState(**found.manifest.run_state)
-
-    def load() -> None:
-        # Each rank judges the data it sees itself: on another machine that may be other data.
-        if state.data_fingerprint != data_fingerprint:
-            raise UserError(
-                f"the data is not what {found.folder} was trained on; bring it back, or start anew with --fresh or "
-                f"another --run-dir"
-            )
-        require_same_model(found.folder, found.manifest.config, config)
-        wanted = itertools.chain(
-            optimizer.fragments(owned_only=False), model.routers.fragments(owned_only=False)
-        )
-        load_fragments(found.folder, found.manifest, wanted)
-        restore_random_state(found, world)
-
-    on_some_ranks(True, load, world.everyone)
-    optimizer.loaded(state.step)
+def _changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """What the user should know of settings that are not those of the checkpoint."""
     different = [
         difference
-        for difference in _differences(found.manifest.config, config.nested())
+        for difference in _differences(saved, config.nested())
         if difference[0] not in _FREE_SECTIONS and difference[1] not in _FREE_SETTINGS
     ]
     changes = [
         f"resuming with {section}.{name} = {now} (the checkpoint was made with {before})"
         for section, name, before, now in different
     ]
-    before, now = _layout(found.manifest.config), _layout(config.nested())
+    before, now = _layout(saved), _layout(config.nested())
     if before != now:
         changes.insert(0, f"the checkpoint was made on {before}; it goes on on {now}")
     if any(name in _DRAW_THE_ORDER for _, name, _, _ in different):
         changes.append(
             "samples are ordered for the length of a run: from here on the order may be another one"
         )
-    return state, changes
+    return changes
 
 
 def _layout(config: Mapping[str, Any]) -> str:
@@ -152,16 +264,9 @@ def _layout(config: Mapping[str, Any]) -> str:
 
 
 def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    # Positions that are not learned leave no trace in the weights: such a model may go on with longer sequences.
-    length = {"seq_length", "max_position_embeddings"}
-    learned = config.model.position_embedding_type == "learned_absolute"
-    free = _NOT_IN_THE_WEIGHTS | ({"seq_length"} if learned else length)
-    # Settings of experts say nothing about a model that has none; some may be younger than the checkpoint.
-    dense = config.moe.num_experts is None and saved.get("moe", {}).get("num_experts") is None
-    sections = ("model",) if dense else ("model", "moe")
-    different = [d for d in _differences(saved, config.nested()) if d[0] in sections and d[1] not in free]
-    if different:
-        shown = "; ".join(f"{name} was {before}, is {now}" for _, name, before, now in different)
+    loaded, now = architecture(saved), config.flat()
+    if different := differences(loaded, now):
+        shown = "; ".join(f"{name} was {loaded[name]}, is {now[name]}" for name in different)
         raise UserError(
             f"{folder} holds another model ({shown}); use the settings it was made with, choose another --run-dir, "
             f"or start anew with --fresh"

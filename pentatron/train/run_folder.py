@@ -76,6 +76,14 @@ class RunFolder:
             raise UserError(f"the earlier run {self.path} cannot be moved aside ({error.strerror})") from None
         return aside
 
+    def set_metrics_aside(self) -> None:
+        """Those of other training in this folder: its steps have the numbers that now come again."""
+        number = 1
+        while (aside := self.metrics.with_name(f"metrics.{number}.jsonl")).exists():
+            number += 1
+        if self.metrics.exists():
+            self.metrics.rename(aside)
+
     def write_config(self, resolved: Resolved) -> None:
         self.config.write_text(config_text(resolved), encoding="utf-8")
 

@@ -20,7 +20,7 @@ from pentatron.train.datasets import build_datasets
 from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
-from pentatron.train.resume import starting_point
+from pentatron.train.resume import Beginning, starting_point
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.state import TrainState
 from pentatron.train.trainer import Output, Trainer
@@ -91,18 +91,19 @@ def _run(
     model = build_parallel_model(config, world)
     optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
-    state, notes = starting_point(resolved, world, model, optimizer, store, datasets.fingerprint)
+    began = starting_point(resolved, world, model, optimizer, store, datasets.fingerprint)
+    state = began.state
     output = on_some_ranks(
-        True, lambda: _open_output(resolved, world, folder, display, state, cleanup), world.everyone
+        True, lambda: _open_output(resolved, world, folder, display, began, cleanup), world.everyone
     )
     assert output is not None
     output.say(describe(config, world, model.count_parameters()))
     if pipeline := describe_pipeline(config):
         output.say(pipeline)
-    for note in [*_without_effect_here(resolved, world), *notes]:
+    for note in [*_without_effect_here(resolved, world), *began.notes]:
         output.say(f"note: {note}")
     _say_where_it_stands(config, state, output)
-    trainer = Trainer(config, world, model, optimizer, datasets, store, state, output, stop)
+    trainer = Trainer(config, world, model, optimizer, datasets, store, state, output, stop, began.is_saved)
     stopped_by = trainer.run()
     if world.is_first:
         draw_curve(folder)
@@ -131,13 +132,15 @@ def _open_output(
     world: World,
     folder: RunFolder,
     display: Display,
-    state: TrainState,
+    began: Beginning,
     cleanup: contextlib.ExitStack,
 ) -> Output:
     if not world.is_first:
         return Output(display, None, None)
     folder.write_config(resolved)
-    metrics = MetricsFile(folder.metrics, state.step)
+    if began.replaces_training:
+        folder.set_metrics_aside()
+    metrics = MetricsFile(folder.metrics, began.state.step)
     cleanup.callback(metrics.close)
     log = cleanup.enter_context(folder.log.open("a", encoding="utf-8"))
     return Output(display, log, metrics)
@@ -145,7 +148,9 @@ def _open_output(
 
 def _say_where_it_stands(config: RunConfig, state: TrainState, output: Output) -> None:
     assert config.train.train_iters is not None
-    if state.step >= config.train.train_iters:
+    if config.train.train_iters == 0:
+        output.say("no steps are asked for (--train-iters 0): the weights are saved as they are")
+    elif state.step >= config.train.train_iters:
         output.say(
             f"this run has finished its {state.step} steps: nothing is left to train. Raise --train-iters to go on, "
             f"give --fresh to start anew, or --run-dir for another run"

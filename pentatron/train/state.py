@@ -1,6 +1,7 @@
 """Where a run stands."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -12,6 +13,18 @@ class TrainState:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     data_fingerprint: str = ""
+    # The step at which the optimizer's state was new: Adam counts its updates from there.
+    optimizer_since: int = 0
+
+    @property
+    def updates(self) -> int:
+        """What the optimizer's state has seen."""
+        return self.step - self.optimizer_since
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in saved.items() if name in known})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -65,8 +65,11 @@ class Trainer:
         state: TrainState,
         output: Output,
         stop: StopRequest,
+        is_saved: bool,
     ) -> None:
-        assert config.train.train_iters and config.train.global_batch_size and config.checkpoint.save_interval
+        """`is_saved`: the run's own folder holds the state it begins with."""
+        assert config.train.train_iters is not None
+        assert config.train.global_batch_size and config.checkpoint.save_interval
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.total_steps = config.train.train_iters
@@ -76,6 +79,7 @@ class Trainer:
         self.flops = step_flops(config.model, self.batch_size, config.model.seq_length, config.moe)
         self._recent: list[float] = []
         self._saved_step = state.step
+        self._begins_unsaved = not is_saved
 
     def run(self) -> signal.Signals | None:
         """Trains to the end, or to the first request to stop, which is returned; all ranks return the same."""
@@ -84,7 +88,8 @@ class Trainer:
             started = time.perf_counter()
             micro_batches, stopped_by = self._agree_on_next_step(batches)
             if stopped_by is not None:
-                self.save()
+                if self.state.step != self._saved_step:
+                    self.save()
                 return stopped_by
             rate = self.rate(self.state.consumed_samples)
             result = train_step(self.model, self.optimizer, micro_batches, rate, self.state.step)
@@ -115,7 +120,7 @@ class Trainer:
 
     def save(self) -> None:
         """Saves this step, unless it is saved already."""
-        if self._saved_step == self.state.step:
+        if self._saved_step == self.state.step and not self._begins_unsaved:
             return
         folder = self.store.save(
             self.state.step,
@@ -127,7 +132,7 @@ class Trainer:
             self.config.nested(),
             self.world.everyone,
         )
-        self._saved_step = self.state.step
+        self._saved_step, self._begins_unsaved = self.state.step, False
         self.output.note(f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}")
 
     def validate(self) -> float | None:

@@ -393,7 +393,7 @@ def test_folders() -> None:
         "--tp_size 0", "--pp_size 0", "--context-parallel-size -1", "--data-parallel-size 0", "--num-attention-heads 0",
         "--hidden-size 0", "--num-query-groups 0", "--micro-batch-size 0", "--global-batch-size 0", "--vocab-size 0",
         "--make-vocab-size-divisible-by 0", "--gradient-accumulation-steps 0", "--rank-batch-size -2",
-        "--num-microbatches 0", "--train-iters 0", "--epochs -1", "--lr-decay-iters 0", "--seq-length 0",
+        "--num-microbatches 0", "--epochs -1", "--lr-decay-iters 0", "--seq-length 0",
         "--nproc-per-node 0", "--padded-vocab-size 0", "--kv-channels 0", "--ffn-hidden-size -4",
     ],
 )  # fmt: skip

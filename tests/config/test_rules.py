@@ -221,8 +221,6 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--lr-warmup-iters 9", ONE),
     ("_min_lr", "--lr 1e-4 --min-lr 1e-3",
      "--min-lr 0.001 is above --lr 0.0001; lower the first or raise the second", "--lr 1e-4 --min-lr 1e-4", ONE),
-    ("_fresh", "--fresh --load a",
-     "--fresh starts anew, --load a goes on from a checkpoint; leave one of them out", "--fresh", ONE),
 ]  # fmt: skip
 # the same for rules about what is missing: least words, words that help
 MISSING: list[tuple[str, str, str, str]] = [

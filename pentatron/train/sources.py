@@ -1,0 +1,79 @@
+"""What a run can start from: its own checkpoints, those of another run, or a Hugging Face folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.config.errors import UserError
+from pentatron.hf.architecture import settings_of
+from pentatron.hf.folder import CONFIG, open_folder
+from pentatron.train.small_files import FOLDER_NAME
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder with steps of ours, or with a model as Hugging Face stores it."""
+
+    folder: Path
+    is_huggingface: bool
+
+    @property
+    def small_files(self) -> Path:
+        """Where configuration and tokenizer files of Hugging Face lie, if there are any."""
+        return self.folder if self.is_huggingface else self.folder / FOLDER_NAME
+
+    def architecture(self) -> Mapping[str, Any]:
+        """Our settings of its model, by name."""
+        if self.is_huggingface:
+            with open_folder(self.folder) as folder:
+                return settings_of(folder.config)
+        found, _ = self.newest_step(verify=False, set_aside=False)
+        assert found is not None, "a source has steps"
+        return saved_settings(found)
+
+    def newest_step(self, verify: bool, set_aside: bool) -> tuple[Found | None, list[str]]:
+        """The newest valid step, and a sentence about each one that is not. None only if there was never any."""
+        store = CheckpointStore(self.folder, keep=None)
+        found, complaints = store.newest_valid(verify, set_aside)
+        if found is None and (complaints or store.damaged()):
+            reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
+            raise UserError(
+                f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or start anew with --fresh"
+            )
+        return found, complaints
+
+
+def saved_settings(found: Found) -> dict[str, Any]:
+    """The settings a checkpoint was made with, by name."""
+    return {name: value for section in found.manifest.config.values() for name, value in section.items()}
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Where a run keeps its checkpoints unless it is told otherwise."""
+    return run / "checkpoints"
+
+
+def find_source(path: Path) -> Source | None:
+    """What lies in a folder: steps, a run that has them, or a Hugging Face model; None: nothing of that kind."""
+    for folder in (path, checkpoints_of(path)):
+        store = CheckpointStore(folder, keep=None)
+        if store.steps() or store.damaged():
+            return Source(folder, is_huggingface=False)
+    return Source(path, is_huggingface=True) if (path / CONFIG).is_file() else None
+
+
+def named_source(name: str) -> Source:
+    """What `--load` names, or why it cannot be started from."""
+    path = Path(name)
+    found = find_source(path)
+    if found is not None:
+        return found
+    if (path / "manifest.json").is_file():
+        raise UserError(
+            f"--load {name} is one step; name the folder above it, of which the newest step is used"
+        )
+    raise UserError(
+        f"--load {name} holds no checkpoint and no Hugging Face model; check the path, or leave it out to start from scratch"
+    )

@@ -1,0 +1,307 @@
+"""Training that begins with weights from elsewhere: a Hugging Face folder, another run's checkpoints, an import."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+import pentatron.train.resume as resume_module
+from pentatron.checkpoint.load import load_tensor
+from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.cli.loaded import learn_from_loaded
+from pentatron.config.draft import Facts
+from pentatron.config.entry import TRAIN
+from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.parallel.collectives import Group
+from pentatron.parallel.pieces import Fragment, region
+from pentatron.parallel.world import connect, single_process
+from pentatron.train.session import run_training
+from tests.harness import run_distributed
+
+CPU = torch.device("cpu")
+# Nothing of the architecture: that comes from what is loaded.
+RUN = (
+    "--dataset-size 64 --seq-length 16 --global-batch-size 4 --micro-batch-size 1 --eval-interval 0 --lr 1e-2 --adam-eps 1e-6 "
+    "--save-interval 2 --keep-checkpoints 2 --progress-bar off"
+)
+LAYOUTS = {
+    "tp2 pp2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+    "cp2 zero3": "--context-parallel-size 2 --zero-stage 3",
+    "ep2 zero1": "--expert-model-parallel-size 2 --zero-stage 1",
+}
+
+
+def prepared(folder: Path, words: str, world: int = 1) -> Resolved:
+    """As a command does it, from its words on."""
+    draft, facts = gather(f"{RUN} --run-dir {folder} {words}".split(), TRAIN), Facts(world, world, 1)
+    learn_from_loaded(draft, facts, bool(draft["fresh"]))
+    return resolve(draft, facts)
+
+
+def train(folder: Path, words: str) -> None:
+    run_training(prepared(folder, words), single_process(), resumes=True)
+
+
+def train_on_a_rank(folder: Path, words: str) -> None:
+    settings = prepared(folder, words, dist.get_world_size())
+    here = connect(settings.config.grid, dist.get_rank(), dist.get_rank(), CPU)
+    run_training(settings, here, resumes=True)
+
+
+def newest(folder: Path) -> Found:
+    found, _ = CheckpointStore(folder, keep=None).newest_valid(verify=True, set_aside=False)
+    assert found is not None
+    return found
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Those of the newest step of a run, by name."""
+    found = newest(folder / "checkpoints")
+    names = [name for name in found.manifest.tensors if name.startswith("weights/")]
+    return {name.removeprefix("weights/"): load_tensor(found.folder, found.manifest, name) for name in names}
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders made by transformers, and what its own model holds."""
+    from tests.hf.support import EXPERTS, save, theirs
+
+    made = tmp_path_factory.mktemp("models")
+    return {
+        "qwen2": save(theirs("qwen2", tie_word_embeddings=True), made / "qwen2"),
+        "qwen3_moe": save(theirs("qwen3_moe", **EXPERTS, head_dim=16), made / "qwen3_moe"),
+    }
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """What our model holds when it is filled from the folder, whole."""
+    from tests.hf.support import ours_from, targets_of
+
+    found: dict[str, Tensor] = {}
+    for f in targets_of(ours_from(folder)[0]):
+        whole = found.setdefault(f.tensor, torch.empty(f.shape))
+        region(whole, f.start, tuple(f.values.shape)).copy_(f.values)
+    return found
+
+
+def stored_values(folder: Path) -> Tensor:
+    """Every number of the files, sorted: whatever the names are, none may be lost, changed or made up."""
+    tensors = [t for file in sorted(folder.glob("*.safetensors")) for t in load_file(file).values()]
+    return torch.cat([tensor.flatten() for tensor in tensors]).sort().values
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The losses of one process, by family."""
+    found = {}
+    for family, model in models.items():
+        folder = tmp_path_factory.mktemp(family)
+        train(folder, f"--hf {model} --train-iters 3")
+        found[family] = losses(folder)
+        assert found[family][2] < found[family][0]
+    return found
+
+
+def train_twice(folder: Path, words: str) -> None:
+    """No step, which saves what was loaded, and three."""
+    train_on_a_rank(folder / "0", f"{words} --train-iters 0")
+    train_on_a_rank(folder / "3", f"{words} --train-iters 3")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2", "tp2 pp2"), ("qwen2", "cp2 zero3"), ("qwen3_moe", "ep2 zero1"), ("qwen3_moe", "tp2 pp2")],
+)
+def test_training_begins_with_the_weights_of_the_folder_in_any_layout(
+    models: dict[str, Path], alone: dict[str, list[float]], family: str, layout: str, tmp_path: Path
+) -> None:
+    words = f"--load {models[family]} {LAYOUTS[layout]}"
+    run_distributed(train_twice, 4 if "pp2" in layout else 2, folder=tmp_path, words=words)
+    expected, found = stored(models[family]), weights(tmp_path / "0")
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].equal(values), name
+    everything = torch.cat([values.flatten() for values in found.values()]).sort().values
+    assert everything.equal(stored_values(models[family]))
+    assert losses(tmp_path / "3") == pytest.approx(alone[family], rel=1e-5)
+    assert (tmp_path / "3" / "checkpoints" / "huggingface" / "config.json").is_file()
+
+
+def test_the_architecture_comes_from_the_folder_and_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+    words = f"--load {models['qwen2']} --train-iters 2"
+    settings = prepared(tmp_path / "a", f"{words} --num-layers 2 --rotary-base 1e4 --attention-dropout 0.1")
+    model = settings.config.model
+    assert (model.hidden_size, model.num_query_groups, model.layernorm_epsilon) == (32, 2, 1e-6)
+    assert model.add_qkv_bias and not model.untie_embeddings_and_output_weights
+    assert (model.attention_dropout, model.seq_length) == (0.1, 16), "a run chooses them"
+    [line] = [notice for notice in settings.notices if notice.startswith("architecture from ")]
+    assert f"{models['qwen2']}: --hidden-size 32 --ffn-hidden-size 48 " in line and "--num-layers" not in line
+    assert settings.sources["hidden_size"] == f"loaded from {models['qwen2']}"
+    assert settings.sources["num_layers"] == "flag --num-layers"
+    longer = prepared(tmp_path / "a", f"{words} --seq-length 128")
+    assert longer.config.model.max_position_embeddings == 128
+    assert any("longer than the 64 positions" in notice for notice in longer.notices)
+
+
+@pytest.mark.parametrize(
+    ("said", "complaints"),
+    [
+        ("--num-layers 3", ["--num-layers 2, but the command line says --num-layers 3"]),
+        ("--preset qwen2.5-7b", ["--hidden-size 32, but preset qwen2.5-7b says --hidden-size 3584"]),
+        (
+            "--norm-epsilon 1e-5 --no-group-query-attention",
+            ["--layernorm-epsilon 1e-06, but the command line", "--num-query-groups 2, but here it would be"],
+        ),
+        ("--num-experts 4", ["no --num-experts, but the command line says --num-experts 4"]),
+        ("--vocab-size 62", ["--vocab-size 61, but"]),
+    ],
+)
+def test_what_contradicts_the_folder_is_refused_with_both_values(
+    models: dict[str, Path], tmp_path: Path, said: str, complaints: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepared(tmp_path / "a", f"--load {models['qwen2']} --train-iters 2 {said}")
+    for complaint in complaints:
+        assert any(f"holds a model with {complaint}" in problem for problem in error.value.problems), (
+            complaint
+        )
+    assert not (tmp_path / "a").exists()
+
+
+def test_words_that_say_the_same_are_no_contradiction(models: dict[str, Path], tmp_path: Path) -> None:
+    same = "--group-query-attention --num-query-groups 2 --swiglu --use-rotary-position-embeddings --moe-router-topk 3"
+    assert prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 {same}").config.model.num_layers == 2
+    every = "--moe-layer-freq [1]*2 --ffn-hidden-size 99"
+    prepared(tmp_path, f"--load {models['qwen3_moe']} --train-iters 2 {every}")
+
+
+def test_a_folder_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty holds no checkpoint and no Hugging Face model"):
+        prepared(tmp_path / "a", f"--load {tmp_path / 'empty'} --vocab-size 61 --train-iters 2")
+
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps."""
+    folder = tmp_path_factory.mktemp("base")
+    train(folder, f"{MODEL} --train-iters 4")
+    return folder
+
+
+@pytest.fixture
+def copied(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "copied"))
+
+
+def test_a_run_goes_on_without_its_architecture_being_said_again(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(copied, "--train-iters 6")
+    shown = capsys.readouterr().out
+    assert "--num-layers 2 --hidden-size 32" in shown and "resuming at step 4 of 6" in shown
+    with pytest.raises(
+        ConfigError, match=r"--num-layers 2, but .* 3; leave that out, choose another --run-dir"
+    ):
+        prepared(copied, "--num-layers 3 --train-iters 6")
+    settings = prepared(copied, f"{MODEL} --train-iters 6")
+    assert not [notice for notice in settings.notices if notice.startswith("architecture")], "nothing is new"
+
+
+def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--load {base} --finetune --no-load-optim --no-load-rng --dataset-size 32"
+    train(tmp_path / "0", f"{words} --train-iters 0")
+    expected, found = weights(base), weights(tmp_path / "0")
+    assert all(found[name].equal(values) for name, values in expected.items())
+    train(tmp_path / "whole", f"{words} --train-iters 4")
+    train(tmp_path / "cut", f"{words} --train-iters 2 --lr-decay-iters 4")
+    capsys.readouterr()
+    train(tmp_path / "cut", f"{words} --train-iters 4 --lr-decay-iters 4")
+    shown = capsys.readouterr().out
+    assert "resuming at step 2 of 4" in shown and "it goes on from its own step 2" in shown
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"the data is not what .* --finetune"):
+        train(tmp_path / "other", f"--load {base} --dataset-size 32 --train-iters 6")
+
+
+def test_the_base_in_the_runs_own_folder_is_begun_from_once_and_never_deleted(copied: Path) -> None:
+    """Of the same number of steps as the new training, and more than are kept."""
+    own = copied / "checkpoints"
+    words = f"--load {own} --save {own} --finetune --save-interval 1"
+    train(copied, f"{words} --train-iters 3 --lr-decay-iters 4")
+    assert len(losses(copied)) == 3 and (copied / "metrics.1.jsonl").is_file()
+    before = losses(copied)
+    train(copied, f"{words} --train-iters 4")
+    assert losses(copied)[:3] == before and len(losses(copied)) == 4
+    steps = {path.name for path in own.iterdir() if path.is_dir()}
+    assert steps == {"step-00000002", "step-00000004", "step-00000003", "step-00000004-again1"}
+    assert newest(own).folder.name == "step-00000004-again1"
+    # Where its own saves are lost, the run does not begin again behind its user's back.
+    for name in ("step-00000003", "step-00000004-again1"):
+        (own / name / "manifest.json").unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is usable"):
+            train(copied, f"{words} --train-iters 4")
+
+
+def test_flags_that_load_nothing_do_not_turn_a_restart_into_a_beginning(tmp_path: Path) -> None:
+    own = tmp_path / "a" / "checkpoints"
+    words = f"{MODEL} --load {own} --finetune"
+    train(tmp_path / "a", f"{words} --train-iters 2 --lr-decay-iters 4")
+    train(tmp_path / "a", f"{words} --train-iters 4")
+    assert len(losses(tmp_path / "a")) == 4
+
+
+def test_without_the_optimizer_a_run_goes_on_with_new_moments(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: list[Any] = []
+    monkeypatch.setattr(resume_module, "restore_random_state", lambda *found: restored.append(found))
+    words = f"--load {copied} --lr-decay-iters 8 --no-load-optim"
+    train(tmp_path / "whole", f"{words} --train-iters 8")
+    assert len(restored) == 1 and len(losses(tmp_path / "whole")) == 4, "the steps before count"
+    train(tmp_path / "with", f"--load {copied} --lr-decay-iters 8 --train-iters 8 --no-load-rng")
+    assert len(restored) == 1 and losses(tmp_path / "with")[0] == losses(tmp_path / "whole")[0]
+    assert losses(tmp_path / "with")[1] != losses(tmp_path / "whole")[1]
+    train(tmp_path / "cut", f"{words} --train-iters 6")
+    train(tmp_path / "cut", f"{words} --train-iters 8")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole"), "Adam counts from where its state was new"
+
+
+def test_weights_alone_in_half_precision_are_a_beginning_too(
+    base: Path, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As an import makes them: no optimizer, the type of the source, files of Hugging Face beside the steps."""
+    halves = {name: values.bfloat16() for name, values in weights(base).items()}
+    own = tmp_path / "a" / "checkpoints"
+    fragments = [Fragment(f"weights/{n}", tuple(t.shape), (0,) * t.dim(), t) for n, t in halves.items()]
+    CheckpointStore(own, keep=None).save(
+        0, fragments, {}, {"imported": True}, newest(base / "checkpoints").manifest.config, Group(0, 1)
+    )
+    shutil.copytree(models["qwen2"], own / "huggingface")
+    train(tmp_path / "elsewhere", f"--load {own} --train-iters 0")
+    assert all(found.equal(halves[name].float()) for name, found in weights(tmp_path / "elsewhere").items())
+    assert {path.name for path in (tmp_path / "elsewhere" / "checkpoints" / "huggingface").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+    }
+    for steps in (4, 6):
+        train(tmp_path / "a", f"--load {own} --train-iters {steps} --lr-decay-iters 6")
+    assert len(losses(tmp_path / "a")) == 6
+    assert {path.name for path in own.glob("step-*")} == {"step-00000000", "step-00000004", "step-00000006"}
