@@ -126,11 +126,17 @@ class Rotary:
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         older, newer = config.get("rope_scaling", dict), config.get("rope_parameters", dict)
-        # transformers 5 reads the older key where both are there; ours are written alike.
+        for name in (older or {}).keys() & (newer or {}).keys():
+            if older[name] != newer[name]:
+                raise Problem(
+                    f"config.json has {name} {older[name]!r} in rope_scaling and {newer[name]!r} in rope_parameters; make them equal"
+                )
         key = "rope_scaling" if older else "rope_parameters"
         rope = ConfigReader(older or newer or {}, f"{key} in config.json")
-        beside = config.get("rope_theta", float, self.theta)
-        settings["rotary_base"] = rope.get("rope_theta", float, beside)
+        within, beside = rope.get("rope_theta", float), config.get("rope_theta", float)
+        if within is not None and beside is not None and within != beside:
+            raise Problem(f"config.json has rope_theta {beside!r} and {within!r} in {key}; make them equal")
+        settings["rotary_base"] = within or beside or self.theta
         rope.require("partial_rotary_factor", (1.0,))
         kind = rope.one_of(("rope_type", "type"), str, "default")
         if kind != "default":

@@ -1,11 +1,12 @@
 """A config.json with account kept of which keys were understood."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 _WORDS = {
     int: "a whole number above 0",
-    float: "a number",
+    float: "a number, 0 or more",
     str: "text",
     bool: "true or false",
     list: "a list",
@@ -30,8 +31,7 @@ class ConfigReader:
         value = self.config.get(key)
         if value is None:
             return default
-        right = isinstance(value, kind) or (kind is float and isinstance(value, int))
-        if not right or (isinstance(value, bool) and kind is not bool) or (kind is int and value < 1):
+        if not _is(value, kind):
             raise Problem(f"{self.where} has {key} {value!r}, but it must be {_WORDS[kind]}")
         return float(value) if kind is float else value
 
@@ -43,7 +43,7 @@ class ConfigReader:
             raise Problem(f"{self.where} has {both}, which must be equal; remove the wrong one")
         return next(iter(found.values()), default)
 
-    def require(self, key: str, allowed: tuple[Any, ...], why: str = "") -> None:
+    def require(self, key: str, allowed: tuple[Any, ...]) -> None:
         """Refuses any other value; null and absence are always right."""
         self.read.add(key)
         value = self.config.get(key)
@@ -51,7 +51,17 @@ class ConfigReader:
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
         ):
             only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
-            raise Problem(f"{self.where} has {key} {value!r}, but {only} supported{why}")
+            raise Problem(f"{self.where} has {key} {value!r}, but {only} supported")
 
     def unread(self) -> dict[str, Any]:
         return {key: value for key, value in self.config.items() if key not in self.read}
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and 0 <= value < math.inf
+    if kind is int:
+        return isinstance(value, int) and value > 0
+    return isinstance(value, kind)

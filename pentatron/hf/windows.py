@@ -83,7 +83,10 @@ class WindowByLayer:
                 "config.json has use_sliding_window True without layer_types; write which layers have windows"
             )
         elif used:
-            first = config.get("max_window_layers", int, 28)
+            # 0 is no mistake: all layers have windows.
+            first = (
+                0 if config.config.get("max_window_layers") == 0 else config.get("max_window_layers", int, 28)
+            )
             kinds = [_WINDOW if number >= first else _FULL for number in range(count)]
         window = None
         if used:

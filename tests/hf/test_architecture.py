@@ -157,9 +157,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2}},
         "must be equal",
     ),
+    "two bases": (
+        "llama",
+        {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        "rope_theta 10000.0 and 500000.0 in rope_parameters",
+    ),
+    "two scalings": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 4.0}},
+        "factor 2.0 in rope_scaling and 4.0 in rope_parameters",
+    ),
     "partly rotated": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "not a number": ("llama", {"hidden_size": "4096"}, "hidden_size '4096', but it must be a whole number"),
     "true is no number": ("llama", {"hidden_size": True}, "hidden_size True, but it must be a whole number"),
+    "negative": ("llama", {"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05, but it must be a number, 0 or more"),
     "zero": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers 0"),
     "groups": ("llama", {"num_key_value_heads": 3}, "not a multiple of its num_key_value_heads 3"),
     "experts twice": (
