@@ -73,6 +73,7 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
         "padded_vocab_size": _up(vocabulary, multiple),
         "data_parallel_size": replicas or config.grid.data,
         **_experts(config),
+        **_long_range(config, _up(_SEQUENCE, length)),
     }
     # Fewer replicas may not come out even in as many groups.
     groups = math.gcd(config.grid.instances, values["data_parallel_size"] * context)
@@ -110,13 +111,28 @@ def _experts(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def _long_range(config: RunConfig, length: int) -> dict[str, Any]:
+    """Windows that end, and positions stretched, within short sequences too."""
+    model = config.model
+    window = (length // 3, 0) if model.window_size and model.window_size[0] >= 0 else model.window_size
+    first = model.rope_scaling_original_max_position_embeddings
+    return {
+        "window_size": window,
+        "rope_scaling_original_max_position_embeddings": first and length // 2,
+    }
+
+
 def _layers(config: RunConfig) -> int:
     """Two for each stage, or one more than recompute takes together; uneven stages stay uneven.
 
-    A division, or a list of the layers with experts, is written for as many layers as there are.
+    A division, or a list of the layers with experts or windows, is written for as many layers as there are.
     """
     layers, stages = config.model.num_layers, config.placement.stages
-    listed = config.moe.num_experts is not None and not config.moe.moe_layer_freq.strip().isdigit()
+    lists = (
+        config.moe.moe_layer_freq if config.moe.num_experts is not None else None,
+        config.model.window_attn_skip_freq if config.model.window_size else None,
+    )
+    listed = any(written is not None and not written.strip().isdigit() for written in lists)
     if listed or any(config.flat()[name] is not None for name in _DIVISION):
         return layers
     each = max(2, (config.memory.recompute_num_layers or 0) + 1)

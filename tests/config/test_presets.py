@@ -54,7 +54,7 @@ def parameters(v: dict[str, Any], experts_counted: int) -> int:
     qkv = attended + 2 * v["num_query_groups"] * v["kv_channels"]
     norm = hidden * (2 if v["normalization"] == "LayerNorm" else 1)
     attention = hidden * qkv + attended * hidden + 2 * norm
-    attention += (qkv if bias or v["add_qkv_bias"] else 0) + (hidden if bias else 0)
+    attention += (qkv if bias or v["add_qkv_bias"] else 0) + (hidden if bias or v["add_proj_bias"] else 0)
     attention += 2 * v["kv_channels"] if v["qk_layernorm"] else 0
     matrices = 3 if v["gated_linear_unit"] else 2
     if v["num_experts"]:
@@ -63,7 +63,8 @@ def parameters(v: dict[str, Any], experts_counted: int) -> int:
         mlp += hidden if v["moe_shared_expert_gate"] else 0
     else:
         width = v["ffn_hidden_size"]
-        mlp = matrices * hidden * width + ((matrices - 1) * width + hidden if bias else 0)
+        mlp = matrices * hidden * width
+        mlp += (matrices - 1) * width + hidden if bias or v["add_mlp_bias"] else 0
     rows = v["padded_vocab_size"] * (2 if v["untie_embeddings_and_output_weights"] else 1)
     learned = v["position_embedding_type"] == "learned_absolute"
     rows += v["max_position_embeddings"] if learned else 0

@@ -119,6 +119,7 @@ def draw(seed: int, number: int) -> Case:
     traits = [
         *_shape(dice, axes, layers, exchange, sequence_parallel),
         *_positions(dice, few_channels),
+        *_windows(dice, layers),
         *_norms(norm, query_key_norms),
         *_family(dice, kind in FOLDED and axes.pipeline > 1),
         *(draw_experts(dice, axes.stage, axes.tensor, layers) if experts else ()),
@@ -214,13 +215,23 @@ def _norms(kind: str, query_key_norms: bool) -> Iterable[str]:
         yield "--qk-layernorm"
 
 
+def _windows(dice: Dice, layers: int) -> Iterable[str]:
+    if dice.often(0.3):
+        yield f"--window-size {dice.number(0, 12)},0"
+        if dice.often(0.5):
+            listed = ",".join(str(dice.of(0, 1)) for _ in range(layers))
+            yield f"--window-attn-skip-freq {dice.of('2', '3', f'[{listed}]')}"
+
+
+_SINGLE_BIASES = ("--add-qkv-bias", "--add-proj-bias", "--add-mlp-bias")
+
+
 def _family(dice: Dice, must_be_untied: bool) -> Iterable[str]:
     if dice.often(0.5):
         yield "--swiglu"
     if dice.often(0.5):
         yield "--disable-bias-linear"
-        if dice.often(0.4):
-            yield "--add-qkv-bias"
+        yield from (flag for flag in _SINGLE_BIASES if dice.often(0.3))
     if dice.often(0.5) or (must_be_untied and not dice.careless()):
         yield "--untie-embeddings-and-output-weights"
     if dice.often(0.3):

@@ -43,6 +43,9 @@ def traits(config: RunConfig) -> set[tuple[str, object]]:
         ("position_embedding_type", config.model.position_embedding_type): True,
         ("position_embedding_type", "yarn"): config.model.rope_scaling_type == "yarn",
         ("rope_scaling_type", config.model.rope_scaling_type): True,
+        ("window", bool(config.model.window_size)): grid.context > 1,
+        ("bias of the projection", config.model.add_proj_bias): grid.tensor > 1,
+        ("bias of MLPs", config.model.add_mlp_bias): grid.tensor > 1,
         ("normalization", config.model.normalization): True,
         ("sequence_parallel", parallel.sequence_parallel): grid.tensor > 1,
         ("tied", not config.model.untie_embeddings_and_output_weights): grid.pipeline > 1,
@@ -85,7 +88,7 @@ def test_a_few_hundred_draws_cover_everything_and_few_are_refused() -> None:
     ).split()
     assert {(name, value) for name in settings for value in available(name)} <= seen
     switches = (
-        "sequence_parallel|tied|uneven|written out|several kinds of balancing|experts cut otherwise|capacity|expert bias|"
+        "window|bias of the projection|bias of MLPs|sequence_parallel|tied|uneven|written out|several kinds of balancing|experts cut otherwise|capacity|expert bias|"
         "groups of experts|shared expert|gate"
     ).split("|")
     assert {(name, on) for name in switches for on in (True, False)} <= seen

@@ -116,9 +116,20 @@ def test_the_twin_keeps_layout_and_structure() -> None:
     assert small.optim.clip_grad == 0.5 and small.model.init_method_std == 0.1
 
 
+def test_windows_and_stretched_positions_act_in_the_twin() -> None:
+    """A window of thousands of tokens, or waves as long, would change nothing in its short sequences."""
+    small = twin("--preset llama3.1-8b --window-size 4095,0").model
+    assert small.window_size[0] < small.seq_length - 1 and small.rope_scaling_type == "llama3"
+    assert small.rope_scaling_original_max_position_embeddings == small.seq_length // 2
+    plain = twin("--preset llama3-8b").model
+    assert plain.window_size == () and plain.rope_scaling_original_max_position_embeddings is None
+
+
 @pytest.mark.parametrize(
     ("words", "layers"),
     [
+        ("--num-layers 6 --window-size 4,0 --window-attn-skip-freq [1,1,0]*2", [6]),
+        ("--num-layers 6 --window-size 4,0 --window-attn-skip-freq 3", [2]),
         ("--pp_size 2 --num-layers 64", [2, 2]),
         ("--pp_size 2 --num-layers 63", [3, 2]),
         ("--pp_size 2 --num-layers 64 --virtual-pipeline-model-parallel-size 2", [2, 2, 2, 2]),

@@ -1,0 +1,43 @@
+"""What single families add to a model — stretched positions, windows, single biases — meets every axis: against one process."""
+
+import pytest
+
+from pentatron.train.comparison import disagreements, failures, gaps
+from tests.parity.cases import Layout
+from tests.parity.test_parity import on_one_process, reference, spread
+
+LLAMA3 = "--rope-scaling-type llama3 --rope-scaling-original-max-position-embeddings 8"
+YARN = "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings 8"
+BIASES = "--add-qkv-bias --add-proj-bias --add-mlp-bias"
+# Sequences of 16: chunks of 4 on two context ranks, so that windows end inside and beyond them.
+WINDOWS = "--window-size 5,0 --window-attn-skip-freq [1,0,0,1]"
+NARROW = "--window-size 2,0"
+
+TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+SP = "--sequence-parallel"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+LAYOUTS = (
+    Layout("tp2 sp", 2, f"{TP} {SP}", both=f"{BIASES} {LLAMA3} {WINDOWS}", micro_batch=4),
+    Layout("pp2", 2, PP, both=f"{WINDOWS} {YARN}", micro_batch=4),
+    Layout("cp2 p2p full", 2, f"{CP} {FULL}", both=f"{WINDOWS} {YARN}", micro_batch=8),
+    Layout(
+        "tp2 cp2 allgather", 4, f"{TP} {CP} --cp-comm-type all_gather", both=f"{NARROW} {BIASES} {LLAMA3}"
+    ),
+    Layout("pp2 cp2 a2a", 4, f"{PP} {CP} --cp-comm-type a2a", both=f"{NARROW} {BIASES} {YARN}"),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_layout_computes_the_same_numbers(layout: Layout) -> None:
+    ranks = spread(layout, "llama")
+    assert failures(gaps(ranks, reference(layout, "llama"))) == []
+    assert disagreements(ranks) == []
+
+
+@pytest.mark.parametrize("feature", [LLAMA3, YARN, WINDOWS, NARROW])
+def test_a_feature_that_is_left_out_is_seen(feature: str) -> None:
+    plain = Layout("", 1, "")
+    with_it = Layout("", 1, "", both=feature)
+    expected = on_one_process(with_it.alone("llama"))
+    assert failures(gaps([reference(plain, "llama")], expected)) != []
