@@ -1,7 +1,11 @@
 """Training that begins with weights from elsewhere: a Hugging Face folder, another run's checkpoints, an import."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pentatron.train.resume as resume_module
 from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.cli.loaded import learn_from_loaded
+from pentatron.cli.main import main
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.errors import ConfigError, UserError
@@ -305,3 +310,39 @@ def test_weights_alone_in_half_precision_are_a_beginning_too(
         train(tmp_path / "a", f"--load {own} --train-iters {steps} --lr-decay-iters 6")
     assert len(losses(tmp_path / "a")) == 6
     assert {path.name for path in own.glob("step-*")} == {"step-00000000", "step-00000004", "step-00000006"}
+
+
+def test_the_commands_say_what_they_will_load(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(models["qwen2"], tmp_path / "model"))
+    (model / "tokenizer.json").touch()
+    words = (
+        f"--load {model} --device cpu --train-iters 2 --data-path corpus --run-dir {tmp_path / 'a'}".split()
+    )
+    assert main(["config", *words]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"hidden_size +32 +loaded from {model}\n", shown)
+    assert f"note: tokenizer from {model}\n" in shown and "note: architecture from " in shown
+    assert main(["layout", "--load", str(model), "--pp_size", "2"]) == 0
+    assert "made up" not in capsys.readouterr().out
+    assert main(["train", *words, "--num-layers", "3"]) == 2
+    assert f"{model} holds a model with --num-layers 2, but the command line says --num-layers 3" in (
+        capsys.readouterr().err
+    )
+    assert main(["config", *words, "--fresh", "--save", str(model)]) == 2
+    assert f"--fresh would move {model} aside" in capsys.readouterr().err
+
+
+def test_a_command_trains_from_a_folder(models: dict[str, Path], tmp_path: Path) -> None:
+    words = f"--hf {models['qwen2']} {RUN} --device cpu --train-iters 2 --run-dir {tmp_path}"
+    ran = subprocess.run(
+        [sys.executable, "-m", "pentatron", "train", *words.split()],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert f"the weights come from {models['qwen2']}; training begins at step 0" in ran.stdout
+    assert len(losses(tmp_path)) == 2
