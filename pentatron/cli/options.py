@@ -8,25 +8,46 @@ from pentatron.config.flags import did_you_mean, is_flag, normal
 
 
 def read_options(
-    words: Sequence[str], defaults: Mapping[str, int | float], command: str
+    words: Sequence[str],
+    defaults: Mapping[str, int | float | str],
+    command: str,
+    also: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Options with the type of their default, and the words that are no options."""
-    options, plain, queue = dict(defaults), [], list(words)
+    """Options with the type of their default, and the words that are no options.
+
+    An option whose default is False takes no value. `also` has further spellings of options; after `--` no word is one.
+    """
+    options: dict[str, Any] = dict(defaults)
+    plain: list[str] = []
+    queue = list(words)
     while queue:
         word = queue.pop(0)
+        if word == "--":
+            return options, [*plain, *queue]
         if not is_flag(word):
             plain.append(word)
             continue
-        name = normal(word)
+        name = (also or {}).get(normal(word), normal(word))
         if name not in options:
             raise UserError(
                 f"unknown flag {word}{did_you_mean(name, options, '--')}; {command} --help lists them"
             )
-        written = word.partition("=")[2] or (queue.pop(0) if queue else "")
-        kind = type(defaults[name])
-        try:
-            options[name] = kind(written)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise UserError(f"--{name} wants {wanted}, not '{written}'") from None
+        if defaults[name] is False:
+            if "=" in word:
+                raise UserError(f"--{name} takes no value")
+            options[name] = True
+        else:
+            written = word.partition("=")[2] or (queue.pop(0) if queue else "")
+            options[name] = _value(name, defaults[name], written)
     return options, plain
+
+
+def _value(name: str, default: int | float | str, written: str) -> int | float | str:
+    kind = type(default)
+    if kind is str and not written:
+        raise UserError(f"--{name} wants a value")
+    try:
+        return kind(written)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise UserError(f"--{name} wants {wanted}, not '{written}'") from None

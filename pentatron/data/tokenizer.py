@@ -77,6 +77,11 @@ class FileTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_as_configured(self, text: str) -> list[int]:
+        """Ids of the text with whatever the file itself puts around it, such as an id that begins every text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast variant leaves out the character offsets, which nobody reads here.
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -103,10 +103,12 @@ class CausalLM(nn.Module):
         labels_BS: Tensor | None = None,
         received_BSD: Tensor | None = None,
         keys: DropoutKeys | None = None,
+        wanted_B: Tensor | None = None,
     ) -> Tensor:
         """The stream for the next stage; where the head is, logits, or the loss of every token if labels are given.
 
-        `received_BSD` is what the stage before made; `keys` choose what dropout drops, without them it is off.
+        `received_BSD` is what the stage before made; `keys` choose what dropout drops, without them it is off. With
+        `wanted_B`, logits are those of one token of each sequence alone.
         """
         if self.embedding is not None:
             x_BSD = self.embedding(tokens_BS, positions_BS, keys)
@@ -119,6 +121,8 @@ class CausalLM(nn.Module):
                 x_BSD = self.recompute(part, self._through, x_BSD, layers, angles, keys)
         if self.final_norm is None:
             return x_BSD
+        if wanted_B is not None:
+            x_BSD = x_BSD[torch.arange(len(wanted_B), device=wanted_B.device), wanted_B][:, None]
         logits_BSV, first_word = self._logits(self.final_norm(x_BSD))
         if labels_BS is None:
             return logits_BSV
@@ -163,19 +167,23 @@ def build_stages(
     moe: MoEConfig,
     parts: Mapping[int, StagePart],
     axes: Axes,
-    seed: int,
+    seed: int | None,
     device: torch.device,
     attention_backend: str = "auto",
     spec: ModuleSpec | TransformerBlockSubmodules | None = None,
 ) -> dict[int, CausalLM]:
-    """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else."""
+    """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else.
+
+    Without a seed the weights are whatever the memory held, for whoever loads all of them.
+    """
     stages = {}
     for number, part in parts.items():
         with device:
             stages[number] = CausalLM(config, moe, part, axes, attention_backend, spec)
     if not config.untie_embeddings_and_output_weights:
         _tie_ends(list(stages.values()))
-    draw_weights(held_parameters(*stages.values()), seed, config.init_method_std)
+    if seed is not None:
+        draw_weights(held_parameters(*stages.values()), seed, config.init_method_std)
     return stages
 
 

@@ -1,41 +1,214 @@
-"""Continuing a text, token by token."""
+"""Continuing texts, token by token, with a model that may be spread over tensor and pipeline ranks.
 
-from collections.abc import Iterator, Sequence
+Every rank runs the same loop. Stages run one after the other for each token; where the logits are, one rank chooses and
+tells all others.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import Tensor
 
+from pentatron.config.errors import AgreedError, UserError
+from pentatron.layout.actions import Schedule
+from pentatron.layout.schedules import forward_schedule, looped_placement
 from pentatron.models.causal_lm import CausalLM
+from pentatron.models.sampling import Choice, Sampling, choose
+from pentatron.nn.kv_cache import KVCache, Pass, keeping
+from pentatron.parallel.collectives import all_gather_into, broadcast_
+from pentatron.parallel.executor import Executor
+from pentatron.parallel.messages import open_messages
+from pentatron.parallel.world import World, single_process
+
+# Why a text ends: at a stop token, at as many tokens as were asked for, or where the model has no more positions.
+End = Literal["stop", "length", "positions"]
+# Prompts are read in parts of so many tokens, which bounds the memory that reading takes.
+READ_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class GenerationModel:
+    """A model that can continue texts: this rank's stages, and how a forward runs through those of all ranks."""
+
+    stages: Mapping[int, CausalLM]
+    world: World
+    executor: Executor
+    schedule: Schedule
+    hidden_size: int
+    vocab_size: int
+    positions: int
+
+    @property
+    def chooser(self) -> int:
+        """The rank that chooses: the first of those that have logits."""
+        return self.world.everyone.size // self.world.grid.pipeline * (self.world.grid.pipeline - 1)
+
+
+def generation_model(
+    stages: Mapping[int, CausalLM], world: World, hidden_size: int, vocab_size: int, positions: int
+) -> GenerationModel:
+    """One stage on each pipeline rank. Every rank of the world must call this: it may make process groups."""
+    weight = next(next(iter(stages.values())).parameters())
+    executor = Executor(open_messages(world), world.at.pipeline, weight.dtype, world.device)
+    schedule = forward_schedule(looped_placement(world.grid.pipeline, 1), 1)
+    return GenerationModel(stages, world, executor, schedule, hidden_size, vocab_size, positions)
+
+
+@dataclass(frozen=True)
+class Made:
+    """One more token of the `number`-th text, or its end, or both. A stop token is not part of the text."""
+
+    number: int
+    choice: Choice | None
+    end: End | None
 
 
 @torch.no_grad()
 def generate(
-    model: CausalLM,
-    prompt: Sequence[int],
-    max_tokens: int,
-    context: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-    stop: int | None = None,
-) -> Iterator[int]:
-    """Yields the tokens that follow the prompt; temperature 0 takes the likeliest one each time."""
-    device = next(model.parameters()).device
-    # Drawn on the CPU, so that a seed gives the same text on every device.
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        window = torch.tensor([tokens[-context:]], device=device)
-        positions = torch.arange(window.shape[1], device=device)[None]
-        logits = model(window, positions)[0, -1, : model.vocab_size].float().cpu()
-        token = _choose(logits, temperature, top_k, generator)
-        if token == stop:
-            return
-        tokens.append(token)
-        yield token
+    model: GenerationModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: Collection[int] = (),
+    first_number: int = 0,
+) -> Iterator[Made]:
+    """Continues all prompts together; each text is what it would be alone. The first prompt has number `first_number`."""
+    require_room(prompts, model.vocab_size, model.positions)
+    rooms = [model.positions - len(prompt) for prompt in prompts]
+    most = [min(max_new_tokens, room) for room in rooms]
+    generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
+    cache = KVCache(max(len(prompt) + count for prompt, count in zip(prompts, most)))
+    layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
+    with keeping(layers, cache):
+        logits = _read(model, cache, prompts)
+        # Of every text the token to go on from, and its position; one that has ended stays where it is.
+        last, at = [prompt[-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts]
+        going = set(range(len(prompts)))
+        made = [0] * len(prompts)
+        while True:
+            for row, choice in _choices(model, logits, sorted(going), sampling, generators):
+                made[row] += 1
+                if choice.token in stop:
+                    yield Made(first_number + row, None, "stop")
+                    going.discard(row)
+                    continue
+                full: End = "length" if most[row] == max_new_tokens else "positions"
+                end = full if made[row] == most[row] else None
+                yield Made(first_number + row, choice, end)
+                if end is not None:
+                    going.discard(row)
+                last[row], at[row] = choice.token, at[row] + (end is None)
+            if not going:
+                return
+            cache.begin(Pass(tuple(at), 1))
+            logits = _forward(model, cache.now, torch.tensor(last)[:, None], [0] * len(prompts))
 
 
-def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    values, ids = logits.topk(min(top_k, logits.numel()))
-    return int(ids[torch.multinomial(torch.softmax(values / temperature, 0), 1, generator=generator)])
+def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int) -> None:
+    """A prompt must have a token, all of them known to the model, and leave room for one more."""
+    for number, prompt in enumerate(prompts):
+        name = f"prompt {number + 1}" if len(prompts) > 1 else "the prompt"
+        if not prompt:
+            raise UserError(f"{name} has no token; give at least one")
+        if len(prompt) >= positions:
+            raise UserError(
+                f"{name} has {len(prompt)} tokens, and the model is made for {positions} in all; shorten it"
+            )
+        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise UserError(
+                f"{name} holds token {wrong}, and the model knows the tokens 0 to {vocab_size - 1}; is this its tokenizer?"
+            )
+
+
+def _read(model: GenerationModel, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tensor | None:
+    """This rank's logits of the token after each prompt; shorter prompts are filled up at the end."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    found: Tensor | None = None
+    for start in range(0, longest, READ_AT_ONCE):
+        part = tokens[:, start : start + READ_AT_ONCE]
+        cache.begin(Pass((start,) * len(prompts), part.shape[1]))
+        places = [len(prompt) - 1 - start for prompt in prompts]
+        inside = [place if 0 <= place < part.shape[1] else 0 for place in places]
+        logits = _forward(model, cache.now, part, inside)
+        if logits is not None:
+            ends_here = torch.tensor([p == i for p, i in zip(places, inside)], device=logits.device)
+            found = logits if found is None else torch.where(ends_here[:, None], logits, found)
+    return found
+
+
+def _forward(model: GenerationModel, now: Pass, tokens_BS: Tensor, wanted: Sequence[int]) -> Tensor | None:
+    """One pass of all stages. Where the head is, this rank's part of the logits of each sequence's wanted token."""
+    device = model.world.device
+    program = _OnePass(
+        model, tokens_BS.to(device), now.positions(device), torch.tensor(wanted, device=device)
+    )
+    model.executor.evaluate(model.schedule, program)
+    return program.logits_BV
+
+
+class _OnePass:
+    """What the executor runs."""
+
+    def __init__(
+        self, model: GenerationModel, tokens_BS: Tensor, positions_BS: Tensor, wanted_B: Tensor
+    ) -> None:
+        self.model = model
+        self.tokens_BS, self.positions_BS, self.wanted_B = tokens_BS, positions_BS, wanted_B
+        self.logits_BV: Tensor | None = None
+
+    def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        made: Tensor = self.model.stages[stage](
+            self.tokens_BS, self.positions_BS, received_BSD=received, wanted_B=self.wanted_B
+        )
+        if stage < self.model.schedule.placement.stages - 1:
+            return made
+        self.logits_BV = made[:, 0]
+        # The executor adds up losses; there are none.
+        return made.new_zeros(())
+
+    def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+        return *self.tokens_BS.shape, self.model.hidden_size
+
+
+def _choices(
+    model: GenerationModel,
+    logits_BV: Tensor | None,
+    rows: Sequence[int],
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+) -> list[tuple[int, Choice]]:
+    """What one rank chose for these rows, on every rank."""
+    world = model.world
+    # Token and logprob, in host memory: fp64 holds any id exactly.
+    told = torch.full((len(rows), 2), -1.0, dtype=torch.float64)
+    if logits_BV is not None:
+        of_all_BV = _whole_vocabulary(logits_BV, model)
+        if world.everyone.rank == model.chooser:
+            for place, row in enumerate(rows):
+                if of_all_BV[row].isfinite().all():
+                    choice = choose(of_all_BV[row], sampling, generators[row])
+                    told[place] = torch.tensor((choice.token, choice.logprob), dtype=torch.float64)
+    broadcast_(told, world.everyone, model.chooser)
+    if told[:, 0].min() < 0:
+        raise AgreedError(
+            "the model's logits are not finite numbers, so there is no next token; check the weights, or try --dtype float32"
+        )
+    return [(row, Choice(int(token), logprob)) for row, (token, logprob) in zip(rows, told.tolist())]
+
+
+def _whole_vocabulary(logits_BV: Tensor, model: GenerationModel) -> Tensor:
+    """From every tensor rank's part, without the padding, in host memory."""
+    group = model.world.tensor
+    parts = logits_BV.new_empty(group.size, *logits_BV.shape)
+    all_gather_into(parts.flatten(0, 1), logits_BV.contiguous(), group)
+    return parts.movedim(0, 1).flatten(1)[:, : model.vocab_size].float().cpu()
+
+
+def alone(model: CausalLM, hidden_size: int, positions: int) -> GenerationModel:
+    """A whole model on one process."""
+    world = single_process(next(model.parameters()).device)
+    return generation_model({0: model}, world, hidden_size, model.vocab_size, positions)

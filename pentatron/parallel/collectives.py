@@ -165,6 +165,13 @@ def largest(number: int, group: Group) -> int:
     return int(all_reduce_max_(torch.tensor(number), group).item())
 
 
+def broadcast_(tensor: Tensor, group: Group, source: int) -> Tensor:
+    """Overwrites the tensor with what rank `source` of the group has in its own."""
+    if group.size > 1:
+        dist.broadcast(tensor, group=group.process_group, group_src=source)
+    return tensor
+
+
 def broadcast_object(value: Any, group: Group) -> Any:
     """Rank 0's small Python value on every rank."""
     if group.size == 1:

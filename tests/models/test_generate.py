@@ -1,35 +1,149 @@
+"""Generation with a cache against the plain model, which reads everything anew for each token."""
+
+import pytest
 import torch
 
-from pentatron.models.causal_lm import build_model
-from pentatron.models.generate import generate
-from tests.support import LLAMA, model_config
+from pentatron.config.errors import UserError
+from pentatron.models import generate as generation
+from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.models.generate import GenerationModel, Made, alone, generate
+from pentatron.models.sampling import Sampling
+from pentatron.nn import kv_cache
+from tests.support import LLAMA, resolved
+
+CPU = torch.device("cpu")
+GREEDY = Sampling()
+UNTIED = "--untie-embeddings-and-output-weights --init-method-std 0.3 --max-position-embeddings 40"
+FAMILIES = {
+    "gpt2": "",
+    "llama": f"{LLAMA} --group-query-attention --num-query-groups 2",
+    "half rotated": f"{LLAMA} --rotary-percent 0.5 --rotary-interleaved --group-query-attention --num-query-groups 1",
+    "qk norm, wide heads": f"{LLAMA} --qk-layernorm --kv-channels 24 --add-qkv-bias",
+    "llama3 rope": f"{LLAMA} --use-rope-scaling",
+    "experts": f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16",
+}
+RAGGED = ((1, 2, 3), (17, 8, 45, 10, 11, 60, 13, 5, 9), (5,), (7, 7, 30, 2, 19))
 
 
-def made(temperature: float, seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), **more: int) -> list[int]:
-    model = build_model(model_config(LLAMA), 1, torch.device("cpu")).eval()
-    return list(generate(model, prompt, 20, context=16, temperature=temperature, seed=seed, **more))
+def built(words: str) -> GenerationModel:
+    config = resolved(f"{words} {UNTIED}").config
+    model = build_model(config.model, 1, CPU, moe=config.moe).eval()
+    assert config.model.max_position_embeddings == 40
+    return alone(model, config.model.hidden_size, 40)
 
 
-def test_temperature_zero_takes_the_likeliest_token_of_the_window() -> None:
-    model = build_model(model_config(LLAMA), 1, torch.device("cpu")).eval()
-    tokens = [1, 2, 3]
-    for token in made(0.0):
-        window = torch.tensor([tokens[-16:]])
-        logits = model(window, torch.arange(window.shape[1])[None])[0, -1, :61]
-        assert token == int(logits.argmax())
-        tokens.append(token)
-    assert len(tokens) == 23, "longer than the context"
+def collected(events: list[Made], count: int) -> tuple[list[list[int]], list[list[float]]]:
+    of_each = [[e.choice for e in events if e.number == n and e.choice is not None] for n in range(count)]
+    return [[c.token for c in each] for each in of_each], [[c.logprob for c in each] for each in of_each]
 
 
-def test_one_seed_gives_one_text_and_another_another() -> None:
-    assert made(1.0, seed=1) == made(1.0, seed=1) != made(1.0, seed=2)
-    assert all(0 <= token < 61 for token in made(5.0)), "padding of the vocabulary is never chosen"
+def whole_model(model: GenerationModel) -> CausalLM:
+    return model.stages[0]
 
 
-def test_the_stop_token_ends_the_text() -> None:
-    everything = made(1.0, seed=4)
-    assert made(1.0, seed=4, stop=everything[5]) == everything[: everything.index(everything[5])]
+@torch.no_grad()
+def reread(model: GenerationModel, prompt: tuple[int, ...], made: list[int]) -> torch.Tensor:
+    """The log-probabilities after the prompt and after every token, by the whole model at once: [made, V]."""
+    tokens = torch.tensor([[*prompt, *made]])
+    logits = whole_model(model)(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) - 1 : -1, :61]
+    return logits.double().log_softmax(-1)
 
 
-def test_top_k_of_one_is_greedy() -> None:
-    assert made(1.0, top_k=1) == made(0.0)
+@pytest.mark.parametrize("at_once", [1024, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_any_length_together_are_as_each_alone_without_a_cache(
+    family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "READ_AT_ONCE", at_once)
+    model = built(FAMILIES[family])
+    tokens, logprobs = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
+    assert len({token for text in tokens for token in text}) > 8, "a model that repeats itself shows little"
+    for prompt, found, given in zip(RAGGED, tokens, logprobs):
+        expected = reread(model, prompt, found)
+        assert found == expected.argmax(-1).tolist() and len(found) == 12
+        assert given == pytest.approx(expected.amax(-1).tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("mistake", ["sees the filling", "positions of the longest"])
+def test_filling_that_is_seen_would_show(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(FAMILIES["llama"])
+    right = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
+    if mistake == "sees the filling":
+        plain = kv_cache._visible
+        monkeypatch.setattr(kv_cache, "_visible", lambda *given: torch.ones_like(plain(*given)))
+    else:
+        monkeypatch.setattr(
+            kv_cache.Pass, "positions", lambda p, device: torch.arange(p.end - p.length, p.end).expand(4, -1)
+        )
+    wrong = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
+    assert wrong[1][1] == pytest.approx(right[1][1], abs=2e-5), "the longest prompt has no filling"
+    for number in (0, 2, 3):
+        assert max(abs(a - b) for a, b in zip(wrong[1][number], right[1][number])) > 1e-3
+
+
+def test_a_draw_depends_on_seed_and_number_and_on_no_neighbour() -> None:
+    model, hot = built(LLAMA), Sampling(1.5, seed=3)
+    together, _ = collected(list(generate(model, RAGGED, 12, hot)), 4)
+    for number, prompt in enumerate(RAGGED):
+        events = list(generate(model, [prompt], 12, hot, first_number=number))
+        assert [e.choice.token for e in events if e.choice] == together[number]
+        assert {e.number for e in events} == {number}
+    same = collected(list(generate(model, [RAGGED[0]] * 2, 12, hot)), 2)[0]
+    assert same[0] == together[0] != same[1]
+    assert collected(list(generate(model, RAGGED, 12, Sampling(1.5, seed=9))), 4)[0] != together
+
+
+def test_a_text_ends_at_a_stop_token_while_others_go_on() -> None:
+    model = built(FAMILIES["llama"])
+    free, _ = collected(list(generate(model, RAGGED, 12, GREEDY)), 4)
+    stop = {free[1][5]}
+    events = list(generate(model, RAGGED, 12, GREEDY, stop))
+    found, _ = collected(events, 4)
+    for number, text in enumerate(free):
+        places = [place for place, token in enumerate(text) if token in stop]
+        assert found[number] == text[: places[0]] if places else text
+    ends = {e.number: e.end for e in events if e.end is not None}
+    assert ends[1] == "stop" and set(ends.values()) == {"stop", "length"}
+
+
+def test_a_text_ends_where_the_model_has_no_more_positions() -> None:
+    model = built("")
+    events = list(generate(model, [(1, 2), tuple(range(35))], 30, GREEDY))
+    found, logprobs = collected(events, 2)
+    assert [len(text) for text in found] == [30, 5]
+    assert [(e.number, e.end) for e in events if e.end] == [(1, "positions"), (0, "length")]
+    expected = reread(model, tuple(range(35)), found[1])
+    assert logprobs[1] == pytest.approx(expected.amax(-1).tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ([()], "the prompt has no token"),
+        ([(1,), tuple([0] * 40)], "prompt 2 has 40 tokens, and the model is made for 40 in all"),
+        ([(61,)], "token 61, and the model knows the tokens 0 to 60"),
+    ],
+)
+def test_what_cannot_be_continued(prompts: list[tuple[int, ...]], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        list(generate(built(""), prompts, 3, GREEDY))
+
+
+def test_numbers_that_are_none_are_no_text() -> None:
+    model = built("")
+    with torch.no_grad():
+        whole_model(model).layers["1"].mlp_norm.weight[3] = torch.nan
+    with pytest.raises(UserError, match="logits are not finite"):
+        list(generate(model, [(1, 2)], 3, GREEDY))
+
+
+def test_attention_that_cannot_remember_is_refused() -> None:
+    class Scaled(kv_cache.DotProductAttention):
+        pass
+
+    model = built("")
+    attention = whole_model(model).layers["0"].attention
+    attention.core_attention.__class__ = Scaled
+    with pytest.raises(UserError, match="this model has Scaled"):
+        list(generate(model, [(1, 2)], 3, GREEDY))
+    assert isinstance(attention.core_attention, Scaled), "left as it was"

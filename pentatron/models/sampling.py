@@ -1,0 +1,66 @@
+"""Which token comes next: from the logits of a model to one choice.
+
+Everything here happens on the CPU in fp64, so that a seed gives the same text on every device and in every layout, as far as
+their logits agree.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 always takes the likeliest token. `top_k` 0 and `top_p` 1 leave out nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def generator(self, number: int) -> torch.Generator:
+        """Of the `number`-th prompt. Each has its own, so that a prompt's text does not depend on those beside it."""
+        return torch.Generator().manual_seed(self.seed + number)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token, and the logarithm of the probability the model itself gave it: at temperature 1, nothing left out."""
+
+    token: int
+    logprob: float
+
+
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
+    logits_V = logits_V.double()
+    if sampling.greedy:
+        token = int(logits_V.argmax())
+    else:
+        # Tokens stay in the order of their ids: where two are equally likely but for rounding, sorting would let the
+        # rounding decide which of them the same random number means.
+        reached_V = probabilities(logits_V, sampling).cumsum(0)
+        drawn = torch.rand(1, dtype=torch.float64, generator=generator) * reached_V[-1]
+        token = int(torch.searchsorted(reached_V, drawn, right=True))
+    return Choice(token, float(logits_V.log_softmax(0)[token]))
+
+
+def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """Of every token, by temperature, then the `top_k` likeliest, then the fewest that reach `top_p` together."""
+    scaled_V = logits_V.double() / sampling.temperature
+    if 0 < sampling.top_k < len(scaled_V):
+        least = scaled_V.topk(sampling.top_k).values[-1]
+        scaled_V = scaled_V.masked_fill(scaled_V < least, -torch.inf)
+    found_V = scaled_V.softmax(0)
+    if sampling.top_p < 1:
+        sorted_V, order_V = found_V.sort(descending=True, stable=True)
+        # A token stays if those before it do not reach the share yet; so the first one always does.
+        enough_V = sorted_V.cumsum(0) - sorted_V >= sampling.top_p
+        enough_V[0] = False
+        found_V[order_V[enough_V]] = 0
+        found_V /= found_V.sum()
+    return found_V

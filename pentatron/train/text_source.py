@@ -1,0 +1,185 @@
+"""Where a model to generate with comes from: a run, its checkpoints, one step of them, or a Hugging Face folder."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from pentatron.checkpoint.load import load_fragments
+from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, Manifest, read_manifest, verify_files
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.tensor_file import DTYPES
+from pentatron.config.errors import UserError
+from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.config.training import DataConfig
+from pentatron.data.tokenizer import FileTokenizer, Tokenizer
+from pentatron.hf.architecture import settings_of
+from pentatron.hf.folder import CONFIG, open_folder
+from pentatron.hf.weights import load_weights
+from pentatron.models.causal_lm import CausalLM
+from pentatron.parallel.pieces import Held, fragments_of, held_parameters
+from pentatron.train.datasets import configured_tokenizer
+from pentatron.train.router_loads import kept_by_routers, loads_of
+
+T = TypeVar("T", TransformerConfig, MoEConfig)
+
+# What an import keeps of the folder it came from, beside the steps.
+_ORIGIN = "huggingface"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be loaded, in whatever parts. `fill` overwrites the weights of stages that exist.
+
+    `follows_file`: prompts begin with what the tokenizer's own file puts there (`<s>`, say), as in the Hugging Face model.
+    """
+
+    folder: Path
+    model: TransformerConfig
+    moe: MoEConfig
+    fill: Callable[[Iterable[CausalLM], torch.dtype, torch.device], None]
+    tokenizer: Callable[[], Tokenizer | None]
+    stop: frozenset[int]
+    follows_file: bool
+
+
+def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
+    """The step or the Hugging Face folder that `name` means, and a sentence about each newer step that is damaged."""
+    path = Path(name)
+    if (path / FILE_NAME).exists():
+        return _one_step(path, verify), []
+    if (path / CONFIG).exists():
+        return path, []
+    inside = path / "checkpoints"
+    store = CheckpointStore(inside if inside.is_dir() else path, keep=None)
+    found, complaints = store.newest_valid(verify, set_aside=False)
+    if found is not None:
+        return found.folder, complaints
+    if complaints:
+        raise UserError(
+            f"{store.folder} holds no usable checkpoint ({complaints[0]}); train first, or name the folder given to --save"
+        )
+    if not path.is_dir():
+        raise UserError(
+            f"the folder {path} does not exist; name a run, its checkpoints or a Hugging Face folder"
+        )
+    raise UserError(
+        f"{store.folder} holds no usable checkpoint (none was saved yet) and no config.json of a Hugging Face model; train "
+        f"first, or name the folder given to --save"
+    )
+
+
+def _one_step(folder: Path, verify: bool) -> Path:
+    try:
+        manifest = read_manifest(folder)
+        if verify:
+            verify_files(folder, manifest)
+    except DamagedCheckpoint as damage:
+        raise UserError(f"{damage}; name another step") from None
+    return folder
+
+
+def open_source(folder: Path) -> Source:
+    """What `find_weights` found."""
+    return _open_step(folder) if (folder / FILE_NAME).exists() else _open_hugging_face(folder)
+
+
+def _open_hugging_face(folder: Path) -> Source:
+    with open_folder(folder) as opened:
+        settings = settings_of(opened.config)
+    settings["padded_vocab_size"] = settings["vocab_size"]
+    model, moe = _section(TransformerConfig, settings), _section(MoEConfig, settings)
+
+    def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
+        wanted = []
+        for stage in stages:
+            for held in held_parameters(stage):
+                held.parameter.data = torch.zeros(held.parameter.shape, dtype=dtype, device=device)
+                wanted += [f for _, f in fragments_of(held, held.parameter.data.view(-1))]
+            stage.to(device)
+        with open_folder(folder) as opened:
+            load_weights(opened, model, moe, wanted, allow_narrowing=True)
+
+    def tokenizer() -> Tokenizer | None:
+        return FileTokenizer(folder) if (folder / "tokenizer.json").exists() else None
+
+    return Source(folder, model, moe, fill, tokenizer, _stop_tokens(folder), follows_file=True)
+
+
+def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in settings.items() if name in names})
+
+
+def _open_step(folder: Path) -> Source:
+    manifest = read_manifest(folder)
+    config = manifest.config
+    model = TransformerConfig(**_tuples(config["model"]))
+    moe = MoEConfig(**_tuples(config["moe"]))
+    origin = folder.parent / _ORIGIN
+
+    def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
+        for stage in stages:
+            for held in held_parameters(stage):
+                _fill_from_step(folder, manifest, held, dtype, device)
+            load_fragments(folder, manifest, kept_by_routers(loads_of(stage)))
+            stage.to(device)
+
+    return Source(
+        folder,
+        model,
+        moe,
+        fill,
+        lambda: _tokenizer_of_step(folder, config),
+        _stop_tokens(origin),
+        follows_file=(origin / "tokenizer.json").exists(),
+    )
+
+
+def _fill_from_step(
+    folder: Path, manifest: Manifest, held: Held, dtype: torch.dtype, device: torch.device
+) -> None:
+    """One parameter at a time, so that no more than that is here in the type it is stored as."""
+    name = f"weights/{held.tensor}"
+    stored = DTYPES[manifest.tensors[name].dtype] if name in manifest.tensors else torch.float32
+    # Zeros, for padding that no checkpoint has.
+    values = torch.zeros(held.parameter.shape, dtype=stored)
+    wanted = [replace(f, tensor=name) for _, f in fragments_of(held, values.view(-1))]
+    load_fragments(folder, manifest, wanted)
+    held.parameter.data = values.to(device, dtype)
+
+
+def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+
+
+def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
+    checkpoints = folder.parent
+    run = Path(config["run"]["run_dir"] or checkpoints.parent)
+    candidates = (
+        checkpoints / _ORIGIN / "tokenizer.json",
+        *(place / "data" / "tokenizer.json" for place in (checkpoints.parent, checkpoints, run)),
+    )
+    for path in candidates:
+        if path.exists():
+            return FileTokenizer(path)
+    return configured_tokenizer(DataConfig(**_tuples(config["data"])), config["model"]["vocab_size"])
+
+
+def _stop_tokens(folder: Path) -> frozenset[int]:
+    """What generation_config.json, or else config.json, says ends a text: one token or several."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path} is not a JSON object ({error}); repair or remove it") from None
+        tokens = found if isinstance(found, list) else [found]
+        if found is not None and all(type(token) is int for token in tokens):
+            return frozenset(tokens)
+    return frozenset()

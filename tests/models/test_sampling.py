@@ -1,0 +1,72 @@
+"""Which token is drawn, judged by probabilities; those of `transformers` are the oracle."""
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from pentatron.models.sampling import Sampling, choose, probabilities
+
+LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 1.1, 0.3, -4.0, 1.9])
+# Of equal tokens at the edge of what is left out, either may stay.
+UNEQUAL = LOGITS + 0.01 * torch.arange(8)
+
+
+def theirs(sampling: Sampling) -> torch.Tensor:
+    scores = UNEQUAL[None].double()
+    warpers = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (3, 1.0), (5, 1.0), (99, 1.0), (0, 0.2), (0, 0.5), (0, 0.9), (4, 0.6)]
+)
+def test_probabilities(temperature: float, top_k: int, top_p: float) -> None:
+    sampling = Sampling(temperature, top_k, top_p)
+    torch.testing.assert_close(probabilities(UNEQUAL, sampling), theirs(sampling))
+
+
+def test_by_hand() -> None:
+    """Probabilities of 1/2, 1/4, 1/8, 1/8: the second token is what reaches 0.6."""
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert probabilities(logits, Sampling(1.0, top_p=0.6)).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
+    assert probabilities(logits, Sampling(1.0, top_p=0.4)).tolist() == [1, 0, 0, 0]
+    assert probabilities(logits, Sampling(1.0, top_k=3)).tolist() == pytest.approx([0.5, 0.25, 0.125, 0.125])
+
+
+def test_what_is_drawn_has_these_probabilities() -> None:
+    sampling = Sampling(1.3, top_k=6, top_p=0.9)
+    generator, draws = sampling.generator(0), 1500
+    drawn = torch.tensor([choose(LOGITS, sampling, generator).token for _ in range(draws)])
+    expected = probabilities(LOGITS, sampling) * draws
+    found = drawn.bincount(minlength=len(LOGITS)).double()
+    assert torch.equal(found == 0, expected == 0), "what is left out is never drawn, what is not, is"
+    assert ((found - expected).abs() <= 4 * expected.sqrt()).all()
+
+
+def test_the_likeliest_token_and_the_models_own_probability() -> None:
+    choice = choose(LOGITS, Sampling(), Sampling().generator(0))
+    assert choice.token == 1, "the first of two equals"
+    assert choice.logprob == pytest.approx(float(LOGITS.log_softmax(0)[1]))
+    cold = Sampling(0.01, top_k=1)
+    assert choose(LOGITS, cold, cold.generator(0)).logprob == choice.logprob, "before temperature and top-k"
+    assert choose(LOGITS[:2], cold, cold.generator(0)).token == 1
+
+
+def test_rounding_of_the_logits_does_not_reorder_the_draws() -> None:
+    """Another layout rounds otherwise: tokens that were equal are not, and yet a seed draws the same ones."""
+    sampling = Sampling(1.0, seed=7)
+    noise = 1e-6 * torch.randn(8, generator=torch.Generator().manual_seed(1))
+
+    def drawn(logits: torch.Tensor) -> list[int]:
+        generator = sampling.generator(0)
+        return [choose(logits, sampling, generator).token for _ in range(200)]
+
+    assert drawn(LOGITS) == drawn(LOGITS + noise)
+    assert drawn(LOGITS) != drawn(LOGITS.flip(0))

@@ -1,0 +1,34 @@
+"""Texts from a Hugging Face folder, by one process or by one of several ranks. (Ranks need not import `transformers`.)"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pentatron.models.sampling import Sampling
+from pentatron.parallel.world import connect, single_process
+from pentatron.train.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
+from pentatron.train.text_source import find_weights, open_source
+
+PROMPTS = [[1, 2, 3], [17, 8, 45, 10, 11, 60, 13, 5, 9], [5], [7, 7, 30, 2]]
+NEW = 10
+
+
+def texts(
+    folder: Path, ranks: Ranks, samplings: Sequence[Sampling], stop: frozenset[int] = frozenset()
+) -> tuple[list[list[Text]], int]:
+    """For each sampling those of all prompts; and how many weights this rank holds."""
+    source = open_source(find_weights(str(folder), verify=True)[0])
+    config = settings_of(source, ranks)
+    spread = ranks.world_size > 1
+    cpu = torch.device("cpu")
+    world = connect(config.grid, dist.get_rank(), dist.get_rank(), cpu) if spread else single_process(cpu)
+    stages = load_stages(source, config, world, torch.float32)
+    model = speaking(stages, config, world)
+    # Three at a time: the last prompt is read after the others have ended.
+    found = [
+        list(dict(texts_of(model, PROMPTS, NEW, sampling, stop, at_once=3)).values())
+        for sampling in samplings
+    ]
+    return found, sum(p.numel() for stage in stages.values() for p in stage.parameters())
