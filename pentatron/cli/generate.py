@@ -18,7 +18,7 @@ from pentatron.config.errors import AgreedError, UserError
 if TYPE_CHECKING:
     from pentatron.config.run import RunConfig
     from pentatron.parallel.world import World
-    from pentatron.train.text_source import Source
+    from pentatron.train.text_source import ModelSource
 
 USAGE = """usage: pentatron generate PATH [PROMPT ...] [--option value ...]
 
@@ -262,7 +262,7 @@ def _layout(request: Request) -> str:
     return f"{ranks.tensor} tensor × {ranks.pipeline} pipeline"
 
 
-def _open(request: Request) -> tuple["Source", "RunConfig"]:
+def _open(request: Request) -> tuple["ModelSource", "RunConfig"]:
     from pentatron.train.continue_text import settings_of
     from pentatron.train.text_source import open_source
 
@@ -270,7 +270,7 @@ def _open(request: Request) -> tuple["Source", "RunConfig"]:
     return source, settings_of(source, _ranks(request))
 
 
-def _generate(request: Request, source: "Source", config: "RunConfig", world: "World") -> None:
+def _generate(request: Request, source: "ModelSource", config: "RunConfig", world: "World") -> None:
     import torch
 
     from pentatron.cli.generated import Words, note

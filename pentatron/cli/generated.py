@@ -11,7 +11,7 @@ from pentatron.config.errors import UserError
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.models.generate import require_room
 from pentatron.train.continue_text import Shown, Text
-from pentatron.train.text_source import Source
+from pentatron.train.text_source import ModelSource
 
 
 class Words:
@@ -20,7 +20,9 @@ class Words:
     `prompts` are texts, or token ids themselves.
     """
 
-    def __init__(self, prompts: Sequence[Any], as_tokens: bool, source: Source, tokenizer_model: str) -> None:
+    def __init__(
+        self, prompts: Sequence[Any], as_tokens: bool, source: ModelSource, tokenizer_model: str
+    ) -> None:
         self.prompts, self.as_tokens = prompts, as_tokens
         self.tokenizer = FileTokenizer(Path(tokenizer_model)) if tokenizer_model else source.tokenizer()
         model = source.model
@@ -35,7 +37,7 @@ class Words:
         self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
         require_room(self.ids, model.vocab_size, self.positions)
 
-    def _encoded(self, prompt: str, source: Source) -> list[int]:
+    def _encoded(self, prompt: str, source: ModelSource) -> list[int]:
         assert self.tokenizer is not None
         if source.follows_file and isinstance(self.tokenizer, FileTokenizer):
             return self.tokenizer.encode_as_configured(prompt)

@@ -93,7 +93,7 @@ class KeepingAttention(nn.Module):
         if self.cache.now.is_first:
             made: Tensor = self.inner(q_BNSH, k_BKSH, v_BKSH)
             return made
-        return attend_to_kept(q_BNSH, keys, values, self.cache.now)
+        return attend_to_kept(q_BNSH, keys, values, self.cache.now, self.inner.window)
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def _attention_of(layer: nn.Module) -> SelfAttention | None:
 def attend_to_kept(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, now: Pass, window: int | None = None
 ) -> Tensor:
-    """Attention of the tokens given now to all kept ones up to their own; with a window, to the last so many alone."""
-    first = 0 if window is None else max(0, min(now.starts) - window + 1)
+    """Attention of the tokens given now to all kept ones up to their own; with a window, to no more than so many before."""
+    first = 0 if window is None else max(0, min(now.starts) - window)
     k_BKTH, v_BKTH = (t[:, :, first : now.end] for t in (k_BKTH, v_BKTH))
     mask = None if now.is_even and now.length == 1 else _visible(now, first, window, q_BNSH.device)
     groups, shared = k_BKTH.shape[1], q_BNSH.shape[1] // k_BKTH.shape[1]
@@ -146,4 +146,4 @@ def _visible(now: Pass, first: int, window: int | None, device: torch.device) ->
     slots = torch.arange(first, now.end, device=device)
     positions = now.positions(device)[:, None, :, None]
     seen = slots <= positions
-    return seen if window is None else seen & (slots > positions - window)
+    return seen if window is None else seen & (slots >= positions - window)

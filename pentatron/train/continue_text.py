@@ -19,7 +19,7 @@ from pentatron.models.generate import End, GenerationModel, Made, generate, gene
 from pentatron.models.sampling import Sampling
 from pentatron.parallel.axes import axes_of
 from pentatron.parallel.world import World, single_process
-from pentatron.train.text_source import Source, find_weights, open_source
+from pentatron.train.text_source import ModelSource, find_weights, open_source
 
 REPLACEMENT = "\ufffd"
 
@@ -37,7 +37,7 @@ class Ranks:
         return self.tensor * self.pipeline
 
 
-def settings_of(source: Source, ranks: Ranks) -> RunConfig:
+def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
     """The model in a layout for generation, or why it cannot be spread so."""
     assert source.model.vocab_size is not None
     values: dict[str, Any] = {name: item.default for name, item in table().items()}
@@ -76,7 +76,9 @@ def settings_of(source: Source, ranks: Ranks) -> RunConfig:
     return build(values)
 
 
-def load_stages(source: Source, config: RunConfig, world: World, dtype: torch.dtype) -> dict[int, CausalLM]:
+def load_stages(
+    source: ModelSource, config: RunConfig, world: World, dtype: torch.dtype
+) -> dict[int, CausalLM]:
     """This rank's part of the model, with its weights."""
     parts = {n: config.stages[n] for n in config.placement.stages_of(world.at.pipeline)}
     # Memory that is never touched: each parameter is replaced as it is loaded.

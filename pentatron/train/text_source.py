@@ -17,21 +17,20 @@ from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.hf.architecture import settings_of
-from pentatron.hf.folder import CONFIG, open_folder
+from pentatron.hf.folder import open_folder
 from pentatron.hf.weights import load_weights
 from pentatron.models.causal_lm import CausalLM
 from pentatron.parallel.pieces import Held, fragments_of, held_parameters
 from pentatron.train.datasets import configured_tokenizer
 from pentatron.train.router_loads import kept_by_routers, loads_of
+from pentatron.train.small_files import FOLDER_NAME
+from pentatron.train.sources import find_source
 
 T = TypeVar("T", TransformerConfig, MoEConfig)
 
-# What an import keeps of the folder it came from, beside the steps.
-_ORIGIN = "huggingface"
-
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model that can be loaded, in whatever parts. `fill` overwrites the weights of stages that exist.
 
     `follows_file`: prompts begin with what the tokenizer's own file puts there (`<s>`, say), as in the Hugging Face model.
@@ -51,24 +50,23 @@ def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
     path = Path(name)
     if (path / FILE_NAME).exists():
         return _one_step(path, verify), []
-    if (path / CONFIG).exists():
+    found = find_source(path)
+    if found is not None and found.is_huggingface:
         return path, []
-    inside = path / "checkpoints"
-    store = CheckpointStore(inside if inside.is_dir() else path, keep=None)
-    found, complaints = store.newest_valid(verify, set_aside=False)
     if found is not None:
-        return found.folder, complaints
-    if complaints:
+        store = CheckpointStore(found.folder, keep=None)
+        step, complaints = store.newest_valid(verify, set_aside=False)
+        if step is not None:
+            return step.folder, complaints
         raise UserError(
-            f"{store.folder} holds no usable checkpoint ({complaints[0]}); train first, or name the folder given to --save"
+            f"{store.folder} holds no usable checkpoint ({(complaints or ['all were set aside'])[0]}); put a good one back"
         )
     if not path.is_dir():
         raise UserError(
             f"the folder {path} does not exist; name a run, its checkpoints or a Hugging Face folder"
         )
     raise UserError(
-        f"{store.folder} holds no usable checkpoint (none was saved yet) and no config.json of a Hugging Face model; train "
-        f"first, or name the folder given to --save"
+        f"{path} holds no checkpoint and no Hugging Face model; train first, or name the folder given to --save"
     )
 
 
@@ -82,12 +80,12 @@ def _one_step(folder: Path, verify: bool) -> Path:
     return folder
 
 
-def open_source(folder: Path) -> Source:
+def open_source(folder: Path) -> ModelSource:
     """What `find_weights` found."""
     return _open_step(folder) if (folder / FILE_NAME).exists() else _open_hugging_face(folder)
 
 
-def _open_hugging_face(folder: Path) -> Source:
+def _open_hugging_face(folder: Path) -> ModelSource:
     with open_folder(folder) as opened:
         settings = settings_of(opened.config)
     settings["padded_vocab_size"] = settings["vocab_size"]
@@ -106,7 +104,7 @@ def _open_hugging_face(folder: Path) -> Source:
     def tokenizer() -> Tokenizer | None:
         return FileTokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
-    return Source(folder, model, moe, fill, tokenizer, _stop_tokens(folder), follows_file=True)
+    return ModelSource(folder, model, moe, fill, tokenizer, _stop_tokens(folder), follows_file=True)
 
 
 def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
@@ -114,12 +112,12 @@ def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
     return kind(**{name: value for name, value in settings.items() if name in names})
 
 
-def _open_step(folder: Path) -> Source:
+def _open_step(folder: Path) -> ModelSource:
     manifest = read_manifest(folder)
     config = manifest.config
-    model = TransformerConfig(**_tuples(config["model"]))
-    moe = MoEConfig(**_tuples(config["moe"]))
-    origin = folder.parent / _ORIGIN
+    saved = {name: value for section in config.values() for name, value in _tuples(section).items()}
+    model, moe = _section(TransformerConfig, saved), _section(MoEConfig, saved)
+    origin = folder.parent / FOLDER_NAME
 
     def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
         for stage in stages:
@@ -128,7 +126,7 @@ def _open_step(folder: Path) -> Source:
             load_fragments(folder, manifest, kept_by_routers(loads_of(stage)))
             stage.to(device)
 
-    return Source(
+    return ModelSource(
         folder,
         model,
         moe,
@@ -160,7 +158,7 @@ def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | N
     checkpoints = folder.parent
     run = Path(config["run"]["run_dir"] or checkpoints.parent)
     candidates = (
-        checkpoints / _ORIGIN / "tokenizer.json",
+        checkpoints / FOLDER_NAME / "tokenizer.json",
         *(place / "data" / "tokenizer.json" for place in (checkpoints.parent, checkpoints, run)),
     )
     for path in candidates:

@@ -19,6 +19,8 @@ FAMILIES = {
     "llama": f"{LLAMA} --group-query-attention --num-query-groups 2",
     "half rotated": f"{LLAMA} --rotary-percent 0.5 --rotary-interleaved --group-query-attention --num-query-groups 1",
     "qk norm, wide heads": f"{LLAMA} --qk-layernorm --kv-channels 24 --add-qkv-bias",
+    "window": f"{LLAMA} --window-size 4 0",
+    "window in one layer": f"{LLAMA} --window-size 2 0 --window-attn-skip-freq 2 --num-query-groups 2 --group-query-attention",
     "llama3 rope": f"{LLAMA} --use-rope-scaling",
     "experts": f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16",
 }
@@ -79,6 +81,15 @@ def test_filling_that_is_seen_would_show(mistake: str, monkeypatch: pytest.Monke
     assert wrong[1][1] == pytest.approx(right[1][1], abs=2e-5), "the longest prompt has no filling"
     for number in (0, 2, 3):
         assert max(abs(a - b) for a, b in zip(wrong[1][number], right[1][number])) > 1e-3
+
+
+def test_a_window_that_is_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(FAMILIES["window"])
+    right = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
+    plain = kv_cache.attend_to_kept
+    monkeypatch.setattr(kv_cache, "attend_to_kept", lambda q, k, v, now, window: plain(q, k, v, now))
+    wrong = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
+    assert all(max(abs(a - b) for a, b in zip(*pair)) > 1e-3 for pair in zip(wrong[1], right[1]))
 
 
 def test_a_draw_depends_on_seed_and_number_and_on_no_neighbour() -> None:

@@ -34,6 +34,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "mistral with a window": ("mistral", {"sliding_window": 5}),
+    "yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 12}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
@@ -103,6 +115,7 @@ def test_a_folder_says_which_tokens_end_a_text(tmp_path: Path) -> None:
     ("case", "ranks"),
     [
         ("llama", Ranks(2, 1)),
+        ("mistral with a window", Ranks(2, 1)),
         ("gpt2", Ranks(1, 2)),
         ("qwen2", Ranks(2, 2)),
         ("mixtral", Ranks(2, 1)),
