@@ -33,10 +33,10 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
 
 def learn_from_named(draft: Draft, facts: Facts) -> bool:
     """The same from what `--load` names alone; returns whether there was anything to learn from."""
-    from pentatron.train.sources import named_source
-
     if draft["load"] is None:
         return False
+    from pentatron.train.sources import named_source
+
     try:
         source = named_source(draft["load"])
         _learn(draft, facts, source, "or load another model")
