@@ -1,28 +1,66 @@
 """Builders of GPT-like models, for `model_provider`."""
 
-from typing import Any
+from types import SimpleNamespace
 
-import torch
-
-from pentatron.config.errors import UserError
+from pentatron.config.core import arguments, core_transformer_config_from_args
 from pentatron.config.model import TransformerConfig
 from pentatron.config.run import RunConfig
-from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.models.gpt_model import GPTModel, ProcessGroups
+from pentatron.models.layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from pentatron.models.user_spec import user_spec
+from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
 
 
 def gpt_builder(
-    args: RunConfig,
+    args: RunConfig | SimpleNamespace,
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None = None,
     config: TransformerConfig | None = None,
-    pg_collection: Any = None,
-) -> CausalLM:
-    """A model of the given architecture; `args` is a resolved configuration."""
-    if not (pre_process and post_process) or vp_stage is not None:
-        raise UserError(
-            "gpt_builder makes whole models; leave pre_process and post_process True and vp_stage out "
-            "(pentatron divides a model over pipeline stages itself)"
+    pg_collection: ProcessGroups | None = None,
+) -> GPTModel:
+    """A model of the given architecture; `args` is a resolved configuration, or its settings in one object."""
+    args = arguments(args) if isinstance(args, RunConfig) else args
+    core = config if config is not None else core_transformer_config_from_args(args)
+    chosen = user_spec(core_transformer_config_from_args(args)) or _spec(args, core, vp_stage)
+    return GPTModel(
+        config=core,
+        transformer_layer_spec=chosen,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def _spec(
+    args: SimpleNamespace, config: TransformerConfig, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Experts may be in some layers only, so such a model has a spec for each; otherwise one stands for all."""
+    use_te = args.transformer_impl == "transformer_engine"
+    if args.num_experts:
+        return get_gpt_decoder_block_spec(
+            config, use_te, normalization=args.normalization, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
         )
-    device = torch.get_default_device()
-    return build_model(config or args.model, args.run.seed, device, args.kernels.attention_backend)
+    if use_te:
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            qk_l2_norm=args.qk_l2_norm,
+        )
+    return get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm,
+        multi_latent_attention=args.multi_latent_attention,
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+    )

@@ -17,6 +17,7 @@ from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.run import RunConfig
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
@@ -29,11 +30,19 @@ _LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broke
 def train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
     """Trains here, or starts workers that do. `restart` are the words after `python` that run this program again."""
     prepared = prepare(words, entry)
+    _check_spec(prepared.resolved.config)
     if prepared.worker is not None:
         return _work(prepared, entry, prepared.worker)
     if prepared.facts.world_size == 1:
         return _work(prepared, entry, Worker(0, 1, 0, 1, "none"))
     return _launch(prepared, [*restart, *words])
+
+
+def _check_spec(config: RunConfig) -> None:
+    if config.model.spec:
+        from pentatron.models.layer_specs import check_user_spec
+
+        check_user_spec(config.model, config.moe)
 
 
 def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:

@@ -104,6 +104,10 @@ class TransformerConfig:
     attention_dropout: float = setting(0.0, "dropout on attention weights")
     init_method_std: float = setting(0.02, "standard deviation of the initial weights")
     multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
+    spec: tuple[str, ...] = setting(
+        (),
+        "layers of your own: MODULE FUNCTION, where the function gives the spec of a layer or of all layers",
+    )
 
 
 @dataclass(frozen=True)

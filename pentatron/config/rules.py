@@ -103,6 +103,13 @@ def _tokenizer(v: Values, facts: Facts) -> str | None:
     )
 
 
+def _spec(v: Values, facts: Facts) -> str | None:
+    words = v["spec"]
+    if len(words) in (0, 2):
+        return None
+    return f"--spec {' '.join(words)} has {len(words)} word{'s' if len(words) > 1 else ''}; it wants two: MODULE FUNCTION"
+
+
 def _precision(v: Values, facts: Facts) -> str | None:
     return "--fp16 and --bf16 exclude each other; choose one" if v["fp16"] and v["bf16"] else None
 
@@ -173,6 +180,7 @@ RULES: tuple[Rule, ...] = (
     _positions,
     _vocabulary,
     _tokenizer,
+    _spec,
     _precision,
     _data,
     _blend,

@@ -11,6 +11,7 @@ from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.models.user_spec import check_layers, user_spec
 from pentatron.nn.attention import DotProductAttention, SelfAttention
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear
 from pentatron.nn.mlp import MLP
@@ -107,7 +108,8 @@ def spec_of(
 def block_spec(
     config: CoreTransformerConfig, chosen: ModuleSpec | TransformerBlockSubmodules | None = None
 ) -> TransformerBlockSubmodules:
-    """A spec for every layer: the configured ones, or those chosen; one spec stands for all layers."""
+    """A spec for every layer: those chosen here or with --spec, else the configured ones; one spec stands for all layers."""
+    chosen = chosen or user_spec(config)
     if chosen is None:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if isinstance(chosen, ModuleSpec):
@@ -118,6 +120,13 @@ def block_spec(
             "it needs a spec for every layer of the model (--num-layers)"
         )
     return chosen
+
+
+def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
+    """Says what is wrong with --spec, before a process has anybody to wait for."""
+    if config.spec:
+        core = CoreTransformerConfig.of(config, moe)
+        check_layers(core, block_spec(core))
 
 
 def _layer(norm: Slot, qk_layernorm: bool, num_experts: int | None, grouped: bool) -> ModuleSpec:

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.config.windows import window_of
@@ -89,7 +90,7 @@ class SelfAttention(nn.Module):
         submodules: SelfAttentionSubmodules = PLAIN_ATTENTION,
     ) -> None:
         super().__init__()
-        axis = axes.tensor
+        config, axis = CoreTransformerConfig.of(config), axes.tensor
         assert config.num_attention_heads and config.num_query_groups and config.kv_channels
         groups, width = config.num_query_groups, config.kv_channels
         queries = config.num_attention_heads // groups

@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows
@@ -24,7 +25,8 @@ class MLP(nn.Module):
         inner: int | None = None,
     ) -> None:
         super().__init__()
-        inner, axis = inner or config.ffn_hidden_size, axes.tensor
+        config, axis = CoreTransformerConfig.of(config), axes.tensor
+        inner = inner or config.ffn_hidden_size
         assert inner is not None
         self.gated = config.gated_linear_unit
         hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.config.moe_layers import moe_layers
 from pentatron.nn.dispatch import DISPATCHERS
 from pentatron.nn.experts import Experts
 from pentatron.nn.mlp import MLP, PLAIN_MLP
@@ -72,6 +73,11 @@ class MoE(nn.Module):
             raise UserError(
                 f"a spec asks for {num_experts or 'some'} experts in layer {layer_number}, the configuration has "
                 f"{moe.num_experts or 'none'}; write the same number in both (--num-experts)"
+            )
+        if not moe_layers(moe.moe_layer_freq, config.num_layers)[layer_number - 1]:
+            raise UserError(
+                f"a spec puts experts into layer {layer_number}, which has none by --moe-layer-freq {moe.moe_layer_freq}; "
+                "use get_gpt_decoder_block_spec, which has a spec for each layer"
             )
         self.count = moe.num_experts
         if grouped:

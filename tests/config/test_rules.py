@@ -208,6 +208,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_padded_vocabulary", "--padded-vocab-size 101 --tp_size 2",
      "--padded-vocab-size 101 is not divisible by --tensor-model-parallel-size 2; use 102 or leave it out",
      "--padded-vocab-size 102 --tp_size 2", Facts(2, 2)),
+    ("_spec", "--spec alone", "--spec alone has 1 word; it wants two: MODULE FUNCTION", "--spec some words", ONE),
     ("_precision", "--fp16 --bf16", "--fp16 and --bf16 exclude each other; choose one", "--bf16", ONE),
     ("_data", "--corpus python", "--corpus and --mock-data are different sources of data; choose one", "", ONE),
     ("_split", "--split 0,1,1",

@@ -1,0 +1,140 @@
+"""The language model under Megatron's name and with its arguments, for builders written by users."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentatron.config.core import CoreTransformerConfig
+from pentatron.config.errors import UserError
+from pentatron.config.model import TransformerConfig
+from pentatron.config.run import RunConfig
+from pentatron.layout.stages import StagePart
+from pentatron.models.causal_lm import CausalLM
+from pentatron.nn.init import draw_weights
+from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
+from pentatron.parallel.axes import ONE_PROCESS, Axes, axes_of
+from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.world import World
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """Where models of one rank are built: the axes their layers are spread over, and what each of its stages holds."""
+
+    axes: Axes
+    stages: tuple[StagePart, ...]
+
+
+def process_groups(config: RunConfig, world: World) -> ProcessGroups:
+    """`pg_collection` of this rank in a configured layout."""
+    own = config.placement.stages_of(world.at.pipeline)
+    return ProcessGroups(axes_of(world, config.parallel), tuple(config.stages[number] for number in own))
+
+
+class GPTModel(CausalLM):
+    """A stage of the model, or without `pg_collection` all of it, in fp32 with its initial weights.
+
+    What is left out (None) is as the configuration says. `vocab_size` counts padding.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        share_embeddings_and_output_weights: bool | None = None,
+        position_embedding_type: str | None = None,
+        rotary_percent: float | None = None,
+        rotary_base: float | None = None,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroups | None = None,
+    ) -> None:
+        core = CoreTransformerConfig.of(config)
+        words = core.vocab_size if core.vocab_size is not None else vocab_size
+        if words > vocab_size:
+            raise UserError(
+                f"vocab_size={vocab_size} has no room for the {words} words of the configuration; "
+                "pass padded_vocab_size"
+            )
+        given = {
+            "position_embedding_type": position_embedding_type,
+            "rotary_percent": rotary_percent,
+            "rotary_base": rotary_base,
+        }
+        if share_embeddings_and_output_weights is not None:
+            given["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        core = dataclasses.replace(
+            core,
+            vocab_size=words,
+            padded_vocab_size=vocab_size,
+            max_position_embeddings=max_sequence_length,
+            **changes,
+        )
+        tied = not core.untie_embeddings_and_output_weights
+        part = _part(core.num_layers, pre_process, post_process, vp_stage, pg_collection, tied)
+        axes = ONE_PROCESS if pg_collection is None else pg_collection.axes
+        super().__init__(core, core.moe, part, axes, core.attention_backend, transformer_layer_spec)
+        self.config = core
+        draw_weights(held_parameters(self), core.seed, core.init_method_std)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        received_BSD: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of every token with labels, logits without; of a stage without head, the stream for the next one.
+
+        Attention is causal; a mask that says so (True: hidden) is accepted, but looking at it takes time: None is better.
+        """
+        if attention_mask is not None:
+            _require_causal(attention_mask, input_ids.shape[1])
+        return super().forward(input_ids, position_ids, labels, received_BSD)
+
+
+def _part(
+    layers: int,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    groups: ProcessGroups | None,
+    tied: bool,
+) -> StagePart:
+    if groups is None:
+        if not (pre_process and post_process) or vp_stage is not None:
+            raise UserError(
+                "without pg_collection a model is whole; leave pre_process and post_process True and vp_stage out, or pass "
+                "pg_collection=process_groups(config, world)"
+            )
+        return StagePart(tuple(range(layers)), embedding=True, head=True)
+    if not 0 <= (vp_stage or 0) < len(groups.stages):
+        raise UserError(f"vp_stage={vp_stage}: this rank has {len(groups.stages)} stages, counted from 0")
+    if tied and {(part.embedding, part.head) for part in groups.stages} >= {(True, False), (False, True)}:
+        raise UserError(
+            "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot make one by "
+            "one; untie it (share_embeddings_and_output_weights=False), or use build_stages"
+        )
+    part = groups.stages[vp_stage or 0]
+    if (part.embedding, part.head) != (pre_process, post_process):
+        raise UserError(
+            f"pre_process={pre_process}, post_process={post_process} do not fit this stage: in the layout it has "
+            f"{'the' if part.embedding else 'no'} embedding and {'the' if part.head else 'no'} head"
+        )
+    return part
+
+
+def _require_causal(mask: Tensor, length: int) -> None:
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.shape[-2:] != causal.shape or not bool((mask.bool() == causal).all()):
+        raise UserError(
+            "attention_mask is not the causal one (True above the diagonal); other masks are not available, pass None"
+        )

@@ -1,0 +1,187 @@
+"""Layers of the user's own, from the example of the documents: every layout, checkpoints, and what is said about mistakes."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pentatron.cli.main import main
+from pentatron.config.errors import AgreedError
+from pentatron.parallel.world import single_process
+from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
+from pentatron.train.session import run_training
+from tests.harness import run_distributed
+from tests.parity.cases import SHAPE
+from tests.parity.reshard import Continued, load_on_a_rank, save_on_a_rank
+from tests.parity.trajectory import on_a_rank, run
+from tests.support import LLAMA
+from tests.train.test_session import final_state, losses, settings
+
+DOCUMENT = Path(__file__).parents[2] / "docs/how-it-works/specs.md"
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --micro-batch-size 2"
+)
+
+
+def example(folder: Path, name: str, *changes: tuple[str, str]) -> str:
+    """Writes the example's module under a name of its own (modules are imported once); the words that use it."""
+    found = re.search(r"```python\n# my_layers.py\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    text = found[1]
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / f"{name}.py").write_text(text)
+    return f"--spec {name} layer_spec"
+
+
+def trial(folder: Path, words: str) -> Trajectory:
+    os.chdir(folder)
+    return on_a_rank(words)
+
+
+def saved(folder: Path, words: str) -> Continued:
+    os.chdir(folder)
+    return save_on_a_rank(words, folder / "checkpoints")
+
+
+def test_own_layers_train_alike_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"{SHAPE} {LLAMA} {example(tmp_path, 'own_layers')}"
+    monkeypatch.chdir(tmp_path)
+    alone = run(words, 1)
+    spread = run_distributed(trial, 4, folder=tmp_path, words=f"{words} {LAYOUT}")
+    judged = gaps(spread, alone)
+    assert failures(judged) == [] and disagreements(spread) == []
+    names = {name for name, *_ in alone.fragments["weights"]}
+    assert {"weights/layers.0.mlp.gain", "weights/layers.0.mlp.mlp.linear_fc1.weight"} <= names
+    plain = run(f"{SHAPE} {LLAMA}", 1)
+    assert max(abs(a - b) for a, b in zip(alone.losses, plain.losses)) > 1e-3, "the layers are the user's"
+
+
+def test_a_wrong_declaration_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The net shows it: a gradient that every rank has a part of, declared as if each had all of it."""
+    forgotten = example(tmp_path, "forgetful_layers", (", axes.tensor.partial_in_stream", ""))
+    words = f"{SHAPE} {LLAMA} {forgotten}"
+    monkeypatch.chdir(tmp_path)
+    spread = run_distributed(trial, 4, folder=tmp_path, words=f"{words} {LAYOUT}")
+    assert any("mlp.gain" in failure for failure in failures(gaps(spread, run(words, 1))))
+
+
+def test_a_checkpoint_of_own_layers_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"{SHAPE} {LLAMA} {example(tmp_path, 'moving_layers')} --train-iters 7"
+    before = run_distributed(saved, 4, folder=tmp_path, words=f"{words} {LAYOUT}")
+    monkeypatch.chdir(tmp_path)
+    after = load_on_a_rank(f"{words} --micro-batch-size 8", tmp_path / "checkpoints")
+    assert after.losses == pytest.approx(before[0].losses, rel=1e-5)
+    assert any(name == "weights/layers.1.mlp.gain" for name, *_ in after.state)
+
+
+def test_a_run_keeps_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, other = example(tmp_path, "kept_layers"), example(tmp_path, "other_layers")
+    monkeypatch.chdir(tmp_path)
+    for folder, parts in (
+        ("whole", [""]),
+        ("cut", ["--train-iters 3 --lr-decay-iters 6", "--lr-decay-iters 6"]),
+    ):
+        for part in parts:
+            run_training(settings(tmp_path / folder, f"{words} {part}"), single_process(), True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert final_state(tmp_path / "cut") == final_state(tmp_path / "whole")
+    assert yaml.safe_load((tmp_path / "cut" / "config.yaml").read_text())["model"]["spec"] == [
+        "kept_layers",
+        "layer_spec",
+    ]
+    for wrong in (other, ""):
+        with pytest.raises(AgreedError, match=r"holds another model .spec was .'kept_layers', 'layer_spec'."):
+            run_training(settings(tmp_path / "cut", wrong), single_process(), True)
+
+
+BLOCK = """
+from pentatron.models.layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from torch import nn
+
+class Undeclared(nn.Linear):
+    def __init__(self, config, layer_number, axes):
+        super().__init__(config.hidden_size, config.hidden_size)
+
+class Narrow(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+
+def block(config):
+    return get_gpt_decoder_block_spec(config, False)
+
+def no_argument():
+    return get_gpt_layer_local_spec()
+
+one_layer = get_gpt_layer_local_spec()
+
+def number():
+    return 3
+
+def with_mlp(mlp):
+    from dataclasses import replace
+    return replace(one_layer, submodules=replace(one_layer.submodules, mlp=mlp))
+
+def undeclared():
+    return with_mlp(Undeclared)
+
+def narrow():
+    return with_mlp(Narrow)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"layers_of_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(BLOCK)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@pytest.mark.parametrize("given", ["block", "no_argument", "one_layer"])
+def test_what_a_spec_may_be(module: str, given: str) -> None:
+    """All of these choose what the configuration has anyway."""
+    assert run(f"{SHAPE} --spec {module} {given}", 1).losses == run(SHAPE, 1).losses
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("number", "gives a int; it must give a ModuleSpec of a layer"),
+        ("nothing", "has no nothing"),
+        ("undeclared", "Undeclared does not declare its parameters; derive it from DeclaringModule"),
+        ("narrow", "ModuleSpec(Narrow): Narrow cannot be made of (config=, layer_number=, axes=)"),
+    ],
+)
+def test_mistakes_are_said_before_anything_starts(
+    module: str, given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--num-layers", "2", "--vocab-size", "61", "--dataset-size", "8", "--train-iters", "1"]
+    assert main([*words, "--nproc-per-node", "2", "--spec", module, given]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and "Traceback" not in shown.err and "starting" not in shown.out
+    assert not Path("runs").exists()
+
+
+def test_a_missing_module_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "train",
+                "--vocab-size",
+                "61",
+                "--dataset-size",
+                "8",
+                "--train-iters",
+                "1",
+                "--spec",
+                "no_such_layers",
+                "f",
+            ]
+        )
+        == 2
+    )
+    assert "--spec no_such_layers f: module no_such_layers cannot be imported" in capsys.readouterr().err
