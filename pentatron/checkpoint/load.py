@@ -1,5 +1,6 @@
 """Reading a checkpoint into memory that already exists, whatever layout wrote it and whatever layout reads it."""
 
+import contextlib
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -20,6 +21,8 @@ from pentatron.parallel.pieces import Fragment, Shape, overlap, region
 WEIGHTS = "weights/"
 # Every number of the first is one of the second, so that nothing is rounded.
 _WIDENED = frozenset({("bfloat16", "float32"), ("float16", "float32")})
+# A step of many ranks has many files, a process may open so many.
+_OPEN_FILES = 200
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,41 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
     return tensor
 
 
+class StepReader:
+    """Any rectangle of any tensor of a step, one after the other; files stay open until the end of a `with`."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._closing = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        self._found: tuple[str, _Overlaps] | None = None
+
+    def read(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """The values in the type they are stored in."""
+        record = self.manifest.tensors[name]
+        if self._found is None or self._found[0] != name:
+            self._found = name, _Overlaps(record.pieces)
+        values = torch.empty(size, dtype=DTYPES[record.dtype])
+        for read in _reads(self._found[1], values.dtype, Fragment(name, record.shape, start, values)):
+            with _told_if_damaged(path := self.folder / read.piece.file), torch.no_grad():
+                _read_piece(self._open(path).get_slice(read.piece.key), read.piece, [read])
+        return values
+
+    def _open(self, path: Path) -> Any:
+        if path.name not in self._files:
+            if len(self._files) >= _OPEN_FILES:
+                self._closing.close()
+                self._files.clear()
+            self._files[path.name] = self._closing.enter_context(_library().safe_open(path, framework="pt"))
+        return self._files[path.name]
+
+    def __enter__(self) -> "StepReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+
 def _require(folder: Path, manifest: Manifest, wanted: dict[str, list[Fragment]]) -> None:
     missing = [name for name in wanted if name not in manifest.tensors]
     if missing:
@@ -83,14 +121,17 @@ def _plan(record: TensorRecord, targets: Sequence[Fragment]) -> Iterator[_Read]:
     """What the targets, all of one tensor, need from which stored piece."""
     stored = _Overlaps(record.pieces)
     for target in targets:
-        size, found = tuple(target.values.shape), 0
-        for piece, (start, common) in stored.find(target.start, size):
-            inside = tuple(i - j for i, j in zip(start, target.start, strict=True))
-            into = region(target.values.detach(), inside, common)
-            within = tuple(i - j for i, j in zip(start, piece.start, strict=True))
-            yield _Read(piece, DTYPES[record.dtype], within, into)
-            found += math.prod(common)
-        assert found == math.prod(size), f"{target.tensor}: {found} elements are stored of {size}"
+        yield from _reads(stored, DTYPES[record.dtype], target)
+
+
+def _reads(stored: "_Overlaps", dtype: torch.dtype, target: Fragment) -> Iterator[_Read]:
+    size, found = tuple(target.values.shape), 0
+    for piece, (start, common) in stored.find(target.start, size):
+        inside = tuple(i - j for i, j in zip(start, target.start, strict=True))
+        into = region(target.values.detach(), inside, common)
+        yield _Read(piece, dtype, tuple(i - j for i, j in zip(start, piece.start, strict=True)), into)
+        found += math.prod(common)
+    assert found == math.prod(size), f"{target.tensor}: {found} elements are stored of {size}"
 
 
 class _Overlaps:
@@ -123,17 +164,26 @@ class _Overlaps:
 
 
 def _read_file(path: Path, reads: Sequence[_Read]) -> None:
+    with _told_if_damaged(path), _library().safe_open(path, framework="pt") as file, torch.no_grad():
+        for piece, of_piece in itertools.groupby(reads, key=attrgetter("piece")):
+            _read_piece(file.get_slice(piece.key), piece, of_piece)
+
+
+def _library() -> Any:
     try:
-        from safetensors import SafetensorError, safe_open
+        import safetensors
     except ImportError:
         raise UserError(
             "loading a checkpoint needs the safetensors library: pip install safetensors"
         ) from None
+    return safetensors
+
+
+@contextlib.contextmanager
+def _told_if_damaged(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            for piece, of_piece in itertools.groupby(reads, key=attrgetter("piece")):
-                _read_piece(file.get_slice(piece.key), piece, of_piece)
-    except (SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
+        yield
+    except (_library().SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
         raise UserError(
             f"{path} is damaged ({error}); resume with --verify-checkpoint to fall back to an older step"
         ) from None

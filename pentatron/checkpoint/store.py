@@ -4,7 +4,6 @@ Saving: every rank writes its file into a fresh temporary folder; rank 0 writes 
 folder into place and then moves the `latest` pointer. Whatever is killed in between leaves older steps untouched.
 """
 
-import os
 import re
 import secrets
 import shutil
@@ -26,7 +25,7 @@ from pentatron.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
-from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, sync_folder, write_tensors
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, sync_folder, write_tensors, write_text
 from pentatron.config.errors import AgreedError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
 from pentatron.parallel.pieces import Fragment
@@ -99,9 +98,13 @@ class CheckpointStore:
             self._remove_old(step)
         return Path(verdict.final)
 
+    def temporary(self, step: int) -> Path:
+        """A name for a step that is being written; the folder is not made yet."""
+        return self.folder / f".{step_name(step)}.{secrets.token_hex(4)}"
+
     def _agree_on_temporary(self, step: int, group: Group) -> Path:
         """A fresh folder made by rank 0; if it could not be made, every rank hears why."""
-        made, problem = self.folder / f".{step_name(step)}.{secrets.token_hex(4)}", ""
+        made, problem = self.temporary(step), ""
         if group.rank == 0:
             try:
                 made.mkdir(parents=True)
@@ -135,22 +138,22 @@ class CheckpointStore:
             if written.failure:
                 return _Verdict(failure=f"rank {rank}: {written.failure}")
         try:
-            final = self._commit(temporary, _manifest(step, everyone, run_state, config))
+            final = self.commit(temporary, _manifest(step, everyone, run_state, config))
         except OSError as error:
             return _Verdict(failure=f"rank 0: {error.strerror or error}")
         except (ValueError, TypeError) as error:
             return _Verdict(mistake=str(error))
         return _Verdict(final=str(final))
 
-    def _commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Gives the step its name; returns where it now lies."""
+    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """Gives a step whose files are written its manifest and its name; returns where it now lies."""
         final = self._free_step(manifest.step)
-        _write_text(temporary / FILE_NAME, manifest.to_json())
+        write_text(temporary / FILE_NAME, manifest.to_json())
         sync_folder(temporary)
         temporary.rename(final)
         sync_folder(self.folder)
         pointer = self.folder / f".latest.{secrets.token_hex(4)}"
-        _write_text(pointer, final.name + "\n")
+        write_text(pointer, final.name + "\n")
         pointer.replace(self.folder / "latest")
         sync_folder(self.folder)
         return final
@@ -286,13 +289,6 @@ def _manifest(
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
     return Manifest(step, files, tensors, dict(run_state), dict(config))
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _free_name(wanted: Path) -> Path:

@@ -4,14 +4,16 @@ The `safetensors` library writes a whole file in one call and neither hashes nor
 needs both, and one pass over the bytes. Reading goes through the library.
 """
 
+import collections
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from pentatron.parallel.pieces import Shape, region
 
 # At most so much is copied at a time, whatever the size of a tensor.
 BLOCK_BYTES = 64 * 2**20
+# Steps of writing and hashing that may wait while the next block is fetched.
+_BLOCKS_AHEAD = 2
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -45,40 +49,96 @@ class FileRecord:
     sha256: str
 
 
-class _HashingWriter:
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
+@dataclass(frozen=True)
+class Outline:
+    """A tensor before it is there."""
+
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# Gives the rectangle (start, size) of the tensor of that name.
+Read = Callable[[str, Shape, Shape], Tensor]
+
+
+class _Writer:
+    """Writes and hashes in two threads, as both can go on while the next block is fetched."""
+
+    def __init__(self, file: BinaryIO, hashed: bool) -> None:
+        self.file, self.digest, self.bytes = file, hashlib.sha256() if hashed else None, 0
+        self._writing, self._hashing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._pending: collections.deque[Future[Any]] = collections.deque()
 
     def write(self, data: bytes | memoryview) -> None:
-        self.file.write(data)
-        self.digest.update(data)
+        self._wait(_BLOCKS_AHEAD)
+        self._pending.append(self._writing.submit(self.file.write, data))
+        if self.digest is not None:
+            self._pending.append(self._hashing.submit(self.digest.update, data))
         self.bytes += len(data)
+
+    def _wait(self, left: int) -> None:
+        while len(self._pending) > left:
+            self._pending.popleft().result()
+
+    def finish(self) -> str:
+        """Waits until everything is written; the sum of it, if there is to be one."""
+        self._wait(0)
+        return self.digest.hexdigest() if self.digest is not None else ""
+
+    def close(self) -> None:
+        self._writing.shutdown(cancel_futures=True)
+        self._hashing.shutdown(cancel_futures=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Writes a safetensors file, block by block, and flushes it to disk."""
+    outlines = {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+    def read(name: str, start: Shape, size: Shape) -> Tensor:
+        return region(tensors[name].detach(), start, size)
+
+    return write_blocks(path, outlines, read)
+
+
+def write_blocks(
+    path: Path,
+    outlines: Mapping[str, Outline],
+    read: Read,
+    metadata: Mapping[str, str] | None = None,
+    hashed: bool = True,
+) -> FileRecord:
+    """The same for tensors that are not in memory: each block is asked for when its turn has come."""
     # Wide elements first, so that all of them lie at multiples of their own width.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    ordered = dict(sorted(outlines.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     with path.open("xb") as file:
-        writer = _HashingWriter(file)
-        header = _header(ordered)
-        writer.write(len(header).to_bytes(8, "little"))
-        writer.write(header)
-        for tensor in ordered.values():
-            for start, size in blocks(tuple(tensor.shape), tensor.element_size()):
-                writer.write(_raw(region(tensor.detach(), start, size)))
+        writer = _Writer(file, hashed)
+        try:
+            header = _header(ordered, metadata)
+            writer.write(len(header).to_bytes(8, "little"))
+            writer.write(header)
+            for name, outline in ordered.items():
+                for start, size in blocks(outline.shape, outline.dtype.itemsize):
+                    writer.write(_raw(read(name, start, size)))
+            digest = writer.finish()
+        finally:
+            writer.close()
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(path.name, writer.bytes, writer.digest.hexdigest())
+    return FileRecord(path.name, writer.bytes, digest)
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries, start = {}, 0
-    for name, tensor in tensors.items():
-        stop = start + tensor.numel() * tensor.element_size()
+def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    start = 0
+    for name, outline in outlines.items():
+        stop = start + outline.bytes
         entries[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": _DTYPE_NAMES[outline.dtype],
+            "shape": list(outline.shape),
             "data_offsets": [start, stop],
         }
         start = stop
@@ -111,6 +171,14 @@ def _raw(tensor: Tensor) -> memoryview:
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a new file and flushes it to disk."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -12,7 +12,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("prepare", "data", "import", "export", "plan", "bench", "launch", "doctor")
+PLANNED = ("prepare", "data", "plan", "bench", "launch", "doctor")
 
 USAGE = """usage: pentatron COMMAND [...]
 
@@ -20,6 +20,8 @@ Train large language models with five-way parallelism, on a laptop or on a clust
 
   train      train a model; with no flag at all, a small one on this machine's Python library
   generate   continue a text with a trained model
+  import     make a checkpoint of a Hugging Face folder or a model of the hub
+  export     write a checkpoint as a Hugging Face folder
   config     show the settings a training command resolves to, and where each came from
   layout     show which rank does what, and draw the pipeline's schedule
   verify     compare a layout with one process, number by number, on a small model
@@ -82,6 +84,12 @@ def run_entry(entry: EntryPoint) -> None:
     sys.exit(guarded(lambda: _train(words, entry, [script])))
 
 
+def run_command(command: Callable[[Sequence[str]], int]) -> None:
+    """Body of a script that stands for one command."""
+    words = sys.argv[1:]
+    sys.exit(guarded(lambda: command(words)))
+
+
 def _train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         from pentatron.cli.help import entry_help
@@ -128,6 +136,18 @@ def _generate(words: Sequence[str]) -> int:
     return generate_command(words)
 
 
+def _import(words: Sequence[str]) -> int:
+    from pentatron.cli.convert import import_command
+
+    return import_command(words)
+
+
+def _export(words: Sequence[str]) -> int:
+    from pentatron.cli.convert import export_command
+
+    return export_command(words)
+
+
 def _config(words: Sequence[str]) -> int:
     from pentatron.cli.show import config_command
 
@@ -161,6 +181,8 @@ def _monitor(words: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train_command,
     "generate": _generate,
+    "import": _import,
+    "export": _export,
     "config": _config,
     "layout": _layout,
     "verify": _verify,

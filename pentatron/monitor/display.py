@@ -14,8 +14,8 @@ class Display(Protocol):
 
     def say(self, text: str) -> None: ...
 
-    def work(self, what: str, done: int, total: int) -> None:
-        """Progress of something before or beside the steps."""
+    def work(self, what: str, done: int, total: int, facts: str = "") -> None:
+        """Progress of something before or beside the steps; `facts` stand beside the bar."""
 
     def step(self, report: StepReport, eta_seconds: float) -> None: ...
 
@@ -28,7 +28,7 @@ class Silent:
     def say(self, text: str) -> None:
         pass
 
-    def work(self, what: str, done: int, total: int) -> None:
+    def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         pass
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
@@ -57,7 +57,7 @@ class PlainLines:
             # Whoever read along (head, less) has left; the run goes on and its log has everything.
             self._reader_left = True
 
-    def work(self, what: str, done: int, total: int) -> None:
+    def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         if what != self._working_on:
             self._working_on = what
             self.say(f"{what} ...")
@@ -92,8 +92,8 @@ class LiveBar:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
 
-    def work(self, what: str, done: int, total: int) -> None:
-        self._show(what, done, total, f"{100 * done / max(total, 1):.0f} %")
+    def work(self, what: str, done: int, total: int, facts: str = "") -> None:
+        self._show(what, done, total, f"{100 * done / max(total, 1):.0f} % {facts}")
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         facts = (

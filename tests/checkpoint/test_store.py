@@ -216,7 +216,7 @@ KILLED = textwrap.dedent(
             die()
         module.write_tensors = partly
     elif where == "before manifest":
-        module._write_text = die
+        module.write_text = die
     elif where == "before rename":
         Path.rename = die
     elif where == "before pointer":

@@ -1,11 +1,12 @@
-"""Hugging Face weights to a checkpoint, under the name the guides use."""
+"""Hugging Face weights to a checkpoint, under the name and with the flags the guides use."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pentatron.cli.main import main
+from pentatron.cli.main import run_command
+from pentatron.cli.megatron_convert import convert_command
 
 if __name__ == "__main__":
-    sys.exit(main(["import", *sys.argv[1:]]))
+    run_command(convert_command)

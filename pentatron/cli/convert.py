@@ -1,0 +1,220 @@
+"""`pentatron import` and `pentatron export`: between Hugging Face folders and checkpoints."""
+
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentatron.cli.options import read_options
+from pentatron.cli.terminal import complain, say
+from pentatron.config.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pentatron.checkpoint.store import Found
+
+IMPORT_USAGE = """usage: pentatron import HF_DIR OUT [--option value ...]
+
+Makes a checkpoint of a Hugging Face folder (config.json and safetensors files) or of a model of the hub. It holds weights alone,
+in the type of the source, and loads in any layout: pentatron train --load OUT. Nothing is overwritten.
+
+  --dtype fp32|bf16|fp16  another type for the weights
+  --allow-narrowing       also one that cannot hold every value of the source: weights are rounded
+  --tokenizer DIR         carry this tokenizer along instead of the folder's own
+  --verify                compare logits on random tokens with the transformers library; needs memory for the whole model
+  --progress-bar auto|on|off
+
+  pentatron import Qwen/Qwen2.5-7B checkpoints/qwen
+"""
+EXPORT_USAGE = """usage: pentatron export CHECKPOINT HF_DIR [--option value ...]
+
+Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is taken) or one step of
+them, saved in any layout. Nothing is overwritten.
+
+  --dtype fp32|bf16|fp16  type of the weights (what the run computed with; an imported model: what it has)
+  --allow-narrowing       also one that cannot hold every value: weights are rounded
+  --max-shard-size SIZE   largest file (5GB)
+  --tokenizer DIR         carry this tokenizer along instead of the one that came with the model
+  --no-check              do not compare the checksums of the checkpoint
+  --verify                compare logits on random tokens with the transformers library; needs memory for the whole model
+  --progress-bar auto|on|off
+
+  pentatron export runs/mine exported/mine
+"""
+_IMPORT: dict[str, Any] = {
+    "dtype": "",
+    "allow-narrowing": False,
+    "tokenizer": "",
+    "verify": False,
+    "progress-bar": "auto",
+}
+_EXPORT: dict[str, Any] = {**_IMPORT, "max-shard-size": "5GB", "no-check": False}
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def import_command(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        say(IMPORT_USAGE)
+        return 0
+    options, plain = read_options(words, _IMPORT, "pentatron import")
+    if len(plain) != 2:
+        raise UserError(
+            "say which folder to import and what to make: pentatron import HF_DIR OUT (pentatron import --help)"
+        )
+    out = Path(plain[1])
+    return until_stopped(out, lambda: run_import(plain[0], out, options))
+
+
+def run_import(source: str, out: Path, options: Mapping[str, Any]) -> int:
+    _check(options)
+    from pentatron.checkpoint.find import find_step
+    from pentatron.hf.hub import resolve_folder
+    from pentatron.hf.importing import ImportOptions, import_folder
+    from pentatron.hf.small_files import tokenizer_files
+    from pentatron.hf.verify import compare_logits, require_transformers
+    from pentatron.monitor.display import open_display
+
+    if options["verify"]:
+        require_transformers()
+    dtype = _dtype(options["dtype"])
+    folder = resolve_folder(source)
+    tokenizer = tokenizer_files(Path(options["tokenizer"])) if options["tokenizer"] else ()
+    lines: list[str] = []
+
+    def judge(made: Path) -> None:
+        display.work("comparing with transformers", 0, 1)
+        lines.append(compare_logits(find_step(made)[0], folder, dtype).sentence())
+
+    display = open_display(options["progress-bar"])
+    try:
+        summary = import_folder(
+            folder,
+            out,
+            ImportOptions(dtype, options["allow-narrowing"], tokenizer),
+            display,
+            judge if options["verify"] else None,
+        )
+    finally:
+        display.close()
+    say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
+    return 0
+
+
+def export_command(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        say(EXPORT_USAGE)
+        return 0
+    options, plain = read_options(words, _EXPORT, "pentatron export")
+    if len(plain) != 2:
+        raise UserError(
+            "say which checkpoint to export and what to make: pentatron export CHECKPOINT HF_DIR (pentatron export --help)"
+        )
+    out = Path(plain[1])
+    return until_stopped(out, lambda: _export(Path(plain[0]), out, options))
+
+
+def _export(checkpoint: Path, out: Path, options: Mapping[str, Any]) -> int:
+    _check(options)
+    shard_bytes = _size(options["max-shard-size"])
+    from pentatron.checkpoint.find import find_step
+    from pentatron.hf.exporting import ExportOptions, export_step, trained_dtype
+    from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files, tokenizer_files
+    from pentatron.hf.verify import compare_logits, require_transformers
+    from pentatron.monitor.display import open_display
+
+    if options["verify"]:
+        require_transformers()
+    dtype = _dtype(options["dtype"])
+    tokenizer = tokenizer_files(Path(options["tokenizer"])) if options["tokenizer"] else ()
+    found, complaints = find_step(checkpoint)
+    lines = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
+    lines += _about_dtype(found, dtype)
+    if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, tokenizer)):
+        lines.append(
+            "note: no tokenizer came with this model, so the folder has none; --tokenizer DIR adds one"
+        )
+
+    def judge(made: Path) -> None:
+        display.work("comparing with transformers", 0, 1)
+        lines.append(compare_logits(found, made, dtype or trained_dtype(found.manifest)).sentence())
+
+    display = open_display(options["progress-bar"])
+    try:
+        summary = export_step(
+            found,
+            out,
+            ExportOptions(dtype, options["allow-narrowing"], tokenizer, shard_bytes, not options["no-check"]),
+            display,
+            judge if options["verify"] else None,
+        )
+    finally:
+        display.close()
+    say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
+    return 0
+
+
+def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
+    """What becomes of weights that a run has kept in another type than it computed with."""
+    from pentatron.hf.dtypes import dtype_name
+    from pentatron.hf.exporting import stored_dtypes, trained_dtype
+
+    trained, stored = trained_dtype(found.manifest), stored_dtypes(found.manifest)
+    if dtype is not None or trained is None or stored == {trained}:
+        return []
+    kept = ", ".join(sorted(map(dtype_name, stored)))
+    return [
+        f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {kept} writes its master "
+        f"weights)"
+    ]
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """What can be said of options before the libraries are loaded."""
+    for name, choices in (("dtype", ("", "fp32", "bf16", "fp16")), ("progress-bar", ("auto", "on", "off"))):
+        if options[name] not in choices:
+            listed = ", ".join(choice for choice in choices if choice)
+            raise UserError(f"--{name} {options[name]}: choose one of {listed}")
+    if options["allow-narrowing"] and not options["dtype"]:
+        raise UserError(
+            "--allow-narrowing: say to which type with --dtype, or leave it out to keep every value"
+        )
+
+
+def _dtype(name: str) -> "torch.dtype | None":
+    from pentatron.hf.dtypes import BY_NAME
+
+    return BY_NAME[name] if name else None
+
+
+def _size(written: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", written)
+    if not found or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        raise UserError(f"--max-shard-size {written}: write a size such as 5GB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def until_stopped(out: Path, convert: Callable[[], int]) -> int:
+    """Ctrl-C and SIGTERM end a conversion with nothing left behind."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return convert()
+    except KeyboardInterrupt:
+        complain(f"stopped; {out} was not made and nothing is left of it")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)

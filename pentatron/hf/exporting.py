@@ -1,0 +1,207 @@
+"""`pentatron export`: the weights of a checkpoint, whatever layout saved it, as a Hugging Face folder."""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentatron.checkpoint.load import WEIGHTS, StepReader
+from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, verify_files
+from pentatron.checkpoint.store import Found
+from pentatron.checkpoint.streaming import in_files
+from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks, write_text
+from pentatron.config.errors import UserError
+from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.hf.architecture import config_of
+from pentatron.hf.convert import reads_theirs
+from pentatron.hf.dtypes import common_dtype, require_room
+from pentatron.hf.folder import CONFIG, INDEX, SINGLE
+from pentatron.hf.links import Link, links_of, logical_shapes, their_shapes
+from pentatron.hf.new_folder import new_folder
+from pentatron.hf.progress import Progress, Summary
+from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files
+from pentatron.monitor.display import Display
+
+_METADATA = {"format": "pt"}
+# Both names of it: transformers 5 writes the first, earlier versions read the second.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """`tokenizer`: files to carry along instead of those beside the steps; `check`: compare the sums of the files."""
+
+    dtype: torch.dtype | None = None
+    allow_narrowing: bool = False
+    tokenizer: Sequence[Path] = ()
+    shard_bytes: int = 5 * 10**9
+    check: bool = True
+
+
+def export_step(
+    found: Found,
+    out: Path,
+    options: ExportOptions,
+    display: Display,
+    judge: Callable[[Path], None] | None = None,
+) -> Summary:
+    """Writes `out`. `judge` sees the finished folder before it gets its name, and may raise."""
+    model, moe = architecture_of(found)
+    carried = found.folder.parent / FOLDER_NAME
+    config = config_of(model, moe, _original(carried))
+    links = links_of(config["model_type"], model, moe)
+    _require_weights(found, logical_shapes(model, moe))
+    outlines = _outlines(found.manifest, links, options)
+    config |= dict.fromkeys(_DTYPE_KEYS, str(_usual_dtype(outlines)).removeprefix("torch."))
+    total = sum(outline.bytes for outline in outlines.values())
+    progress = Progress(display, "exporting", total)
+    with new_folder(out, total) as made:
+        with StepReader(found.folder, found.manifest) as step, _sums_compared(found, options.check):
+            read = progress.counting(reads_theirs(links, _weights_of(step), outlines))
+            _write_shards(made, outlines, read, options.shard_bytes)
+        write_text(made / CONFIG, _json(config))
+        copy_files((path for path in small_files(carried, options.tokenizer) if path.name != CONFIG), made)
+        seconds = progress.seconds
+        if judge is not None:
+            judge(made)
+    parameters = sum(math.prod(outline.shape) for outline in outlines.values())
+    return Summary(parameters, len(outlines), total, seconds)
+
+
+def architecture_of(found: Found) -> tuple[TransformerConfig, MoEConfig]:
+    """The model a step holds. What it does not say is older than the setting, and has its default."""
+    config = found.manifest.config
+    try:
+        return TransformerConfig(**_tuples(config["model"])), MoEConfig(**_tuples(config.get("moe", {})))
+    except (TypeError, KeyError) as error:
+        raise UserError(
+            f"{found.folder} describes a model this version does not know ({error}); use the version that saved it"
+        ) from None
+
+
+def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+
+
+def trained_dtype(manifest: Manifest) -> torch.dtype | None:
+    """What the model computed with, of which the stored weights are the fp32 master; None: what is stored, or fp32."""
+    precision = manifest.config.get("precision", {})
+    if precision.get("bf16"):
+        return torch.bfloat16
+    return torch.float16 if precision.get("fp16") else None
+
+
+def stored_dtypes(manifest: Manifest) -> set[torch.dtype]:
+    return {DTYPES[record.dtype] for name, record in manifest.tensors.items() if name.startswith(WEIGHTS)}
+
+
+def _original(carried: Path) -> dict[str, Any] | None:
+    """The config.json the model came with."""
+    path = carried / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); remove it, or put the right one there") from None
+    return found if isinstance(found, dict) else None
+
+
+def _require_weights(found: Found, shapes: Mapping[str, Sequence[int]]) -> None:
+    """The step holds the weights of the model it describes: all of them, and no others."""
+    stored = {
+        name.removeprefix(WEIGHTS): record.shape
+        for name, record in found.manifest.tensors.items()
+        if name.startswith(WEIGHTS)
+    }
+    problems = [f"{name} is missing" for name in shapes if name not in stored]
+    problems += [f"{name} has no place in the model" for name in stored if name not in shapes]
+    problems += [
+        f"{name} is {list(stored[name])}, not {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name] != tuple(shape)
+    ]
+    if problems:
+        raise UserError(
+            f"the weights in {found.folder} are not those of the model it describes ({len(problems)} of them): {problems[0]}"
+        )
+
+
+def _outlines(manifest: Manifest, links: Sequence[Link], options: ExportOptions) -> dict[str, Outline]:
+    """What their tensors will be. Weights of a run become what the run computed with, others stay what they are."""
+    stored: dict[str, set[torch.dtype]] = {}
+    for link in links:
+        dtype = DTYPES[manifest.tensors[f"{WEIGHTS}{link.ours}"].dtype]
+        stored.setdefault(link.theirs, set()).add(dtype)
+    trained = trained_dtype(manifest)
+    wanted = options.dtype or trained
+    if wanted is not None and wanted != trained and not options.allow_narrowing:
+        for theirs, dtypes in stored.items():
+            for dtype in dtypes:
+                require_room(theirs, dtype, wanted)
+    return {
+        theirs: Outline(wanted or common_dtype(stored[theirs]), shape)
+        for theirs, shape in their_shapes(links).items()
+    }
+
+
+def _usual_dtype(outlines: Mapping[str, Outline]) -> torch.dtype:
+    """The type of most of the bytes: what config.json names."""
+    held: dict[torch.dtype, int] = {}
+    for outline in outlines.values():
+        held[outline.dtype] = held.get(outline.dtype, 0) + outline.bytes
+    return max(held, key=lambda dtype: held[dtype])
+
+
+def _weights_of(step: StepReader) -> Read:
+    return lambda name, start, size: step.read(f"{WEIGHTS}{name}", start, size)
+
+
+@contextmanager
+def _sums_compared(found: Found, wanted: bool) -> Iterator[None]:
+    """Compares the sums of the step's files while they are used, and raises in the end if one is wrong."""
+    damage: list[Exception] = []
+
+    def compare() -> None:
+        try:
+            verify_files(found.folder, found.manifest)
+        except (DamagedCheckpoint, OSError) as error:
+            damage.append(error)
+
+    # A daemon, so that a process that is stopped does not wait for it.
+    thread = threading.Thread(target=compare, daemon=True)
+    if wanted:
+        thread.start()
+    yield
+    if wanted:
+        thread.join()
+    if damage:
+        raise UserError(f"{damage[0]}; name another step, or --no-check to export it all the same")
+
+
+def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, shard_bytes: int) -> None:
+    """One file, or several with an index, named as transformers names them."""
+    groups = list(in_files(outlines, shard_bytes))
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [SINGLE]
+    for name, group in zip(names, groups, strict=True):
+        write_blocks(folder / name, group, read, _METADATA, hashed=False)
+    if len(groups) > 1:
+        metadata = {
+            "total_parameters": sum(math.prod(outline.shape) for outline in outlines.values()),
+            "total_size": sum(outline.bytes for outline in outlines.values()),
+        }
+        weights = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = {"metadata": metadata, "weight_map": weights}
+        write_text(folder / INDEX, _json(index))
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,80 @@
+"""Names such as `Qwen/Qwen2.5-7B` where a folder is expected: downloaded once, then taken from the cache."""
+
+import re
+from pathlib import Path
+
+from pentatron.config.errors import UserError
+from pentatron.parallel.collectives import on_some_ranks
+from pentatron.parallel.world import World
+
+# Weights, settings and tokenizers; no pickles, no code, no weights in other formats.
+WANTED_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges*", "*.model", "*.jinja")
+# Copies of the weights for other programs, in folders of their own.
+UNWANTED_FILES = ("*/*",)
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the name means a model of the hub. What exists as a path is a path."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
+def resolve_folder(name: str, network: bool = True) -> Path:
+    """The folder of that name, or the downloaded one of that hub id; without network only if it is in the cache."""
+    if not is_hub_id(name):
+        if not Path(name).is_dir():
+            raise UserError(
+                f"{name} is no folder; name a folder with config.json and safetensors files, or a model of the hub such "
+                f"as Qwen/Qwen2.5-7B"
+            )
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+    except ImportError:
+        raise _not_here(name, "the huggingface_hub library is missing: pip install huggingface-hub") from None
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=list(WANTED_FILES),
+                ignore_patterns=list(UNWANTED_FILES),
+                local_files_only=not network,
+            )
+        )
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"there is no folder {name} here, and the hub has no model of that name that you may see; check the spelling, "
+            f"and for a closed model run `hf auth login`"
+        ) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        raise _not_here(name, "it is not in the cache and the hub cannot be reached") from None
+    except (OSError, ValueError) as error:
+        # Connections, proxies, disks: the library passes on the errors of whatever it uses.
+        raise _not_here(name, f"{type(error).__name__}: {_first_line(error)}") from None
+
+
+def folder_on_every_node(name: str, world: World) -> Path:
+    """The same for the ranks of a run: one of each node downloads, the others wait for it."""
+    if not is_hub_id(name):
+        return resolve_folder(name)
+    on_some_ranks(world.local_rank == 0, lambda: resolve_folder(name), world.everyone)
+    found = on_some_ranks(True, lambda: resolve_folder(name, network=False), world.everyone)
+    assert found is not None
+    return found
+
+
+def _not_here(name: str, reason: str) -> UserError:
+    return UserError(
+        f"{name} is no folder here and could not be downloaded ({reason}); where there is a network run `hf download "
+        f"{name} --local-dir DIR`, copy DIR here and name it instead"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

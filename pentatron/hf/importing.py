@@ -1,0 +1,114 @@
+"""`pentatron import`: a Hugging Face folder becomes a checkpoint of ours that holds weights alone."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentatron.checkpoint.load import WEIGHTS
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.streaming import save_streamed
+from pentatron.checkpoint.tensor_file import Outline
+from pentatron.config.draft import Facts
+from pentatron.config.entry import EntryPoint
+from pentatron.config.flags import Assigned
+from pentatron.config.resolve import gather, resolve
+from pentatron.config.run import RunConfig
+from pentatron.hf.architecture import model_type_of, settings_of
+from pentatron.hf.convert import reads_ours
+from pentatron.hf.dtypes import common_dtype, require_room
+from pentatron.hf.folder import HuggingFaceFolder, open_folder
+from pentatron.hf.links import WEIGHT_DTYPES, Link, check_covered, links_of, logical_shapes
+from pentatron.hf.new_folder import new_folder
+from pentatron.hf.progress import Progress, Summary
+from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files
+from pentatron.monitor.display import Display
+from pentatron.parallel.pieces import Shape
+
+# The settings of a run are of no concern to weights; these stand for what a run would have to say.
+_IMPORTED = EntryPoint(
+    name="pentatron import",
+    summary="",
+    defaults={"dataset_size": 1, "train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1},
+)
+# So that nobody takes step 0 for a run that has only begun: there is no optimizer, no order of samples.
+RUN_STATE: Mapping[str, Any] = {"step": 0, "weights_only": True}
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """`tokenizer`: files to carry along instead of those of the folder; `file_bytes`: the size of the files written."""
+
+    dtype: torch.dtype | None = None
+    allow_narrowing: bool = False
+    tokenizer: Sequence[Path] = ()
+    file_bytes: int = 4 * 10**9
+
+
+def import_folder(
+    source: Path,
+    out: Path,
+    options: ImportOptions,
+    display: Display,
+    judge: Callable[[Path], None] | None = None,
+) -> Summary:
+    """Writes `out`; what is wrong with the source is found before anything is written.
+
+    `judge` sees the finished folder before it gets its name, and may raise.
+    """
+    with open_folder(source) as folder:
+        config = config_for(settings_of(folder.config))
+        model_type = model_type_of(folder.config)
+        links = links_of(model_type, config.model, config.moe, folder.tensors)
+        check_covered(links, folder, model_type)
+        outlines = _outlines(folder, links, logical_shapes(config.model, config.moe), options)
+        total = sum(outline.bytes for outline in outlines.values())
+        progress = Progress(display, "importing", total)
+        read = progress.counting(reads_ours(links, folder.read, outlines))
+        with new_folder(out, total) as made:
+            save_streamed(
+                CheckpointStore(made, keep=None),
+                step=0,
+                outlines={f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
+                read=lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
+                run_state=RUN_STATE,
+                config=config.nested(),
+                file_bytes=options.file_bytes,
+            )
+            copy_files(small_files(source, options.tokenizer), made / FOLDER_NAME)
+            seconds = progress.seconds
+            if judge is not None:
+                judge(made)
+        parameters = sum(math.prod(outline.shape) for outline in outlines.values())
+        return Summary(parameters, len(outlines), total, seconds)
+
+
+def config_for(settings: Mapping[str, Any]) -> RunConfig:
+    """A whole configuration with this architecture; everything else as if nobody had said anything."""
+    draft = gather([], _IMPORTED)
+    draft.values |= {name: Assigned(value, "config.json") for name, value in settings.items()}
+    length = settings["max_position_embeddings"]
+    draft.values["seq_length"] = Assigned(length, "config.json")
+    return resolve(draft, Facts(world_size=1)).config
+
+
+def _outlines(
+    folder: HuggingFaceFolder,
+    links: Sequence[Link],
+    shapes: Mapping[str, Shape],
+    options: ImportOptions,
+) -> dict[str, Outline]:
+    """What our tensors will be: of the type of the source, unless another was asked for."""
+    found: dict[str, Outline] = {}
+    for ours, group in itertools.groupby(links, key=attrgetter("ours")):
+        stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
+        if options.dtype is not None and not options.allow_narrowing:
+            for theirs, dtype in stored.items():
+                require_room(theirs, dtype, options.dtype)
+        found[ours] = Outline(options.dtype or common_dtype(stored.values()), shapes[ours])
+    return found

@@ -1,0 +1,58 @@
+"""The files of a Hugging Face folder besides its weights: kept beside the steps of a checkpoint, so that an export has them."""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pentatron.config.errors import UserError
+from pentatron.data.atomic import write_file
+from pentatron.hf.folder import CONFIG
+
+# Beside the steps.
+FOLDER_NAME = "huggingface"
+_GENERATION = "generation_config.json"
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def small_files(folder: Path, tokenizer: Sequence[Path] = ()) -> list[Path]:
+    """Configuration, defaults of text generation and tokenizer; another tokenizer, if one is given, instead of its own."""
+    found = [path for path in _files(folder) if path.name in (CONFIG, _GENERATION)]
+    return [*found, *(tokenizer or filter(_is_of_tokenizer, _files(folder)))]
+
+
+def tokenizer_files(place: Path) -> list[Path]:
+    """The tokenizer in a folder, or the file that is one."""
+    found = [path for path in _files(place) if _is_of_tokenizer(path)] or [place] * place.is_file()
+    if not found:
+        raise UserError(
+            f"{place} has no tokenizer files such as tokenizer.json; name the folder of a tokenizer"
+        )
+    return found
+
+
+def has_tokenizer(files: Iterable[Path]) -> bool:
+    return any(map(_is_of_tokenizer, files))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+
+
+def _is_of_tokenizer(path: Path) -> bool:
+    return any(fnmatch.fnmatch(path.name, pattern) for pattern in _TOKENIZER)
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for path in files:
+        # The content alone: in the hub's cache files are links, and often read-only.
+        write_file(folder / path.name, path.read_bytes())

@@ -1,0 +1,292 @@
+"""Folder → checkpoint → folder: the same bytes, whatever the family, the files and the blocks; and nothing left of a failure."""
+
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pentatron.checkpoint import tensor_file
+from pentatron.checkpoint.find import find_step
+from pentatron.checkpoint.manifest import verify_files
+from pentatron.config.errors import UserError
+from pentatron.hf.exporting import ExportOptions, export_step
+from pentatron.hf.folder import CONFIG, INDEX
+from pentatron.hf.importing import ImportOptions, import_folder
+from pentatron.hf.new_folder import new_folder
+from pentatron.hf.verify import compare_logits
+from pentatron.monitor.display import Silent
+from tests.hf.support import save, theirs
+from tests.hf.test_oracle import CASES
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FAMILIES = """gpt2 gpt2-inner llama-tied-one-kv mistral-head-dim qwen2 qwen3 mixtral qwen2_moe qwen3_moe-tied""".split()
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """To the byte: `equal` would take -0 for 0."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))
+        for name in one
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def convert(source: Path, out: Path, **options: Any) -> None:
+    import_folder(source, out, ImportOptions(**options), Silent())
+
+
+def export(checkpoint: Path, out: Path, **options: Any) -> Path:
+    export_step(find_step(checkpoint)[0], out, ExportOptions(**options), Silent())
+    return out
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_way_there_and_back_changes_no_byte(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Far smaller than a tensor: every one is put together from many blocks.
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 700)
+    family, config = CASES[case]
+    model = theirs(family, **config).to(BF16)
+    source = save(model, tmp_path / "theirs", max_shard_size="30KB")
+    convert(source, tmp_path / "ours", file_bytes=30_000)
+    found, _ = find_step(tmp_path / "ours")
+    verify_files(found.folder, found.manifest)
+    assert len(found.manifest.files) > 1 and found.manifest.run_state["weights_only"]
+    back = export(tmp_path / "ours", tmp_path / "back", shard_bytes=30_000)
+    assert same(tensors(source), tensors(back))
+    index, theirs_index = (json.loads((folder / INDEX).read_text()) for folder in (back, source))
+    assert index["metadata"] == theirs_index["metadata"]
+    assert set(index["weight_map"].values()) == {path.name for path in back.glob("*.safetensors")}
+
+
+def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
+    model = theirs("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    source = save(model, tmp_path / "theirs")
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    (source / "README.md").write_text("not carried along")
+    convert(source, tmp_path / "ours")
+    assert names(tmp_path / "ours") == ["huggingface", "latest", "step-00000000"]
+    back = export(tmp_path / "ours", tmp_path / "back")
+    assert names(back) == [name for name in names(source) if name != "README.md"]
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        back, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values()), report
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    found, _ = find_step(tmp_path / "ours")
+    assert compare_logits(found, back).difference < 1e-5
+    # The comparison can fail: one weight of theirs is changed.
+    with torch.no_grad():
+        loaded.model.layers[1].self_attn.k_proj.weight[0] += 0.1
+    with pytest.raises(UserError, match="not the same model"):
+        compare_logits(found, save(loaded, tmp_path / "changed"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In fp32, in several files."""
+    model = theirs("llama", tie_word_embeddings=True)
+    return save(model, tmp_path_factory.mktemp("folder"), max_shard_size="10KB")
+
+
+# --- types ---
+
+
+def test_types(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"fp32, of which bf16 cannot hold every value.*--allow-narrowing"):
+        convert(folder, tmp_path / "bf16", dtype=BF16)
+    assert not names(tmp_path)
+    convert(folder, tmp_path / "bf16", dtype=BF16, allow_narrowing=True)
+    rounded = {name: tensor.to(BF16) for name, tensor in tensors(folder).items()}
+    assert same(tensors(export(tmp_path / "bf16", tmp_path / "back")), rounded)
+    assert json.loads((tmp_path / "back" / CONFIG).read_text())["dtype"] == "bfloat16"
+    wide = export(tmp_path / "bf16", tmp_path / "wide", dtype=FP32)
+    assert same(tensors(wide), {name: tensor.float() for name, tensor in rounded.items()})
+    # Neither of the two halves holds the other.
+    with pytest.raises(UserError, match="bf16, of which fp16 cannot"):
+        export(tmp_path / "bf16", tmp_path / "no", dtype=FP16)
+
+
+def test_a_tensor_of_parts_of_different_types_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    """Keys in bf16 among queries and values in fp32: the one tensor that holds them all is fp32."""
+    mixed = tensors(folder)
+    for name in [name for name in mixed if "k_proj" in name or "norm" in name]:
+        mixed[name] = mixed[name].to(BF16)
+    source = tmp_path / "mixed"
+    source.mkdir()
+    shutil.copy(folder / CONFIG, source)
+    save_file(mixed, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "ours")
+    back = tensors(export(tmp_path / "ours", tmp_path / "back"))
+    assert {name: tensor.dtype for name, tensor in back.items()} == {
+        name: FP32 if "k_proj" in name else tensor.dtype for name, tensor in mixed.items()
+    }
+    assert all(torch.equal(back[name].float(), mixed[name].float()) for name in mixed)
+
+
+# --- damage and failures: nothing is written ---
+
+
+def _no_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[0].unlink()
+
+
+def _change(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return damage
+
+
+DAMAGE = {
+    "missing shard": (_no_shard, "lacks model-00001"),
+    "extra key": (_change(CONFIG, lambda c: c.update(num_hidden_layers=1)), "layers.1.* has no place"),
+    "missing key": (_change(CONFIG, lambda c: c.update(num_hidden_layers=3)), "layers.2.* is missing"),
+    "wrong shape": (_change(CONFIG, lambda c: c.update(intermediate_size=47)), r"\[48, 32\], not \[47, 32\]"),
+    "unknown family": (_change(CONFIG, lambda c: c.update(model_type="qwen9")), "model_type 'qwen9'"),
+    "outside": (
+        _change(INDEX, lambda c: c["weight_map"].update({"model.norm.weight": "../x.safetensors"})),
+        "is not followed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_nothing_is_written_of_a_damaged_folder(name: str, folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "theirs"))
+    damage, message = DAMAGE[name]
+    damage(damaged)
+    with pytest.raises(UserError, match=message):
+        convert(damaged, tmp_path / "a" / "ours")
+    assert names(tmp_path) == ["theirs"]
+
+
+class Stopped(Silent):
+    """Ctrl-C in the middle."""
+
+    def work(self, what: str, done: int, total: int, facts: str = "") -> None:
+        if 2 * done > total:
+            raise KeyboardInterrupt
+
+
+def test_nothing_is_left_of_what_was_stopped(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "ours"
+    with pytest.raises(KeyboardInterrupt):
+        import_folder(folder, out, ImportOptions(), Stopped())
+    assert not names(tmp_path)
+    convert(folder, out)
+    with pytest.raises(KeyboardInterrupt):
+        export_step(find_step(out)[0], tmp_path / "back", ExportOptions(), Stopped())
+    assert names(tmp_path) == ["new"]
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """No file can be larger, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fails_is_a_sentence(folder: Path, tmp_path: Path) -> None:
+    with (
+        disk_of(20_000),
+        pytest.raises(UserError, match=r"could not be written .*MiB free.*nothing was left"),
+    ):
+        convert(folder, tmp_path / "ours")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/ours could not be written .*File exists"):
+        convert(folder, tmp_path / "file" / "ours")
+    assert names(tmp_path) == ["file"]
+    with (
+        pytest.raises(UserError, match=r"would take 1,000,000,000.0 GB"),
+        new_folder(tmp_path / "large", 10**18),
+    ):
+        pass
+
+
+def test_what_exists_is_not_touched(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    convert(folder, tmp_path / "ours")
+    before = sorted(tmp_path.rglob("*"))
+    for out in ("ours", "ours/latest"):
+        with pytest.raises(UserError, match="exists already and nothing is overwritten"):
+            convert(folder, tmp_path / out)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_leftovers_of_the_killed_are_removed_and_work_of_others_is_not(tmp_path: Path) -> None:
+    killed, foreign = tmp_path / ".ours.0123abcd", tmp_path / ".ours.notes"
+    killed.mkdir()
+    foreign.mkdir()
+    with new_folder(tmp_path / "ours", 0) as one:
+        assert names(tmp_path) == sorted([one.name, foreign.name])
+        with (
+            pytest.raises(UserError, match="could not be written"),
+            new_folder(tmp_path / "ours", 0) as other,
+        ):
+            # Whoever is first has the name; the other one finds that out in the end.
+            assert one.exists()
+            (one / "done").touch()
+            shutil.copytree(one, tmp_path / "ours")
+        assert not other.exists()
+        shutil.rmtree(tmp_path / "ours")
+    assert names(tmp_path) == [foreign.name, "ours"]
+
+
+# --- what can be exported ---
+
+
+def test_paths_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    convert(folder, run / "checkpoints")
+    step = run / "checkpoints" / "step-00000000"
+    assert {find_step(path)[0].folder for path in (run, run / "checkpoints", step)} == {step}
+    with pytest.raises(UserError, match="does not exist"):
+        find_step(tmp_path / "none")
+    with pytest.raises(UserError, match=r"holds no usable checkpoint .it has no step"):
+        find_step(folder)
+
+
+def test_a_damaged_step_is_not_exported(folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "ours")
+    file = next((tmp_path / "ours").rglob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"sha256 is .*name another step, or --no-check"):
+        export(tmp_path / "ours", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    assert not same(tensors(export(tmp_path / "ours", tmp_path / "back", check=False)), tensors(folder))
