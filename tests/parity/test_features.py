@@ -1,10 +1,17 @@
 """What single families add to a model — stretched positions, windows, single biases — meets every axis: against one process."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from pentatron.train.comparison import disagreements, failures, gaps
+from pentatron.nn import attention, context_attention
+from pentatron.nn.attention_blocks import Block
+from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
+from tests.harness import run_distributed
 from tests.parity.cases import Layout
-from tests.parity.test_parity import on_one_process, reference, spread
+from tests.parity.test_parity import TIMEOUT, on_one_process, reference, spread
+from tests.parity.trajectory import on_a_rank
 
 LLAMA3 = "--rope-scaling-type llama3 --rope-scaling-original-max-position-embeddings 8"
 YARN = "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings 8"
@@ -33,6 +40,44 @@ def test_a_layout_computes_the_same_numbers(layout: Layout) -> None:
     ranks = spread(layout, "llama")
     assert failures(gaps(ranks, reference(layout, "llama"))) == []
     assert disagreements(ranks) == []
+
+
+def counted_in_the_stage() -> None:
+    """Layers with windows are counted from the first of a stage, not from the first of the model."""
+    right = attention.window_of
+
+    def wrong(size: Sequence[int], skip: str | None, layers: int, number: int) -> int | None:
+        return right(size, skip, layers, (number - 1) % 2 + 1)
+
+    attention.window_of = wrong
+
+
+def own_chunk_alone() -> None:
+    """A window ends where a chunk of the sequence does."""
+    right = context_attention.in_window
+
+    def wrong(*given: Any) -> list[Block]:
+        return [block for block in right(*given) if block.causal]
+
+    context_attention.in_window = wrong
+
+
+MISTAKES = {mistake.__name__: mistake for mistake in (counted_in_the_stage, own_chunk_alone)}
+
+
+def with_a_mistake(words: str, mistake: str) -> Trajectory:
+    MISTAKES[mistake]()
+    return on_a_rank(words)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name"), [("counted_in_the_stage", "pp2"), ("own_chunk_alone", "cp2 p2p full")]
+)
+def test_mistakes_are_caught(mistake: str, name: str) -> None:
+    (layout,) = (layout for layout in LAYOUTS if layout.name == name)
+    words = layout.command("llama")
+    ranks = run_distributed(with_a_mistake, layout.ranks, timeout=TIMEOUT, words=words, mistake=mistake)
+    assert failures(gaps(ranks, reference(layout, "llama"))) != []
 
 
 @pytest.mark.parametrize("feature", [LLAMA3, YARN, WINDOWS, NARROW])
