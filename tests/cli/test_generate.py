@@ -1,0 +1,162 @@
+"""`pentatron generate`: what it takes, what it prints, and the same words from several processes."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pentatron.cli.generate import generate_command
+from pentatron.cli.main import guarded
+from pentatron.data.tokenizer import FileTokenizer, train_bpe
+from pentatron.parallel.world import single_process
+from pentatron.train.session import run_training
+from tests.cli.test_train import environment
+from tests.hf.support import save, theirs
+from tests.support import LLAMA, resolved
+
+WORDS = 280
+QUICK = ["--max-new-tokens", "6", "--seed", "1", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder whose tokenizer begins every text with a token of its own."""
+    path = tmp_path_factory.mktemp("model")
+    save(theirs("llama", vocab_size=WORDS, tie_word_embeddings=True), path)
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = train_bpe(iter(["import os\nimport sys\ndef f(x):\n    return x\n"] * 3), WORDS)
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    words = f"{LLAMA} --train-iters 2 --save-interval 1 --keep-checkpoints 2 --run-dir {path}"
+    run_training(resolved(words), single_process(), resumes=False)
+    return path
+
+
+def say(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[str, str]:
+    code = guarded(lambda: generate_command([str(word) for word in words]))
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out, err
+
+
+def objects(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(say(capsys, *words, "--json")[0])
+    return found
+
+
+def test_one_text_several_and_json_say_the_same(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = objects(capsys, folder, "import ", "def f(x):", *QUICK)
+    assert list(first) == ["prompt", "text", "tokens", "logprobs", "end"]
+    assert (first["prompt"], first["end"]) == ("import ", "length")
+    assert len(first["tokens"]) == len(first["logprobs"]) == 6 and max(first["logprobs"]) < 0
+    tokenizer = FileTokenizer(folder)
+    assert tokenizer.decode(first["tokens"]) == first["text"] != second["text"]
+
+    out, err = say(capsys, folder, "import ", *QUICK)
+    assert out == f"import {first['text']}\n" and "float32 on cpu" in err
+    (tmp_path / "prompts").write_text("import \n\ndef f(x):\n")
+    out, _ = say(capsys, folder, "--prompt-file", tmp_path / "prompts", "--batch-size", "1", *QUICK)
+    shown = [
+        f"--- prompt {n + 1} of 2 ---\n{t['prompt']}{t['text']}\n" for n, t in enumerate((first, second))
+    ]
+    assert out == "".join(shown)
+    monkeypatch.setattr("sys.stdin", io.StringIO("import "))
+    (found,) = objects(capsys, folder, "-", *QUICK)
+    assert (found["prompt"], found["tokens"]) == ("import ", first["tokens"])
+
+
+def test_the_file_says_how_a_prompt_begins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = FileTokenizer(folder).encode("import ")
+    written = ",".join(map(str, [0, *ids]))
+    assert (
+        objects(capsys, folder, "import ", *QUICK)[0]["tokens"]
+        == (objects(capsys, folder, "--tokens", written, *QUICK)[0]["tokens"])
+    )
+
+
+def test_processes_started_here_say_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(folder), "import ", "def f(x):", *QUICK, "--json"]
+    expected = objects(capsys, *words)
+    command = [sys.executable, "-m", "pentatron", "generate", *words, "--tp", "2"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [t["tokens"] for t in found] == [t["tokens"] for t in expected]
+    for ours, theirs_ in zip(found, expected):
+        assert ours["logprobs"] == pytest.approx(theirs_["logprobs"], abs=1e-4)
+    assert "2 tensor × 1 pipeline" in done.stderr
+
+
+def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--tokens", "1,2,3;4", "--greedy", *QUICK)
+    newest = objects(capsys, run, *words)
+    assert newest[0]["text"] is None and newest[1]["prompt"] == [4]
+    assert newest == objects(capsys, run / "checkpoints", *words)
+    assert newest == objects(capsys, run / "checkpoints" / "step-00000002", *words)
+    older = objects(capsys, run / "checkpoints" / "step-00000001", *words)
+    assert older[0]["logprobs"] != newest[0]["logprobs"]
+    first, second = (",".join(map(str, [*t["prompt"], *t["tokens"]])) for t in newest)
+    assert say(capsys, run, *words)[0] == (
+        f"--- prompt 1 of 2 ---\n{first}\n--- prompt 2 of 2 ---\n{second}\n"
+    )
+    assert say(capsys, run, "--tokens", "1,2,3", "--greedy", *QUICK)[0] == f"{first}\n"
+    # 16 positions: the text of 14 tokens gets two more, and a note.
+    many = ",".join(map(str, range(14)))
+    assert (
+        "ends here: the model is made for 16 tokens in all" in say(capsys, run, "--tokens", many, *QUICK)[1]
+    )
+
+    weights = next((run / "checkpoints" / "step-00000002").glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4] + b"oops")
+    try:
+        out, err = say(capsys, run, *words, "--json")
+        assert json.loads(out) == older and "note: " in err and weights.name in err
+    finally:
+        weights.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "say which model to use"),
+        ("nowhere x", "the folder nowhere does not exist"),
+        ("RUN x", "has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens"),
+        ("RUN --tokens 1,x", "--tokens wants ids such as 1,2,3"),
+        ("RUN x --tokens 1", "--tokens are the prompts"),
+        ("RUN --tokens 1,99", "token 99, and the model knows the tokens 0 to 60"),
+        ("RUN --tokens 1 --top-p 0", "--top-p 0.0 must be above 0 and at most 1"),
+        ("RUN --tokens 1 --temperature -1", "--temperature -1.0 must be 0 or more"),
+        ("RUN --tokens 1 --dtype int8", "--dtype int8 is not one of auto, float32"),
+        (
+            "RUN --tokens 1 --tp 3",
+            "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+        ),
+        ("RUN --tokens 1 --pp 3", "layers"),
+        ("RUN --tokens 1 --json=yes", "--json takes no value"),
+        ("RUN --tokens 1 --temprature 0", "did you mean --temperature"),
+        ("RUN --prompt-file nowhere", "--prompt-file nowhere cannot be read"),
+    ],
+)
+def test_what_is_refused(words: str, sentence: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(run) if word == "RUN" else word for word in words.split()]
+    assert guarded(lambda: generate_command(given)) == 2
+    out, err = capsys.readouterr()
+    assert sentence in err and not out
