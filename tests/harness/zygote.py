@@ -42,6 +42,8 @@ HEAVY_MODULES = (
     "torch.fx.experimental.proxy_tensor",
 )
 PROJECT = "pentatron"
+# What most ranks need of the tests themselves.
+SUPPORT = ("tests.support", "tests.parity.trajectory", "tests.parity.reshard")
 
 
 def main(client_descriptor: int, scratch: Path) -> None:
@@ -54,6 +56,7 @@ def main(client_descriptor: int, scratch: Path) -> None:
     # Collections in ranks would otherwise touch, and so copy, every page of the objects imported here.
     gc.collect()
     gc.freeze()
+    processes.collapse_memory()
     doorbell = Doorbell.install()
     try:
         client.send(Ready())
@@ -69,11 +72,14 @@ def preload() -> None:
     for name in HEAVY_MODULES:
         importlib.import_module(name)
     refuse_threads("torch")
-    for name in project_modules():
+    for name in (*project_modules(), *SUPPORT):
         # A module that cannot be imported fails the tests that need it, in their own words.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
         refuse_threads(name)
+    with contextlib.suppress(Exception):
+        # The tables of settings are built at first use.
+        sys.modules["tests.support"].resolved()
 
 
 def project_modules() -> Iterator[str]:
