@@ -9,7 +9,8 @@ BATCH = 8
 SEQUENCE = 16
 VOCABULARY = 61
 
-# Four layers, eight heads, two key/value heads: with four tensor ranks, two of them share a key/value head.
+# Four layers (a layout has as many as it needs), eight heads, two key/value heads: with four tensor ranks, two of them share a
+# key/value head.
 SHAPE = (
     f"--num-layers 4 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 --ffn-hidden-size 48 "
     f"--seq-length {SEQUENCE} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 16 {REVEALING} "
@@ -68,7 +69,21 @@ class Layout:
         return f"{self.reference(family)} {self.words} --micro-batch-size {self.micro_batch}"
 
     def reference(self, family: str) -> str:
-        return f"{SHAPE} {(FAMILIES | MIXTURES)[family]} {self.both}"
+        return f"{SHAPE} --num-layers {self.depth} {(FAMILIES | MIXTURES)[family]} {self.both}"
+
+    @property
+    def depth(self) -> int:
+        """Layers, unless `both` says how many: one for each stage, and two at least.
+
+        Every layer costs its collectives. Stages of several layers, and of different numbers of them, come with FIVE.
+        """
+        doubled = VIRTUAL in self.words or ZBV in self.words or DUALPIPEV in self.words
+        return max(2, self.pipeline_ranks * (2 if doubled else 1))
+
+    @property
+    def pipeline_ranks(self) -> int:
+        flags = self.words.split()
+        return int(flags[flags.index(PIPELINE) + 1]) if PIPELINE in flags else 1
 
     def alone(self, family: str) -> str:
         """The run on one process."""
@@ -79,8 +94,11 @@ def _tp(size: int) -> str:
     return f"--tensor-model-parallel-size {size}"
 
 
+PIPELINE = "--pipeline-model-parallel-size"
+
+
 def _pp(size: int, more: str = "") -> str:
-    return f"--pipeline-model-parallel-size {size} {more}"
+    return f"{PIPELINE} {size} {more}"
 
 
 SP = "--sequence-parallel"
@@ -89,7 +107,7 @@ VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
 OVERLAP = "--overlap-grad-reduce"
 # Buckets far smaller than the model, so that there are several of them.
 SMALL = "--ddp-bucket-size 3000"
-FIVE = "--num-layers 5"
+FOUR, FIVE = "--num-layers 4", "--num-layers 5"
 DROPOUT = "--hidden-dropout 0.2"
 EIGHT, NINE = "--num-layers 8", "--num-layers 9"
 ZERO_BUBBLE = "--pipeline-schedule zero-bubble"
@@ -123,13 +141,13 @@ def _selective(*modules: str) -> str:
 LAYOUTS = (
     Layout("accumulation", 1, "", micro_batch=1),
     Layout("dp2", 2, "", micro_batch=4),
-    Layout("dp2 overlap", 2, f"{SMALL} {OVERLAP}", micro_batch=1),
+    Layout("dp2 overlap", 2, f"{SMALL} {OVERLAP}"),
     Layout("dp2 zero1", 2, _zero(1)),
     Layout("dp2 zero1 overlap", 2, _zero(1, f"{OVERLAP} --overlap-param-gather")),
     Layout("dp2 zero2", 2, _zero(2)),
     Layout("tp2", 2, _tp(2), micro_batch=8),
     Layout("tp2 sp", 2, f"{_tp(2)} {SP}", micro_batch=4),
-    Layout("tp2 sp dropout", 2, f"{_tp(2)} {SP}", both=DROPOUT),
+    Layout("tp2 sp dropout", 2, f"{_tp(2)} {SP}", micro_batch=4, both=DROPOUT),
     Layout("pp2", 2, _pp(2)),
     Layout("pp2 gpipe", 2, _pp(2, GPIPE)),
     Layout("pp2 virtual2", 2, _pp(2, VIRTUAL)),
@@ -164,19 +182,19 @@ LAYOUTS = (
     # Context parallelism.
     Layout("cp2", 2, _cp(2), micro_batch=8),
     Layout("cp2 all_gather", 2, _cp(2, "all_gather"), micro_batch=4),
-    Layout("cp2 a2a", 2, _cp(2, "a2a")),
-    Layout("cp2 zero1", 2, f"{_cp(2)} {_zero(1)}"),
-    Layout("cp2 all_gather zero2 overlap", 2, f"{_cp(2, 'allgather')} {_zero(2, OVERLAP)}"),
+    Layout("cp2 a2a", 2, _cp(2, "a2a"), micro_batch=4),
+    Layout("cp2 zero1", 2, f"{_cp(2)} {_zero(1)}", micro_batch=4),
+    Layout("cp2 all_gather zero2 overlap", 2, f"{_cp(2, 'allgather')} {_zero(2, OVERLAP)}", micro_batch=4),
     Layout("cp4", 4, _cp(4), micro_batch=4),
     Layout("cp4 all_gather", 4, _cp(4, "all_gather"), micro_batch=8),
-    Layout("cp4 a2a dropout", 4, _cp(4, "a2a"), both=DROPOUT),
-    Layout("tp2 cp2", 4, f"{_tp(2)} {_cp(2)}"),
-    Layout("tp2 cp2 a2a", 4, f"{_tp(2)} {_cp(2, 'a2a')}"),
-    Layout("tp2 sp cp2 dropout", 4, f"{_tp(2)} {SP} {_cp(2)}", both=DROPOUT),
+    Layout("cp4 a2a dropout", 4, _cp(4, "a2a"), micro_batch=4, both=DROPOUT),
+    Layout("tp2 cp2", 4, f"{_tp(2)} {_cp(2)}", micro_batch=4),
+    Layout("tp2 cp2 a2a", 4, f"{_tp(2)} {_cp(2, 'a2a')}", micro_batch=4),
+    Layout("tp2 sp cp2 dropout", 4, f"{_tp(2)} {SP} {_cp(2)}", micro_batch=4, both=DROPOUT),
     Layout("cp2 pp2", 4, f"{_cp(2)} {_pp(2)}"),
     Layout("cp2 pp2 gpipe", 4, f"{_cp(2)} {_pp(2, GPIPE)}"),
     Layout("cp2 pp2 virtual2 uneven zero2", 4, f"{_cp(2)} {_pp(2, VIRTUAL)} {_zero(2)}", both=FIVE),
-    Layout("cp2 all_gather pp2", 4, f"{_cp(2, 'all_gather')} {_pp(2)}", micro_batch=1),
+    Layout("cp2 all_gather pp2", 4, f"{_cp(2, 'all_gather')} {_pp(2)}"),
     Layout("cp2 all_gather pp2 gpipe", 4, f"{_cp(2, 'all_gather')} {_pp(2, GPIPE)}"),
     Layout(
         "cp2 all_gather pp2 virtual2 uneven",
@@ -186,7 +204,7 @@ LAYOUTS = (
     ),
     Layout("cp2 a2a pp2 gpipe", 4, f"{_cp(2, 'a2a')} {_pp(2, GPIPE)}"),
     Layout("cp2 dp2", 4, _cp(2)),
-    Layout("cp2 dp2 zero1 overlap", 4, f"{_cp(2)} {_zero(1, OVERLAP)}", micro_batch=1),
+    Layout("cp2 dp2 zero1 overlap", 4, f"{_cp(2)} {_zero(1, OVERLAP)}"),
     Layout("cp2 all_gather dp2 zero2", 4, f"{_cp(2, 'all_gather')} {_zero(2)}"),
     Layout("tp2 sp cp2 pp2", 8, f"{_tp(2)} {SP} {_cp(2)} {_pp(2)}"),
     Layout("tp2 sp cp2 all_gather dp2 zero1", 8, f"{_tp(2)} {SP} {_cp(2, 'all_gather')} {_zero(1)}"),
@@ -223,24 +241,31 @@ LAYOUTS = (
     Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1),
     # Parameters in shards.
     Layout("dp2 zero3", 2, ZERO3),
-    Layout("cp2 zero3", 2, f"{_cp(2)} {ZERO3}"),
+    Layout("cp2 zero3", 2, f"{_cp(2)} {ZERO3}", micro_batch=4),
     Layout("tp2 sp dp2 zero3", 4, f"{_tp(2)} {SP} {ZERO3}"),
     Layout("pp2 dp2 zero3", 4, f"{_pp(2)} {ZERO3}"),
     Layout("pp2 virtual2 dp2 zero3", 4, f"{_pp(2, VIRTUAL)} {ZERO3}"),
-    Layout("cp2 all_gather dp2 zero3", 4, f"{_cp(2, 'all_gather')} {ZERO3}", micro_batch=1),
+    Layout("cp2 all_gather dp2 zero3", 4, f"{_cp(2, 'all_gather')} {ZERO3}"),
     Layout("dp4 zero3 hybrid", 4, HYBRID),
     Layout("cp2 a2a pp2 gpipe uneven zero3", 4, f"{_cp(2, 'a2a')} {_pp(2, GPIPE)} {ZERO3}", both=FIVE),
     Layout("dp2 zero3 full", 2, f"{ZERO3} {_full('uniform', 1)}"),
-    Layout("dp2 zero3 full2 dropout", 2, f"{ZERO3} {_full('uniform', 2)}", both=DROPOUT),
+    Layout("dp2 zero3 full2 dropout", 2, f"{ZERO3} {_full('uniform', 2)}", both=f"{FOUR} {DROPOUT}"),
     Layout("dp2 zero3 core_attn mlp", 2, f"{ZERO3} {_selective(CORE, MLP)}"),
     # Activation recompute.
-    Layout("tp2 sp full", 2, f"{_tp(2)} {SP} {_full('uniform', 1)}", both=DROPOUT),
+    Layout("tp2 sp full", 2, f"{_tp(2)} {SP} {_full('uniform', 1)}", micro_batch=4, both=DROPOUT),
     Layout("pp2 gpipe uneven full2", 2, f"{_pp(2, GPIPE)} {_full('uniform', 2)}", both=FIVE),
     Layout("dp2 zero2 overlap block1", 2, f"{_zero(2, OVERLAP)} {_full('block', 1)}"),
     Layout("tp2 dp2 overlap full", 4, f"{_tp(2)} {SMALL} {OVERLAP} {_full('uniform', 1)}"),
     Layout("tp2 sp pp2 virtual2 full", 4, f"{_tp(2)} {SP} {_pp(2, VIRTUAL)} {_full('uniform', 1)}"),
-    Layout("pp2 dp2 zero1 block1 dropout", 4, f"{_pp(2)} {_zero(1)} {_full('block', 1)}", both=DROPOUT),
-    Layout("tp2 sp core_attn mlp layernorm", 2, f"{_tp(2)} {SP} {_selective(CORE, MLP, NORMS)}"),
+    Layout(
+        "pp2 dp2 zero1 block1 dropout",
+        4,
+        f"{_pp(2)} {_zero(1)} {_full('block', 1)}",
+        both=f"{FOUR} {DROPOUT}",
+    ),
+    Layout(
+        "tp2 sp core_attn mlp layernorm", 2, f"{_tp(2)} {SP} {_selective(CORE, MLP, NORMS)}", micro_batch=4
+    ),
     Layout("dp2 zero2 layernorm", 2, f"{_zero(2)} {_selective(NORMS)}"),
     Layout("tp2 pp2 gpipe mlp", 4, f"{_tp(2)} {_pp(2, GPIPE)} {_selective(MLP)}"),
     Layout("pp2 uneven dp2 zero1 core_attn", 4, f"{_pp(2)} {_zero(1)} {_selective(CORE)}", both=FIVE),
@@ -254,12 +279,12 @@ LAYOUTS = (
     Layout("pp2 dualpipev core_attn layernorm", 2, f"{_pp(2, DUALPIPEV)} {_selective(CORE, NORMS)}"),
     # Context parallelism with backwards in two halves, and with recompute.
     *(
-        Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}", micro_batch=1)
+        Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}")
         for kind in ("p2p", "all_gather", "a2a")
         for name, schedule in (("zero-bubble", ZERO_BUBBLE), ("zbv", ZBV), ("dualpipev", DUALPIPEV))
     ),
     *(
-        Layout(f"cp2 {kind} {name}", 2, f"{_cp(2, kind)} {recompute}")
+        Layout(f"cp2 {kind} {name}", 2, f"{_cp(2, kind)} {recompute}", micro_batch=4)
         for kind in ("p2p", "all_gather", "a2a")
         for name, recompute in (
             (

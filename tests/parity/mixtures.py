@@ -5,6 +5,7 @@ from tests.parity.cases import (
     DROPOUT,
     DUALPIPEV,
     FIVE,
+    FOUR,
     GPIPE,
     HYBRID,
     OVERLAP,
@@ -56,7 +57,7 @@ MIXTURE_LAYOUTS = (
     Layout("dp4 ep2 zero2 overlap", 4, f"{experts(2)} {zero(2, OVERLAP)}", micro_batch=1),
     Layout("dp4 ep2 gather zero1", 4, f"{experts(2, GATHER)} {zero(1)}"),
     Layout("tp2", 2, tensor(2), micro_batch=4),
-    Layout("tp2 ep2 whole", 2, f"{tensor(2)} {experts(2, WHOLE)}"),
+    Layout("tp2 ep2 whole", 2, f"{tensor(2)} {experts(2, WHOLE)}", micro_batch=4),
     Layout("tp2 ep2 whole gather", 2, f"{tensor(2)} {experts(2, WHOLE)} {GATHER}", micro_batch=4),
     Layout("tp2 dp2 ep2", 4, f"{tensor(2)} {experts(2)}"),
     Layout("tp2 dp2 ep2 gather", 4, f"{tensor(2)} {experts(2, GATHER)}", micro_batch=4),
@@ -72,12 +73,12 @@ MIXTURE_LAYOUTS = (
         f"{experts(2, GATHER)} --expert-tensor-parallel-size 2 {SMALL} {OVERLAP}",
     ),
     *(
-        Layout(f"cp2 {kind} ep2{word}", 2, f"{context(2, kind)} {experts(2, more)}")
+        Layout(f"cp2 {kind} ep2{word}", 2, f"{context(2, kind)} {experts(2, more)}", micro_batch=4)
         for kind in ("p2p", "all_gather", "a2a")
         for word, more in (("", ""), (" gather", GATHER))
     ),
     *(
-        Layout(f"tp2 cp2 {kind} etp2", 4, f"{tensor(2)} {context(2, kind)}")
+        Layout(f"tp2 cp2 {kind} etp2", 4, f"{tensor(2)} {context(2, kind)}", micro_batch=4)
         for kind in ("p2p", "all_gather", "a2a")
     ),
     Layout("cp2 dp2 ep4 zero2", 4, f"{context(2)} {experts(4)} {zero(2)}"),
@@ -99,12 +100,12 @@ MIXTURE_LAYOUTS = (
     Layout("tp2 pp2 uneven etp2 gather", 4, f"{tensor(2)} {pipeline(2)} {GATHER}", both=FIVE),
     Layout("pp2 uneven ep2 gather", 4, f"{pipeline(2)} {experts(2, GATHER)}", both=FIVE),
     Layout("ep2 full", 2, f"{experts(2)} {full('uniform', 1)}", both=DROPOUT),
-    Layout("ep2 gather full", 2, f"{experts(2, GATHER)} {full('block', 2)}"),
+    Layout("ep2 gather full", 2, f"{experts(2, GATHER)} {full('block', 1)}"),
     Layout("ep2 moe", 2, f"{experts(2)} {selective('moe', 'layernorm')}"),
     Layout(
         "ep2 gather moe_act", 2, f"{experts(2, GATHER)} {selective('moe_act', 'shared_experts', 'core_attn')}"
     ),
-    Layout("tp2 moe_act etp2", 2, f"{tensor(2)} {selective('moe_act', 'mlp')}"),
+    Layout("tp2 moe_act etp2", 2, f"{tensor(2)} {selective('moe_act', 'mlp')}", micro_batch=4),
     Layout("tp2 pp2 full etp2", 4, f"{tensor(2)} {pipeline(2)} {full('uniform', 1)}"),
     Layout("pp2 zero-bubble ep2 full", 4, f"{pipeline(2, ZERO_BUBBLE)} {experts(2)} {full('uniform', 1)}"),
     Layout("pp2 zbv ep2 moe_act", 4, f"{pipeline(2, ZBV)} {experts(2)} {selective('moe_act', 'mlp')}"),
@@ -119,9 +120,9 @@ MIXTURE_LAYOUTS = (
     Layout("dp4 ep2 zero3", 4, f"{experts(2)} {ZERO3}"),
     Layout("dp4 ep2 gather zero3 hybrid", 4, f"{experts(2, GATHER)} {HYBRID}", micro_batch=1),
     Layout("tp2 dp2 zero3 etp2", 4, f"{tensor(2)} {ZERO3}"),
-    Layout("tp2 ep1 whole zero3", 2, f"{tensor(2)} {WHOLE} {ZERO3}"),
+    Layout("tp2 ep1 whole zero3", 2, f"{tensor(2)} {WHOLE} {ZERO3}", micro_batch=4),
     Layout("ep2 zero3 moe", 2, f"{experts(2)} {ZERO3} {selective('moe', 'layernorm')}"),
-    Layout("ep2 zero3 full", 2, f"{experts(2)} {ZERO3} {full('uniform', 2)}"),
+    Layout("ep2 zero3 full", 2, f"{experts(2)} {ZERO3} {full('uniform', 2)}", both=FOUR),
     Layout("pp2 ep2 zero3", 4, f"{pipeline(2)} {experts(2)} {ZERO3}"),
     # What is defined by micro-batch.
     Layout("dp2 by micro-batch", 2, "", both=BY_MICRO_BATCH, same_cut=True),
