@@ -12,12 +12,14 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("prepare", "data", "plan", "bench", "launch", "doctor")
+PLANNED = ("plan", "bench", "launch", "doctor")
 
 USAGE = """usage: pentatron COMMAND [...]
 
 Train large language models with five-way parallelism, on a laptop or on a cluster, with the same numbers.
 
+  prepare    turn text into the files that training reads
+  data       describe, verify and merge such files
   train      train a model; with no flag at all, a small one on this machine's Python library
   generate   continue a text with a trained model
   import     make a checkpoint of a Hugging Face folder or a model of the hub
@@ -130,6 +132,18 @@ def _train_command(words: Sequence[str]) -> int:
     return _train(words, TRAIN, ["-m", "pentatron", "train"])
 
 
+def _prepare(words: Sequence[str]) -> int:
+    from pentatron.cli.prepare_data import prepare_command
+
+    return prepare_command(words)
+
+
+def _data(words: Sequence[str]) -> int:
+    from pentatron.cli.data import data_command
+
+    return data_command(words)
+
+
 def _generate(words: Sequence[str]) -> int:
     from pentatron.cli.generate import generate_command
 
@@ -179,6 +193,8 @@ def _monitor(words: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "prepare": _prepare,
+    "data": _data,
     "train": _train_command,
     "generate": _generate,
     "import": _import,

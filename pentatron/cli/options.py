@@ -9,13 +9,13 @@ from pentatron.config.flags import did_you_mean, is_flag, normal
 
 def read_options(
     words: Sequence[str],
-    defaults: Mapping[str, int | float | str],
+    defaults: Mapping[str, Any],
     command: str,
     also: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Options with the type of their default, and the words that are no options.
 
-    An option whose default is False takes no value. `also` has further spellings of options; after `--` no word is one.
+    An option whose default is False takes no value, one whose default is a tuple all words up to the next option. `also` has further spellings of options; after `--` no word is one.
     """
     options: dict[str, Any] = dict(defaults)
     plain: list[str] = []
@@ -36,10 +36,21 @@ def read_options(
             if "=" in word:
                 raise UserError(f"--{name} takes no value")
             options[name] = True
+        elif isinstance(defaults[name], tuple):
+            options[name] = (word.partition("=")[2],) if "=" in word else _until_option(queue)
+            if not any(options[name]):
+                raise UserError(f"--{name} wants a value")
         else:
             written = word.partition("=")[2] or (queue.pop(0) if queue else "")
             options[name] = _value(name, defaults[name], written)
     return options, plain
+
+
+def _until_option(queue: list[str]) -> tuple[str, ...]:
+    taken = []
+    while queue and not is_flag(queue[0]):
+        taken.append(queue.pop(0))
+    return tuple(taken)
 
 
 def _value(name: str, default: int | float | str, written: str) -> int | float | str:

@@ -13,8 +13,10 @@ from typing import Any
 
 from pentatron.config.errors import UserError
 from pentatron.data.atomic import TEMPORARY_SUFFIX, write_file
-from pentatron.data.indexed import IndexedDatasetWriter, pair_paths, token_dtype
-from pentatron.data.tokenizer import FileTokenizer, train_bpe
+from pentatron.data.indexed import pair_paths, token_dtype
+from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.sidecar import sidecar_path
+from pentatron.data.tokenizer import FileTokenizer, identify, train_bpe
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, the bytes done and the bytes in all."""
@@ -113,7 +115,9 @@ def _build(
 
     tokenizer = FileTokenizer(_tokenizer_path(folder))
     tokens = 0
-    with IndexedDatasetWriter(_prefix(folder), token_dtype(tokenizer.vocab_size)) as writer:
+    with IndexedDatasetWriter(
+        _prefix(folder), token_dtype(tokenizer.vocab_size), identify(tokenizer)
+    ) as writer:
         for batch in _batches(_reported(sources, tokenizing, report)):
             for ids in tokenizer.encode_batch(batch):
                 writer.add_document([*ids, tokenizer.eod])
@@ -205,7 +209,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 
 def _file_hashes(folder: Path) -> dict[str, str]:
-    paths = [_tokenizer_path(folder), *pair_paths(_prefix(folder))]
+    paths = [_tokenizer_path(folder), *pair_paths(_prefix(folder)), sidecar_path(_prefix(folder))]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 

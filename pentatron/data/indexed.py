@@ -6,21 +6,21 @@ The `.bin` file is the plain concatenation of all sequences in one integer type.
     lengths in tokens (int32 × S) · byte offsets into .bin (int64 × S) · document boundaries (int64 × D)
 
 The boundaries count sequences: the first is 0, the last is S, and D is the number of documents + 1.
-The format carries no checksum, so the reader checks at open everything that the two files say about each other.
+The format carries no checksum, so the reader checks at open everything that the two files say about each other. Where a sidecar with
+checksums lies beside them (`data/sidecar.py`), the index is compared with it at open, and every block of tokens when first read.
 """
 
 import struct
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
-from pentatron.data.atomic import commit, temporary_path
+from pentatron.data.checksums import BLOCK_BYTES, block_count, first_wrong_block
+from pentatron.data.sidecar import Facts, Sidecar, read_sidecar
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -45,9 +45,12 @@ def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
 
 
 class IndexedDataset:
-    """Reads sequences from a memory-mapped pair; opening checks the structure, `get` then costs one slice."""
+    """Reads sequences from a memory-mapped pair; opening checks the structure, `get` then costs one slice.
 
-    def __init__(self, prefix: Path | str) -> None:
+    Threads and forked processes may share it: which blocks were compared is one byte each, set after the comparison.
+    """
+
+    def __init__(self, prefix: Path | str, vocab_size: int | None = None, with_sidecar: bool = True) -> None:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = pair_paths(prefix)
         for path in (self.idx_path, self.bin_path):
@@ -57,7 +60,7 @@ class IndexedDataset:
                 )
         code, sequences, boundaries = _read_header(self.idx_path)
         self.dtype = DTYPES[code]
-        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
+        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r").view(np.ndarray)
         self._lengths_at = HEADER.size
         self._pointers_at = self._lengths_at + 4 * sequences
         self._boundaries_at = self._pointers_at + 8 * sequences
@@ -73,11 +76,23 @@ class IndexedDataset:
         self._check_boundaries()
         self._check_pointers()
         # An empty file cannot be mapped.
-        self._tokens: npt.NDArray[Any] = (
-            np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
+        self._bytes: npt.NDArray[np.uint8] = (
+            np.memmap(self.bin_path, dtype=np.uint8, mode="r").view(np.ndarray)
             if self.bin_path.stat().st_size
-            else np.empty(0, self.dtype)
+            else np.empty(0, np.uint8)
         )
+        self._tokens: npt.NDArray[Any] = self._bytes.view(self.dtype)
+        self.sidecar = read_sidecar(prefix) if with_sidecar else None
+        self._compared = bytearray(block_count(len(self._bytes)))
+        if self.sidecar is not None:
+            self._check_sidecar(self.sidecar, index)
+        if vocab_size is not None:
+            self.check_vocabulary(vocab_size)
+
+    @property
+    def facts(self) -> Facts | None:
+        """What the sidecar says, if there is one."""
+        return None if self.sidecar is None else self.sidecar.facts
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -89,7 +104,76 @@ class IndexedDataset:
         if not 0 <= offset <= stop <= available:
             raise IndexError(f"sequence {index} has {available} tokens, asked for [{offset}, {stop})")
         start = int(self.pointers[index]) // self.dtype.itemsize
-        return self._tokens[start + offset : start + stop]
+        return self.read(start + offset, start + stop)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """A read-only view of the tokens [start, stop) of the whole corpus."""
+        if self.sidecar is not None and stop > start:
+            item = self.dtype.itemsize
+            first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
+            if self._compared.find(0, first, last + 1) >= 0:
+                self._compare(self.sidecar, range(first, last + 1))
+        return self._tokens[start:stop]
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """All tokens one after another, not compared with the sidecar."""
+        return self._tokens
+
+    def compare_all(self, report: Callable[[int], None] = lambda done: None) -> int:
+        """Compares every block of tokens with the sidecar; the number of blocks. `report` gets bytes done since last time."""
+        if self.sidecar is None:
+            return 0
+        blocks, step = len(self._compared), 64
+        for first in range(0, blocks, step):
+            self._compare(self.sidecar, range(first, min(first + step, blocks)), again=True)
+            report(min(step * BLOCK_BYTES, len(self._bytes) - first * BLOCK_BYTES))
+        return blocks
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses tokens outside a vocabulary, at once if the sidecar knows the largest; else they are refused when read."""
+        if self.facts is not None and self.facts.largest_token >= vocab_size:
+            raise UserError(
+                f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
+                "prepared with another tokenizer; give that one, or prepare the data again."
+            )
+
+    def _check_sidecar(self, sidecar: Sidecar, index: npt.NDArray[np.uint8]) -> None:
+        said = sidecar.facts
+        for path, expected, found in (
+            (self.bin_path, said.bin_bytes, len(self._bytes)),
+            (self.idx_path, said.idx_bytes, len(index)),
+        ):
+            if expected != found:
+                raise UserError(
+                    f"{path} has {found} bytes where {sidecar.path.name} expects {expected}: it is cut short or of another "
+                    f"pair; copy all three files again{self._resealed()}."
+                )
+        wrong = first_wrong_block(index, sidecar.idx_sums, range(len(sidecar.idx_sums)))
+        if wrong is not None:
+            raise sidecar.blame() or self._wrong_block(self.idx_path, len(index), sidecar.idx_sums, *wrong)
+
+    def _compare(self, sidecar: Sidecar, blocks: range, again: bool = False) -> None:
+        for block in blocks:
+            if self._compared[block] and not again:
+                continue
+            wrong = first_wrong_block(self._bytes, sidecar.bin_sums, range(block, block + 1))
+            if wrong is not None:
+                size, sums = len(self._bytes), sidecar.bin_sums
+                raise sidecar.blame() or self._wrong_block(self.bin_path, size, sums, *wrong)
+            self._compared[block] = 1
+
+    def _wrong_block(
+        self, path: Path, size: int, sums: npt.NDArray[np.uint32], block: int, found: int
+    ) -> UserError:
+        begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
+        return UserError(
+            f"{path} is damaged between bytes {begin} and {end}: their checksum should be {sums[block]:08x}, found "
+            f"{found:08x}; copy the files again or prepare the data again{self._resealed()}."
+        )
+
+    def _resealed(self) -> str:
+        return f" (after another program rewrote the pair on purpose: pentatron data seal {self.prefix})"
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
         # Pickling a memory map would copy the whole corpus into every spawned data worker: reopen it there.
@@ -135,74 +219,6 @@ class IndexedDataset:
                 f"{self.bin_path} has {size} bytes where {self.idx_path.name} expects {end}: it is cut short or the "
                 "two files are not a pair; copy both again or prepare the data again."
             )
-
-
-class IndexedDatasetWriter:
-    """Writes a pair, one document at a time; the files appear when the `with` block ends without an error."""
-
-    def __init__(self, prefix: Path | str, dtype: npt.DTypeLike) -> None:
-        self.bin_path, self.idx_path = pair_paths(prefix)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = [code for code, known in DTYPES.items() if known == self.dtype]
-        if not codes:
-            names = ", ".join(str(known) for known in DTYPES.values())
-            raise UserError(f"Tokens cannot be stored as {self.dtype}; choose one of {names}.")
-        self._code = codes[0]
-        self._lengths = array("i")
-        self._boundaries = array("q", [0])
-        self._bin: BinaryIO | None = None
-        self._temporary_bin = temporary_path(self.bin_path)
-        self._temporary_idx = temporary_path(self.idx_path)
-
-    def __enter__(self) -> Self:
-        self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        self._bin = self._temporary_bin.open("wb")
-        return self
-
-    def add_document(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append one document of one sequence; an empty one leaves a document boundary only."""
-        assert self._bin is not None, "add_document outside the with block"
-        ids = np.asarray(tokens, dtype=np.int64)
-        if len(ids):
-            limits = np.iinfo(self.dtype)
-            low, high = int(ids.min()), int(ids.max())
-            if low < limits.min or high > limits.max:
-                wrong = low if low < limits.min else high
-                raise UserError(
-                    f"Token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)."
-                )
-            self._bin.write(ids.astype(self.dtype).tobytes())
-            self._lengths.append(len(ids))
-        self._boundaries.append(len(self._lengths))
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._bin is not None
-        try:
-            self._bin.close()
-            if error_type is None:
-                self._write_index()
-                # Without this, a crash between the two renames would leave an old index beside new tokens.
-                self.idx_path.unlink(missing_ok=True)
-                commit(self._temporary_bin, self.bin_path)
-                commit(self._temporary_idx, self.idx_path)
-        finally:
-            self._temporary_bin.unlink(missing_ok=True)
-            self._temporary_idx.unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        lengths = np.asarray(self._lengths, dtype="<i4")
-        sizes = lengths.astype(np.int64) * self.dtype.itemsize
-        pointers = np.cumsum(sizes) - sizes
-        with self._temporary_idx.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._boundaries)))
-            file.write(lengths.tobytes())
-            file.write(pointers.astype("<i8").tobytes())
-            file.write(np.asarray(self._boundaries, dtype="<i8").tobytes())
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:

@@ -1,11 +1,14 @@
 """Text to token ids and back: tokenizer files, raw bytes, plain numbers, and training a small vocabulary."""
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pentatron.config.errors import UserError
+from pentatron.data.sidecar import TokenizerIdentity
 
 if TYPE_CHECKING:
     import tokenizers
@@ -14,10 +17,26 @@ END_OF_TEXT = "<|endoftext|>"
 # Looked for, in this order, where the folder of a tokenizer does not say which token ends a document.
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
 BYTE_VALUES = 256
+TOKENIZER_TYPES = (
+    *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer"),
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+    *("ByteTokenizer", "NullTokenizer"),
+)
+# Encoded into a fingerprint, to notice what a vocabulary does not tell: how words, digits, spaces and signs are cut.
+PROBE = (
+    "The quick brown fox doesn't jump; it's 2026-11-15, 1234567890 or 3.14e-5.\n\n\tdef f(x_1, *args):\r\n        return "
+    '{"a": [x_1 ** 2, None]}  # CamelCase snake_case ALLCAPS\n  naïve cafe\u0301 ﬁ Ⅷ Straße ÉCOLE 漢字かな交じり文 한국어 العربية '
+    "עברית हिन्दी ไทย Ελληνικά кириллица 🙂👩‍👩‍👧 \u200b\u00a0… «»“” €100 x²≤y https://example.org/a?b=c&d=%20 information "
+    "transformation internationalization understanding antidisestablishmentarianism"
+)
 
 
 class Tokenizer(Protocol):
     """What the rest of the framework needs of a tokenizer."""
+
+    @property
+    def kind(self) -> str:
+        """One of TOKENIZER_TYPES."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -25,6 +44,12 @@ class Tokenizer(Protocol):
     @property
     def eod(self) -> int:
         """The id that ends a document."""
+
+    def vocabulary(self) -> dict[str, int]:
+        """Tokens and their ids, where they are listed."""
+
+    def probe(self) -> list[int]:
+        """Ids of a fixed text: what a vocabulary alone does not tell."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: no begin, end or padding ids are added."""
@@ -34,30 +59,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class FileTokenizer:
-    """A `tokenizer.json`, or the folder of a model that holds one."""
+class _LibraryTokenizer:
+    """What the tokenizers library holds, whichever files it came from."""
 
-    def __init__(self, path: Path | str) -> None:
-        library = _tokenizers_library()
-        self.path = Path(path)
-        if self.path.is_dir():
-            self.path /= "tokenizer.json"
-        if not self.path.is_file():
-            raise UserError(
-                f"Tokenizer not found: no file {self.path}; check --tokenizer-model, which takes a local "
-                "tokenizer.json or a folder that holds one."
-            )
-        try:
-            self._tokenizer = library.Tokenizer.from_file(str(self.path))
-        except Exception as error:  # the library raises bare Exception for any malformed file
-            raise UserError(
-                f"{self.path} is not a readable tokenizer ({error}); check --tokenizer-model."
-            ) from error
-        # Files may carry the settings of an inference pipeline, which would cut or fill up documents.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+    def __init__(self, path: Path, tokenizer: Any) -> None:
+        self.path = path
+        self._tokenizer = tokenizer
         # Ids can have gaps, and an embedding needs a row for the highest one.
-        self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._vocab_size = max(self.vocabulary().values(), default=-1) + 1
         self._eod = self._find_eod()
 
     @property
@@ -72,6 +81,13 @@ class FileTokenizer:
                 '{"eos_token": "..."} into tokenizer_config.json beside it.'
             )
         return self._eod
+
+    def vocabulary(self) -> dict[str, int]:
+        known: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return known
+
+    def probe(self) -> list[int]:
+        return self.encode(PROBE)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -99,11 +115,119 @@ class FileTokenizer:
         return None
 
 
+class FileTokenizer(_LibraryTokenizer):
+    """A `tokenizer.json`, or the folder of a model that holds one."""
+
+    kind = "HuggingFaceTokenizer"
+
+    def __init__(self, path: Path | str) -> None:
+        library = _tokenizers_library()
+        file = Path(path)
+        if file.is_dir():
+            file /= "tokenizer.json"
+        if not file.is_file():
+            raise UserError(
+                f"Tokenizer not found: no file {file}; check --tokenizer-model, which takes a local tokenizer.json or a folder "
+                f"that holds one{_other_kind(file.parent)}."
+            )
+        try:
+            tokenizer = library.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for any malformed file
+            raise UserError(
+                f"{file} is not a readable tokenizer ({error}); check --tokenizer-model."
+            ) from error
+        # Files may carry the settings of an inference pipeline, which would cut or fill up documents.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        super().__init__(file, tokenizer)
+
+
+class GPT2BPETokenizer(_LibraryTokenizer):
+    """GPT-2's two files. `<|endoftext|>` inside a text is text here, not the end of a document."""
+
+    kind = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: Path | str, merge_file: Path | str) -> None:
+        library = _tokenizers_library()
+        for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+            if not Path(path).is_file():
+                raise UserError(f"Tokenizer not found: no file {path}; check {flag}.")
+        from tokenizers import decoders, models, pre_tokenizers
+
+        try:
+            tokenizer = library.Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+        except Exception as error:  # the library raises bare Exception for any malformed file
+            raise UserError(
+                f"{vocab_file} and {merge_file} are not a readable vocabulary ({error}); check --vocab-file and --merge-file."
+            ) from error
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        super().__init__(Path(vocab_file), tokenizer)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model` file; Llama 2 puts its begin token before every text."""
+
+    def __init__(self, path: Path | str, kind: str = "SentencePieceTokenizer") -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise UserError(
+                f"{kind} needs the package sentencepiece; run: pip install sentencepiece"
+            ) from error
+        self.kind = kind
+        self.path = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
+        if not self.path.is_file():
+            raise UserError(
+                f"Tokenizer not found: no file {self.path}; check --tokenizer-model, which takes a SentencePiece .model file or a "
+                "folder that holds tokenizer.model."
+            )
+        try:
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(self.path))
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"{self.path} is not a readable SentencePiece model ({error}); check --tokenizer-model."
+            ) from error
+        self._begin: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
+        self.vocab_size: int = self._model.get_piece_size()
+
+    @property
+    def eod(self) -> int:
+        token: int = self._model.eos_id()
+        if token < 0:
+            raise UserError(f"{self.path} has no token that ends a document; train it with one (--eos_id).")
+        return token
+
+    def vocabulary(self) -> dict[str, int]:
+        return {self._model.id_to_piece(token): token for token in range(self.vocab_size)}
+
+    def probe(self) -> list[int]:
+        return self.encode(PROBE)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return [self._begin, *ids] if self._begin >= 0 else ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._model.decode(list(ids))
+        return text
+
+
 class ByteTokenizer:
     """UTF-8 bytes as ids, and one more id for the end of a document: works on any text without a file."""
 
+    kind = "ByteTokenizer"
     vocab_size = BYTE_VALUES + 1
     eod = BYTE_VALUES
+
+    def vocabulary(self) -> dict[str, int]:
+        return {}
+
+    def probe(self) -> list[int]:
+        return []
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -118,9 +242,17 @@ class ByteTokenizer:
 class NullTokenizer:
     """Text that already is ids, as numbers between spaces; the end of a document is one id more than asked for."""
 
+    kind = "NullTokenizer"
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
+
+    def vocabulary(self) -> dict[str, int]:
+        return {}
+
+    def probe(self) -> list[int]:
+        return []
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
@@ -139,25 +271,73 @@ class NullTokenizer:
         return " ".join(str(token) for token in ids)
 
 
-def load_tokenizer(kind: str, model: Path | str | None = None, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and `--vocab-size` describe."""
-    if kind in ("HuggingFaceTokenizer", "HFTokenizer"):
-        if model is None:
-            raise UserError(
-                f"Tokenizer not found: no path was given for {kind}; check --tokenizer-model, which takes a local "
-                "tokenizer.json or a folder that holds one."
-            )
-        return FileTokenizer(model)
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """What the user said about the tokenizer: enough to load the same one in another process."""
+
+    kind: str
+    model: str | None = None
+    vocab_size: int | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+
+    def load(self) -> Tokenizer:
+        return load_tokenizer(self.kind, self.model, self.vocab_size, self.vocab_file, self.merge_file)
+
+
+def load_tokenizer(
+    kind: str,
+    model: Path | str | None = None,
+    vocab_size: int | None = None,
+    vocab_file: Path | str | None = None,
+    merge_file: Path | str | None = None,
+    fetch: Callable[[str], Path] | None = None,
+) -> Tokenizer:
+    """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and the flags beside them describe.
+
+    `fetch` turns a model that is no local path (a name on a hub) into a folder, or raises a UserError.
+    """
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":
         if vocab_size is None:
             raise UserError("NullTokenizer needs to know how many ids there are; give --vocab-size.")
         return NullTokenizer(vocab_size)
-    raise UserError(
-        f"Unknown tokenizer type '{kind}'; --tokenizer-type is one of HuggingFaceTokenizer, HFTokenizer, "
-        "ByteTokenizer, NullTokenizer."
-    )
+    if kind not in TOKENIZER_TYPES:
+        raise UserError(
+            f"Unknown tokenizer type '{kind}'; --tokenizer-type is one of {', '.join(TOKENIZER_TYPES)}."
+        )
+    if model is not None and fetch is not None and not Path(model).exists():
+        model = fetch(str(model))
+    if kind == "GPT2BPETokenizer":
+        if model is not None and Path(model).is_dir():
+            vocab_file, merge_file = (
+                vocab_file or Path(model) / "vocab.json",
+                merge_file or Path(model) / "merges.txt",
+            )
+        if vocab_file is None or merge_file is None:
+            raise UserError(
+                "Tokenizer not found: GPT2BPETokenizer needs two files; give --vocab-file vocab.json and --merge-file merges.txt, "
+                "or check --tokenizer-model, which takes the folder that holds both."
+            )
+        return GPT2BPETokenizer(vocab_file, merge_file)
+    if model is None:
+        raise UserError(
+            f"Tokenizer not found: no path was given for {kind}; check --tokenizer-model, which takes a local "
+            f"{'tokenizer.json' if kind.startswith('H') else '.model file'} or a folder that holds one."
+        )
+    return FileTokenizer(model) if kind.startswith("H") else SentencePieceTokenizer(model, kind)
+
+
+def identify(tokenizer: Tokenizer) -> TokenizerIdentity:
+    """Kind, size and fingerprint; the same vocabulary from another kind of file has the same fingerprint."""
+    try:
+        eod: int | None = tokenizer.eod
+    except UserError:
+        eod = None
+    known = sorted(tokenizer.vocabulary().items(), key=lambda entry: (entry[1], entry[0]))
+    content = json.dumps([known or tokenizer.kind, tokenizer.probe(), tokenizer.vocab_size, eod]).encode()
+    return TokenizerIdentity(tokenizer.kind, hashlib.sha256(content).hexdigest(), tokenizer.vocab_size, eod)
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
@@ -194,6 +374,15 @@ def _configured_end_token(folder: Path) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+def _other_kind(folder: Path) -> str:
+    """The way out for a folder that holds a tokenizer of another kind."""
+    if (folder / "tokenizer.model").is_file():
+        return " (this one holds tokenizer.model: try --tokenizer-type SentencePieceTokenizer)"
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return " (this one holds vocab.json and merges.txt: try --tokenizer-type GPT2BPETokenizer)"
+    return ""
 
 
 def _tokenizers_library() -> Any:

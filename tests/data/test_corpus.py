@@ -91,6 +91,7 @@ def test_another_place_gives_the_same_bytes(prepared: PreparedCorpus, tmp_path: 
         "corpus.json",
         "python_text_document.bin",
         "python_text_document.idx",
+        "python_text_document.meta",
         "tokenizer.json",
     ]
     assert list(dict.fromkeys(stage for stage, _, _ in calls)) == ["read", "train tokenizer", "tokenize"]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pentatron.data.gpt_dataset import GPTDataset, open_splits
-from pentatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from pentatron.data.indexed import IndexedDataset
+from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.synthetic import CountingSequences
 
 VOCAB = 100
@@ -116,6 +117,7 @@ def test_a_negative_token_is_refused(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "x.idx").read_bytes())
     content[17] = 3
     (tmp_path / "x.idx").write_bytes(content)
+    (tmp_path / "x.meta").unlink()
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(1), None, 4, seed=0, vocab_size=50000)
     with pytest.raises(ValueError, match="Token -25536 at place 2"):
         dataset[0]

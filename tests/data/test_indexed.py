@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from pentatron.data import indexed
-from pentatron.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from pentatron.data.indexed import IndexedDataset, token_dtype
+from pentatron.data.pair_writer import IndexedDatasetWriter
 
 DOCUMENTS = [[1, 2, 3], [10, 20, 30, 40, 50], [7, 65499]]
 GOLDEN_IDX = bytes.fromhex(
@@ -207,25 +208,25 @@ def test_a_failed_write_keeps_the_old_pair(prefix: Path) -> None:
 def test_a_rewrite_replaces_the_pair(prefix: Path) -> None:
     write(prefix, [[5, 6]], "int32")
     assert IndexedDataset(prefix).get(0).tolist() == [5, 6]
-    assert sorted(path.suffix for path in prefix.parent.iterdir()) == [".bin", ".idx"]
+    assert sorted(path.suffix for path in prefix.parent.iterdir()) == [".bin", ".idx", ".meta"]
 
 
-@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("when", ["before", "between", "last", "after"])
 def test_killed_around_the_renames_never_mixes_pairs(prefix: Path, when: str) -> None:
     """SIGKILL at each point of the commit: the prefix opens as the old pair, as the new one, or not at all."""
     body = f"""
 import os, signal
-from pentatron.data import indexed
-real = indexed.commit
+from pentatron.data import pair_writer
+real = pair_writer.commit
 def commit(temporary, target):
-    moment = "before" if target.suffix == ".bin" else "between"
+    moment = {{".bin": "before", ".meta": "between", ".idx": "last"}}[target.suffix]
     if moment == {when!r}:
         os.kill(os.getpid(), signal.SIGKILL)
     real(temporary, target)
     if target.suffix == ".idx":
         os.kill(os.getpid(), signal.SIGKILL)
-indexed.commit = commit
-with indexed.IndexedDatasetWriter({str(prefix)!r}, "uint16") as writer:
+pair_writer.commit = commit
+with pair_writer.IndexedDatasetWriter({str(prefix)!r}, "uint16") as writer:
     # The same sizes as before: only the order of the steps can keep the two apart.
     for document in {[[9] * len(document) for document in DOCUMENTS]!r}:
         writer.add_document(document)

@@ -9,8 +9,8 @@ import torch
 
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import Sample, open_splits
-from pentatron.data.indexed import IndexedDatasetWriter
 from pentatron.data.loader import Batch, MicroBatchSampler, build_loader
+from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.synthetic import SyntheticDataset
 
 

@@ -1,0 +1,110 @@
+"""`pentatron data`: looking at prepared data, checking and joining it."""
+
+import json
+from collections.abc import Callable, Sequence
+
+from pentatron.cli.options import read_options
+from pentatron.cli.terminal import say
+from pentatron.config.errors import UserError
+from pentatron.config.flags import did_you_mean
+
+USAGE = """usage: pentatron data COMMAND [...]
+
+A PREFIX is the name of a .bin/.idx pair without its ending.
+
+  describe PREFIX ... [--json]          sizes, type, documents, lengths, tokenizer
+  verify PREFIX ... [--vocab-size N]    structure, every checksum, every token below the vocabulary; ends with code 1 if anything is wrong
+  merge OUT PREFIX ... [--overwrite]    the documents of several pairs, one after another, as the pair OUT
+  seal PREFIX ...                       write checksums (.meta) for pairs that another program made or changed
+"""
+PLANNED = ("show",)
+
+
+def data_command(words: Sequence[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help") or "--help" in words:
+        say(USAGE)
+        return 0
+    command, rest = words[0], words[1:]
+    if command in PLANNED:
+        raise UserError(
+            f"pentatron data {command} is not available yet in this version; `pentatron data --help` lists what is"
+        )
+    if command not in COMMANDS:
+        guess = did_you_mean(command, [*COMMANDS, *PLANNED])
+        raise UserError(
+            f"unknown command 'data {command}'{guess}; `pentatron data --help` lists the commands"
+        )
+    return COMMANDS[command](rest)
+
+
+def _describe(words: Sequence[str]) -> int:
+    from pentatron.data.inspect import describe, describe_text
+
+    options, prefixes = read_options(words, {"json": False}, "pentatron data")
+    _need(prefixes, 1, "describe PREFIX")
+    if options["json"]:
+        say(json.dumps([describe(_stem(prefix)) for prefix in prefixes], indent=1))
+    else:
+        say("\n\n".join(describe_text(_stem(prefix)) for prefix in prefixes))
+    return 0
+
+
+def _verify(words: Sequence[str]) -> int:
+    from pentatron.data.inspect import verify
+
+    options, prefixes = read_options(words, {"vocab-size": 0}, "pentatron data")
+    _need(prefixes, 1, "verify PREFIX")
+    wrong = 0
+    for prefix in map(_stem, prefixes):
+        try:
+            say(f"{prefix}: {verify(prefix, options['vocab-size'] or None)}")
+        except UserError as error:
+            wrong += 1
+            say(f"{prefix}: WRONG: {error}")
+    return 1 if wrong else 0
+
+
+def _merge(words: Sequence[str]) -> int:
+    from pentatron.data.merge import merge
+
+    options, prefixes = read_options(words, {"overwrite": False}, "pentatron data")
+    _need(prefixes, 2, "merge OUT PREFIX")
+    output, *sources = map(_stem, prefixes)
+    if output in sources:
+        raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
+    facts = merge(sources, output, options["overwrite"])
+    say(
+        f"{output}: {facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens from {len(sources)} pairs"
+    )
+    return 0
+
+
+def _seal(words: Sequence[str]) -> int:
+    from pentatron.data.inspect import seal
+
+    _, prefixes = read_options(words, {}, "pentatron data")
+    _need(prefixes, 1, "seal PREFIX")
+    for prefix in map(_stem, prefixes):
+        facts = seal(prefix)
+        say(
+            f"{prefix}.meta: checksums of {facts.tokens:,} tokens in {facts.documents:,} documents, as they are now"
+        )
+    return 0
+
+
+def _need(prefixes: Sequence[str], least: int, example: str) -> None:
+    if len(prefixes) < least:
+        raise UserError(f"say which data to use: pentatron data {example}")
+
+
+def _stem(word: str) -> str:
+    """People complete file names with the tab key; either file of a pair means the pair."""
+    return word.removesuffix(".bin").removesuffix(".idx").removesuffix(".meta")
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "describe": _describe,
+    "verify": _verify,
+    "merge": _merge,
+    "seal": _seal,
+}

@@ -1,0 +1,282 @@
+"""`pentatron prepare`: text files to `.bin/.idx` pairs."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pentatron.cli.options import read_options
+from pentatron.cli.terminal import complain, say
+from pentatron.config.errors import UserError
+
+if TYPE_CHECKING:
+    from pentatron.data.prepare import Counts, Job, Outcome
+
+USAGE = """usage: pentatron prepare --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE [...]
+
+Turns text into the .bin/.idx pairs that --data-path takes: PREFIX_text_document.bin, .idx and .meta (checksums and the tokenizer's
+fingerprint). The output is the same for any number of workers, appears whole or not at all, and the same command goes on after an interruption.
+
+  --input FILE ...           .jsonl (one object per line) or .txt, also with .gz or .zst behind; patterns such as 'data/*.jsonl' too
+  --output-prefix PREFIX     the output is PREFIX_<key>_document
+  --json-keys KEY ...        texts to take from each object, one pair of files each (text); a list is taken as ready-made sentences
+  --text-documents KIND      what one document of a .txt is: file, line or blank-line (file)
+  --append-eod               put the end-of-document id behind every document
+  --split-sentences          lists of sentences only; the output is PREFIX_<key>_sentence
+  --skip-bad-lines           leave out lines that are no such object, count them and name the first
+
+  --tokenizer-type TYPE      {types}
+  --tokenizer-model PATH     tokenizer.json, a .model file, or the folder that holds it
+  --vocab-file, --merge-file PATH     GPT-2's two files
+  --vocab-size N             for NullTokenizer
+
+  --workers N                processes that encode (one for each core)
+  --log-interval N           without a terminal: a line every N documents (a line every ten seconds)
+  --overwrite                replace an output of other inputs or settings
+"""
+DEFAULTS: dict[str, Any] = {
+    "input": (),
+    "output-prefix": "",
+    "json-keys": ("text",),
+    "text-documents": "file",
+    "append-eod": False,
+    "split-sentences": False,
+    "skip-bad-lines": False,
+    "tokenizer-type": "",
+    "tokenizer-model": "",
+    "vocab-file": "",
+    "merge-file": "",
+    "vocab-size": 0,
+    "workers": 0,
+    "log-interval": 0,
+    "overwrite": False,
+}
+# Flags of other programs' preprocessing that change nothing here, and why.
+IDLE: dict[str, tuple[Any, str]] = {
+    "partitions": (0, "the input is cut into chunks as it is read"),
+    "keep-sequential-samples": (False, "documents always keep their order"),
+    "keep-newlines": (False, "there is no sentence splitter here, texts stay as they are"),
+    "lang": ("", "there is no sentence splitter here"),
+    "chunk-size": (0, "chunks are cut by bytes"),
+    "make-vocab-size-divisible-by": (0, "the vocabulary is padded by the model, not in the data"),
+    "tensor-model-parallel-size": (0, "the vocabulary is padded by the model, not in the data"),
+    "rank": (0, "preparing is not distributed"),
+    "dataset-impl": ("", "there is one format"),
+    "vocab-extra-ids": (0, "the tokenizer's own ids are used"),
+}
+REFUSED = {
+    "find-optimal-num-workers": "one worker for each core is the default and, as a rule, the best",
+    "workers-to-check": "one worker for each core is the default and, as a rule, the best",
+    "max-documents": "give --input a shorter file",
+    "tiktoken-pattern": "take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json",
+    "tiktoken-num-special-tokens": "take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json",
+    "tiktoken-special-tokens": "take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json",
+}
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def prepare_command(words: Sequence[str]) -> int:
+    from pentatron.data.prepare import prepare
+    from pentatron.data.tokenizer import TOKENIZER_TYPES
+
+    if "--help" in words or "-h" in words:
+        say(USAGE.format(types=", ".join(TOKENIZER_TYPES)))
+        return 0
+    job, log_interval = _read(words)
+    # Every worker is one of several processes already; threads of its own would take their cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with _open_progress(log_interval) as shown:
+        try:
+            outcome = prepare(job, shown.report, shown.say)
+        except KeyboardInterrupt:
+            shown.close()
+            complain("stopped; the same command goes on where this one stopped")
+            return 130
+    _sum_up(job, outcome)
+    return 0
+
+
+def _read(words: Sequence[str]) -> "tuple[Job, int]":
+    from pentatron.data.encode import Recipe
+    from pentatron.data.inputs import TEXT_DOCUMENTS, expand_inputs
+    from pentatron.data.prepare import Job
+    from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerChoice
+
+    for word in words:
+        name = word.split("=", 1)[0].lstrip("-").replace("_", "-").lower()
+        if word.startswith("--") and name in REFUSED:
+            raise UserError(f"--{name} is not available; {REFUSED[name]}.")
+    defaults = {**DEFAULTS, **{name: default for name, (default, _) in IDLE.items()}}
+    options, plain = read_options(words, defaults, "pentatron prepare")
+    if plain:
+        raise UserError(f"'{plain[0]}' is no flag; write --input {plain[0]}.")
+    needed = {
+        "input": "name the files with the text",
+        "output-prefix": "say where the result goes",
+        "tokenizer-type": f"it is one of {', '.join(TOKENIZER_TYPES)}",
+    }
+    for name, what in needed.items():
+        if not options[name]:
+            raise UserError(f"--{name} is missing; {what}.")
+    if options["workers"] < 0 or (options["workers"] == 0 and _given(words, "workers")):
+        raise UserError(f"--workers {options['workers']} must be 1 or more.")
+    if options["text-documents"] not in TEXT_DOCUMENTS:
+        raise UserError(
+            f"--text-documents {options['text-documents']} must be one of {', '.join(TEXT_DOCUMENTS)}."
+        )
+    for name, (default, reason) in IDLE.items():
+        if options[name] != default:
+            say(f"note: --{name} has no effect: {reason}")
+    choice = TokenizerChoice(
+        options["tokenizer-type"],
+        options["tokenizer-model"] or None,
+        options["vocab-size"] or None,
+        options["vocab-file"] or None,
+        options["merge-file"] or None,
+    )
+    recipe = Recipe(choice, options["json-keys"], options["append-eod"], options["split-sentences"])
+    job = Job(
+        expand_inputs(options["input"]),
+        Path(options["output-prefix"]),
+        recipe,
+        options["workers"] or _cores(),
+        options["text-documents"],
+        options["skip-bad-lines"],
+        options["overwrite"],
+    )
+    return job, options["log-interval"]
+
+
+def _given(words: Sequence[str], name: str) -> bool:
+    return any(word.split("=", 1)[0].replace("_", "-") == f"--{name}" for word in words)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _sum_up(job: "Job", outcome: "Outcome") -> None:
+    from pentatron.data.indexed import IndexedDataset
+    from pentatron.data.inspect import document_lengths
+
+    names = ", ".join(str(path) for path in job.outputs)
+    if outcome.already_there:
+        say(
+            f"{names}: already prepared from the same inputs with the same settings (--overwrite does it again)"
+        )
+    else:
+        counts = outcome.counts
+        speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
+        say(
+            f"{counts.documents:,} documents, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
+            f"({speed:,.0f} tokens/s, {job.workers} worker{'s' if job.workers > 1 else ''})"
+            f"{', going on after an interruption' if outcome.resumed else ''}"
+        )
+        if counts.blank_lines:
+            say(f"{counts.blank_lines:,} blank lines left out")
+        if counts.bad_lines:
+            say(f"{counts.bad_lines:,} bad lines left out, the first of them:")
+            for line in outcome.bad:
+                say(f"  {line}")
+    for prefix in job.outputs:
+        lengths = document_lengths(IndexedDataset(prefix))
+        mean = lengths.tokens / max(1, lengths.documents)
+        say(
+            f"\n{prefix}: {lengths.documents:,} documents of {lengths.shortest:,} to {lengths.longest:,} tokens, "
+            f"{mean:,.1f} on average"
+        )
+        say("\n".join(lengths.lines()))
+
+
+# --- progress ---
+
+
+class _Lines(AbstractContextManager["_Lines"]):
+    """A line now and then, for logs."""
+
+    def __init__(self, every_documents: int) -> None:
+        self._every = every_documents
+        self._started = self._last = time.monotonic()
+        self._marks = 0
+        self._before = -1
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def report(self, counts: "Counts", total: int) -> None:
+        now = time.monotonic()
+        if self._before < 0:
+            self._before = counts.tokens
+        if self._every:
+            due = counts.documents // self._every > self._marks
+            self._marks = counts.documents // self._every
+        else:
+            due = now - self._last >= _SECONDS_BETWEEN_LINES
+        if due:
+            self._last = now
+            say(
+                f"{100 * counts.read / max(1, total):.0f} %  {_facts(counts, self._before, now - self._started)}"
+            )
+
+    def close(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Bar(_Lines):
+    """A bar on a terminal."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        super().__init__(0)
+        self._progress = Progress(
+            TextColumn("[bold]preparing"),
+            BarColumn(bar_width=30),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=None, facts="starting workers")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def report(self, counts: "Counts", total: int) -> None:
+        if self._before < 0:
+            self._before = counts.tokens
+        facts = _facts(counts, self._before, time.monotonic() - self._started)
+        self._progress.update(self._task, completed=counts.read, total=total, facts=facts)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _facts(counts: "Counts", tokens_before: int, seconds: float) -> str:
+    speed = (counts.tokens - tokens_before) / max(seconds, 1e-9)
+    return f"{counts.documents:,} documents, {counts.tokens:,} tokens, {speed:,.0f} tokens/s"
+
+
+def _open_progress(log_interval: int) -> _Lines:
+    if sys.stdout.isatty() and not log_interval:
+        try:
+            from rich.console import Console
+        except ImportError:
+            say("no progress bar: the rich library is not installed (pip install rich)")
+        else:
+            return _Bar(Console())
+    return _Lines(log_interval)

@@ -1,0 +1,220 @@
+"""Writing `.bin/.idx` pairs: appended to files under other names, completed, then renamed."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pentatron.config.errors import UserError
+from pentatron.data.atomic import TEMPORARY_SUFFIX, commit
+from pentatron.data.checksums import BLOCK_BYTES, SUM, BlockSums, SummedFile
+from pentatron.data.indexed import CHECK_BLOCK, DTYPES, HEADER, MAGIC, VERSION, pair_paths
+from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
+
+BUFFER = 1 << 20
+PARTS = ("bin", "lengths", "ends", "sums")
+
+
+class PairInProgress:
+    """One pair in the making, in files that only grow: memory does not depend on how much was written.
+
+    `sync` gives a state from which `PairInProgress(..., state)` goes on, whatever was written to the files after it.
+    """
+
+    def __init__(
+        self, stem: Path, dtype: npt.DTypeLike, suffix: str = "", state: Mapping[str, int] | None = None
+    ) -> None:
+        self.dtype, self._code = _stored(dtype)
+        self._stem, self._suffix = stem, suffix
+        begun = state or {"bin": 0, "sequences": 0, "documents": 0, "largest": -1, "running": 0, "filled": 0}
+        self.bytes, self.sequences, self.documents = begun["bin"], begun["sequences"], begun["documents"]
+        self.largest = begun["largest"]
+        self._sums = BlockSums(begun["running"], begun["filled"])
+        self._files: dict[str, BinaryIO] = {}
+        sizes = {
+            "bin": self.bytes,
+            "lengths": 4 * self.sequences,
+            "ends": 8 * self.documents,
+            "sums": SUM.itemsize * ((self.bytes - begun["filled"]) // BLOCK_BYTES),
+        }
+        for part in PARTS:
+            path = self.path(part)
+            if state is not None and (not path.is_file() or path.stat().st_size < sizes[part]):
+                raise UserError(
+                    f"{path} is shorter than the run that wrote it had noted; delete {path.parent} to start over."
+                )
+            file = path.open("r+b" if state is not None else "wb", buffering=BUFFER)
+            self._files[part] = file
+            file.truncate(sizes[part])
+            file.seek(sizes[part])
+
+    @property
+    def tokens(self) -> int:
+        return self.bytes // self.dtype.itemsize
+
+    def path(self, part: str) -> Path:
+        return Path(f"{self._stem}.{part}{self._suffix}")
+
+    def append(
+        self,
+        tokens: bytes | memoryview,
+        lengths: npt.NDArray[np.int32],
+        counts: npt.NDArray[Any],
+        largest: int,
+    ) -> None:
+        """Whole documents: their tokens, the length of each sequence, how many sequences each has, the largest token."""
+        self._files["bin"].write(tokens)
+        self._sums.update(tokens)
+        self._files["sums"].write(self._sums.take_finished())
+        self._files["lengths"].write(lengths.astype("<i4").tobytes())
+        self._files["ends"].write((self.sequences + np.cumsum(counts, dtype="<i8")).tobytes())
+        self.bytes += memoryview(tokens).nbytes
+        self.sequences += len(lengths)
+        self.documents += len(counts)
+        self.largest = max(self.largest, largest)
+
+    def sync(self) -> dict[str, int]:
+        """Everything appended so far reaches the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {
+            "bin": self.bytes,
+            "sequences": self.sequences,
+            "documents": self.documents,
+            "largest": self.largest,
+            "running": self._sums.running,
+            "filled": self._sums.filled,
+        }
+
+    def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> Facts:
+        """Writes index and sidecar beside the tokens, still under temporary names."""
+        self._files["sums"].write(self._sums.take_last())
+        self.close()
+        with self.path("idx").open("wb", buffering=BUFFER) as file:
+            index = SummedFile(file)
+            self._write_index(index)
+        facts = Facts(
+            str(self.dtype),
+            self.sequences,
+            self.documents,
+            self.tokens,
+            self.largest,
+            self.bytes,
+            index.bytes,
+            tokenizer,
+            job,
+        )
+        with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
+            write_sidecar(file, facts, sums, index.sums.take_last())
+        return facts
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def discard(self) -> None:
+        self.close()
+        for part in (*PARTS, "idx", "meta"):
+            self.path(part).unlink(missing_ok=True)
+
+    def _write_index(self, file: SummedFile) -> None:
+        file.write(HEADER.pack(MAGIC, VERSION, self._code, self.sequences, self.documents + 1))
+        with self.path("lengths").open("rb") as lengths:
+            while data := lengths.read(4 * CHECK_BLOCK):
+                file.write(data)
+            lengths.seek(0)
+            end = 0
+            while data := lengths.read(4 * CHECK_BLOCK):
+                sizes = np.frombuffer(data, "<i4").astype(np.int64) * self.dtype.itemsize
+                ends = end + np.cumsum(sizes)
+                file.write((ends - sizes).astype("<i8").tobytes())
+                end = int(ends[-1])
+        file.write(bytes(8))
+        with self.path("ends").open("rb") as boundaries:
+            while data := boundaries.read(8 * CHECK_BLOCK):
+                file.write(data)
+
+
+def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
+    """Renames a complete pair to its place. Calling it again after a crash finishes what was begun.
+
+    The index goes last, and an old one first: at every moment the prefix opens as the old pair, as the new one, or not at all.
+    """
+    binary, index = pair_paths(prefix)
+    unpublished = Path(f"{stem}.idx{suffix}")
+    if not unpublished.exists():
+        return
+    index.unlink(missing_ok=True)
+    targets = {"bin": binary, "meta": sidecar_path(prefix), "idx": index}
+    for part, target in targets.items():
+        temporary = Path(f"{stem}.{part}{suffix}")
+        if temporary.exists():
+            commit(temporary, target)
+
+
+class IndexedDatasetWriter:
+    """Writes a pair, one document at a time; the files appear when the `with` block ends without an error."""
+
+    def __init__(
+        self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
+    ) -> None:
+        self.prefix = Path(prefix)
+        self.dtype, _ = _stored(dtype)
+        self.tokenizer = tokenizer
+        self._suffix = f".{os.getpid()}{TEMPORARY_SUFFIX}"
+        self._pair: PairInProgress | None = None
+
+    def __enter__(self) -> Self:
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._pair = PairInProgress(self.prefix, self.dtype, self._suffix)
+        return self
+
+    def add_document(
+        self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
+    ) -> None:
+        """Append one document: of one sequence, or of several with these lengths; an empty one leaves a boundary only."""
+        assert self._pair is not None, "add_document outside the with block"
+        ids = np.asarray(tokens, dtype=np.int64)
+        if lengths is None:
+            lengths = [len(ids)] if len(ids) else []
+        assert sum(lengths) == len(ids), "the lengths of the sequences do not add up to the document"
+        largest = int(ids.max()) if len(ids) else -1
+        if len(ids):
+            limits = np.iinfo(self.dtype)
+            low = int(ids.min())
+            if low < limits.min or largest > limits.max:
+                wrong = low if low < limits.min else largest
+                raise UserError(
+                    f"Token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)."
+                )
+        data = ids.astype(self.dtype).tobytes()
+        self._pair.append(data, np.asarray(lengths, np.int32), np.array([len(lengths)]), largest)
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._pair is not None
+        try:
+            if error_type is None:
+                self._pair.complete(self.tokenizer)
+                publish(self.prefix, self._suffix, self.prefix)
+        finally:
+            self._pair.discard()
+
+
+def _stored(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
+    """A type of tokens as it lies in a file, and its code."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    for code, known in DTYPES.items():
+        if known == stored:
+            return stored, code
+    names = ", ".join(str(known) for known in DTYPES.values())
+    raise UserError(f"Tokens cannot be stored as {stored}; choose one of {names}.")

@@ -1,0 +1,138 @@
+"""What the `.bin/.idx` format lacks, in a third file: `<prefix>.meta`.
+
+    line 1: a JSON object (counts, tokenizer, sizes) · line 2: the CRC-32 of line 1 · then the checksums of the blocks of `.bin` and
+    of `.idx` (uint32 each)
+
+Programs that do not know it read the pair as before.
+"""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from pentatron.config.errors import UserError
+from pentatron.data.checksums import BLOCK_BYTES, SUM, block_count
+
+FORMAT = "pentatron data 1"
+LONGEST_HEADER = 1 << 20
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Which tokenizer made the ids; two with the same fingerprint give the same ids for every text."""
+
+    kind: str
+    fingerprint: str
+    vocab_size: int
+    eod: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a sidecar says about its pair."""
+
+    dtype: str
+    sequences: int
+    documents: int
+    tokens: int
+    # -1 where there is no token at all.
+    largest_token: int
+    bin_bytes: int
+    idx_bytes: int
+    tokenizer: TokenizerIdentity | None = None
+    # Of the command that made the pair: inputs and settings.
+    job: str | None = None
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    path: Path
+    facts: Facts
+    bin_sums: npt.NDArray[np.uint32]
+    idx_sums: npt.NDArray[np.uint32]
+    sums_crc32: int
+
+    def blame(self) -> UserError | None:
+        """The sentence for checksums that are damaged themselves; asked only when one does not fit."""
+        found = zlib.crc32(self.idx_sums.data, zlib.crc32(self.bin_sums.data))
+        if found == self.sums_crc32:
+            return None
+        begin = self.path.stat().st_size - SUM.itemsize * (len(self.bin_sums) + len(self.idx_sums))
+        return _damaged(self.path, begin, "the checksums from there on are not those that were written")
+
+
+def sidecar_path(prefix: Path | str) -> Path:
+    return Path(f"{prefix}.meta")
+
+
+def write_sidecar(file: BinaryIO, facts: Facts, bin_sums: BinaryIO, idx_sums: bytes) -> None:
+    """`bin_sums` is read twice: the checksums of a large corpus need not fit into memory twice."""
+    table = zlib.crc32(idx_sums, _crc_of(bin_sums))
+    bin_sums.seek(0)
+    said = {
+        "format": FORMAT,
+        "checksum": "crc32",
+        "block_bytes": BLOCK_BYTES,
+        "sums_crc32": table,
+        **asdict(facts),
+    }
+    line = json.dumps(said, sort_keys=True).encode()
+    file.write(b"%s\n%08x\n" % (line, zlib.crc32(line)))
+    while data := bin_sums.read(BLOCK_BYTES):
+        file.write(data)
+    file.write(idx_sums)
+
+
+def read_sidecar(prefix: Path | str) -> Sidecar | None:
+    """The sidecar of a pair, or None where there is none, as beside the files of other programs."""
+    path = sidecar_path(prefix)
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        line = file.readline(LONGEST_HEADER)
+        sum_line = file.readline(16)
+        begin = file.tell()
+    if not line.endswith(b"\n") or sum_line != b"%08x\n" % zlib.crc32(line[:-1]):
+        raise _damaged(path, 0, "its first line does not have the checksum of its second")
+    facts, sums_crc32 = _facts(path, line)
+    blocks, index_blocks = block_count(facts.bin_bytes), block_count(facts.idx_bytes)
+    expected = begin + SUM.itemsize * (blocks + index_blocks)
+    if size != expected:
+        raise _damaged(path, min(size, expected), f"it should have {expected} bytes, found {size}")
+    sums = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray).view(SUM)
+    return Sidecar(path, facts, sums[:blocks], sums[blocks:], sums_crc32)
+
+
+def _facts(path: Path, line: bytes) -> tuple[Facts, int]:
+    said: dict[str, Any] = json.loads(line)
+    if said.get("format") != FORMAT or said.get("block_bytes") != BLOCK_BYTES:
+        raise UserError(
+            f"{path} is of the format '{said.get('format')}', which this version does not read; use a newer Pentatron, or "
+            "delete it to open the pair with checks of its structure only."
+        )
+    tokenizer = said["tokenizer"]
+    facts = Facts(
+        **{name: said[name] for name in Facts.__dataclass_fields__ if name != "tokenizer"},
+        tokenizer=None if tokenizer is None else TokenizerIdentity(**tokenizer),
+    )
+    return facts, int(said["sums_crc32"])
+
+
+def _crc_of(file: BinaryIO) -> int:
+    running = 0
+    while data := file.read(BLOCK_BYTES):
+        running = zlib.crc32(data, running)
+    return running
+
+
+def _damaged(path: Path, offset: int, what: str) -> UserError:
+    return UserError(
+        f"{path} is damaged at byte {offset}: {what}; copy the file again, or delete it to open the pair with checks of its "
+        "structure only."
+    )
