@@ -58,17 +58,18 @@ def _learn_vocabulary(draft: Draft) -> None:
     """A named tokenizer knows its vocabulary; nobody should have to type it."""
     if draft["vocab_size"] is not None or draft["padded_vocab_size"] is not None:
         return
-    kind, model = draft["tokenizer_type"], draft["tokenizer_model"]
-    if (kind is None and model is None) or table()["tokenizer_type"].refuses(kind):
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    kind, model, vocab_file, merge_file = (draft[name] for name in names)
+    if all(draft[name] is None for name in names) or table()["tokenizer_type"].refuses(kind):
         return
     from pentatron.data.tokenizer import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(kind or "HuggingFaceTokenizer", model, None)
+        tokenizer = load_tokenizer(kind, model, None, vocab_file, merge_file)
     except UserError as error:
         draft.wrong["vocab_size"] = str(error)
         return
-    draft.derive("vocab_size", tokenizer.vocab_size, f"tokenizer {model or kind}")
+    draft.derive("vocab_size", tokenizer.vocab_size, f"tokenizer {model or vocab_file or kind}")
 
 
 def _learn_timeout(draft: Draft, environment: Mapping[str, str]) -> None:

@@ -220,6 +220,13 @@ def _tokenizer_unused(draft: Draft, facts: Facts) -> str:
     return "" if used else "synthetic data is tokens already, and --vocab-size is given"
 
 
+def _gpt2_files_unused(draft: Draft, facts: Facts) -> str:
+    kind = draft["tokenizer_type"] or ("HuggingFaceTokenizer" if draft["tokenizer_model"] else None)
+    if kind is not None and kind != "GPT2BPETokenizer":
+        return f"only GPT2BPETokenizer reads it, and the tokenizer is a {kind}"
+    return _tokenizer_unused(draft, facts)
+
+
 def _no_decay(draft: Draft, facts: Facts) -> str:
     constant = draft["lr_decay_style"] == "constant"
     return "the learning rate does not decay (--lr-decay-style constant)" if constant else ""
@@ -370,6 +377,7 @@ IDLE: dict[str, Reason] = {
     "sample_prompt": _no_tokenizer,
     "sample_tokens": _no_sample,
     **dict.fromkeys(("tokenizer_type", "tokenizer_model"), _tokenizer_unused),
+    **dict.fromkeys(("vocab_file", "merge_file"), _gpt2_files_unused),
     "min_lr": _no_decay,
     "lr_decay_iters": _no_decay_nor_fraction,
     "ddp_bucket_size": _bucketless,

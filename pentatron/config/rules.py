@@ -88,19 +88,19 @@ def _positions(v: Values, facts: Facts) -> str | None:
 
 
 def _vocabulary(v: Values, facts: Facts) -> str | None:
-    # A vocabulary file will tell it, once such files can be read.
+    # What a vocabulary file holds is read before this.
     if v["vocab_size"] is not None or v["vocab_file"] is not None:
         return None
     return "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json"
 
 
 def _tokenizer(v: Values, facts: Facts) -> str | None:
-    needs_a_path = v["tokenizer_type"] in ("HuggingFaceTokenizer", "HFTokenizer") and v["data_path"]
-    if not needs_a_path or v["tokenizer_model"] is not None:
+    files = {"H": "tokenizer.json", "S": "tokenizer.model", "L": "tokenizer.model", "GPTS": "tokenizer.model"}
+    kind = v["tokenizer_type"] or ""
+    file = files.get("GPTS" if kind.startswith("GPTS") else kind[:1])
+    if file is None or not v["data_path"] or v["tokenizer_model"] is not None:
         return None
-    return (
-        f"--tokenizer-type {v['tokenizer_type']} needs --tokenizer-model, a folder that has a tokenizer.json"
-    )
+    return f"--tokenizer-type {kind} needs --tokenizer-model, a folder that has a {file}"
 
 
 def _spec(v: Values, facts: Facts) -> str | None:

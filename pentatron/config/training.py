@@ -33,13 +33,14 @@ class DataConfig:
     tokenizer_type: str | None = setting(
         None,
         "kind of tokenizer",
-        choices=("HuggingFaceTokenizer", "HFTokenizer", "ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer"),
-        not_yet="the GPT-2 vocabulary files",
-        available=("HuggingFaceTokenizer", "HFTokenizer", "ByteTokenizer", "NullTokenizer"),
+        choices=(
+            *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer"),
+            *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "ByteTokenizer", "NullTokenizer"),
+        ),
     )
-    tokenizer_model: str | None = setting(None, "folder with a tokenizer.json, or the file")
-    vocab_file: str | None = setting(None, "GPT-2 vocabulary", not_yet="the GPT-2 vocabulary files")
-    merge_file: str | None = setting(None, "GPT-2 merges", not_yet="the GPT-2 vocabulary files")
+    tokenizer_model: str | None = setting(None, "tokenizer.json or .model file, or the folder that holds it")
+    vocab_file: str | None = setting(None, "GPT-2 vocabulary (vocab.json)")
+    merge_file: str | None = setting(None, "GPT-2 merges (merges.txt)")
     num_workers: int = setting(0, "processes that read data for one rank")
     prefetch_factor: int = setting(2, "batches each of them reads ahead")
     dataloader_type: str = setting(

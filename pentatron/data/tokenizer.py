@@ -286,7 +286,7 @@ class TokenizerChoice:
 
 
 def load_tokenizer(
-    kind: str,
+    kind: str | None,
     model: Path | str | None = None,
     vocab_size: int | None = None,
     vocab_file: Path | str | None = None,
@@ -295,8 +295,11 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and the flags beside them describe.
 
+    Without a type, GPT-2's files mean GPT-2's tokenizer and anything else a tokenizer.json.
     `fetch` turns a model that is no local path (a name on a hub) into a folder, or raises a UserError.
     """
+    if kind is None:
+        kind = "GPT2BPETokenizer" if (vocab_file or merge_file) and not model else "HuggingFaceTokenizer"
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":

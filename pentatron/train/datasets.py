@@ -71,9 +71,12 @@ def wanted_samples(config: RunConfig) -> tuple[int, int]:
 
 def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     """The tokenizer the user named, if any."""
-    if data.tokenizer_type is None and data.tokenizer_model is None:
+    named = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
+    if all(name is None for name in named):
         return None
-    return load_tokenizer(data.tokenizer_type or "HuggingFaceTokenizer", data.tokenizer_model, vocab_size)
+    return load_tokenizer(
+        data.tokenizer_type, data.tokenizer_model, vocab_size, data.vocab_file, data.merge_file
+    )
 
 
 def _prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:

@@ -111,7 +111,8 @@ def line_of(text: str, flag: str) -> str:
         ("--bf16", "--bf16 bf16 weights and activations, fp32 master weights and gradients"),
         ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, changes nothing"),
         ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
-                             "ByteTokenizer, NullTokenizer, GPT2BPETokenizer; GPT2BPETokenizer not available yet"),
+                             "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, "
+                             "ByteTokenizer, NullTokenizer"),
         ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES; not available yet"),
         ("--num-workers", "--num-workers N processes that read data for one rank; default 0"),
         ("--micro-batch-size", "--micro-batch-size N samples one rank computes at once (1)"),

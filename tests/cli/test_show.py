@@ -174,15 +174,13 @@ def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
     assert lines[2] == "  2. --min-lr 3.0 is above --lr 1.0; lower the first or raise the second"
 
 
-def test_a_tokenizer_that_is_not_built_yet_is_refused_not_opened() -> None:
-    with pytest.raises(UserError) as error:
-        prepared(
-            "--mock-data --train-iters 3 --nproc-per-node 1 --tokenizer-type GPT2BPETokenizer --vocab-file v"
-        )
-    assert str(error.value) == (
-        "--tokenizer-type GPT2BPETokenizer, --vocab-file v need the GPT-2 vocabulary files, "
-        "which this version does not have yet; leave them out"
-    )
+def test_the_vocabulary_comes_from_the_files_of_gpt2(tmp_path: Path) -> None:
+    words = f"--mock-data --train-iters 3 --nproc-per-node 1 --vocab-file {tmp_path}/v.json --merge-file {tmp_path}/m.txt"
+    with pytest.raises(UserError, match=r"^Tokenizer not found: no file .*v\.json; check --vocab-file"):
+        prepared(words)
+    (tmp_path / "v.json").write_text('{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}')
+    (tmp_path / "m.txt").write_text("#version: 0.2\na b\n")
+    assert prepared(words)["vocab_size"] == 4
 
 
 def test_processes_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

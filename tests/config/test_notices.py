@@ -178,6 +178,14 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         Facts(2, 2),
         ONE,
     ),
+    (
+        "vocab_file",
+        f"{FILES} --tokenizer-model a --vocab-file v",
+        f"{FILES} --vocab-file v --merge-file m",
+        ONE,
+        ONE,
+    ),
+    ("merge_file", f"{LEAST} --merge-file m", f"{FILES} --vocab-file v --merge-file m", ONE, ONE),
     ("min_lr", f"{LEAST} --lr-decay-style constant --min-lr 1e-05", f"{LEAST} --min-lr 1e-05", ONE, ONE),
     (
         "lr_decay_iters",

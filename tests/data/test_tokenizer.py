@@ -10,10 +10,13 @@ import pytest
 
 from pentatron.data.tokenizer import (
     END_OF_TEXT,
+    PROBE,
     ByteTokenizer,
     FileTokenizer,
+    GPT2BPETokenizer,
     NullTokenizer,
     Tokenizer,
+    identify,
     load_tokenizer,
     train_bpe,
 )
@@ -188,3 +191,113 @@ for call in (lambda: tokenizer.FileTokenizer("x"), lambda: tokenizer.train_bpe(i
     subprocess.run(
         [sys.executable, "-c", body], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=True
     )
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two files of GPT-2, as the trained vocabulary gives them."""
+    path = tmp_path_factory.mktemp("gpt2")
+    train_bpe(iter(TEXTS), VOCAB).model.save(str(path))
+    return path
+
+
+def test_gpt2_files_give_the_same_ids_as_transformers(gpt2: Path, folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(None, None, None, gpt2 / "vocab.json", gpt2 / "merges.txt")
+    assert isinstance(tokenizer, GPT2BPETokenizer)
+    reference = transformers.GPT2Tokenizer.from_pretrained(str(gpt2))
+    for text in (*TEXTS[:3], UNSEEN, PROBE):
+        assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert load_tokenizer("GPT2BPETokenizer", gpt2).vocab_size == tokenizer.vocab_size == VOCAB
+    # Text that looks like the end of a document must not end one.
+    assert tokenizer.eod == 0 and tokenizer.eod not in tokenizer.encode(f"a{END_OF_TEXT}b")
+    assert identify(tokenizer).fingerprint == identify(FileTokenizer(folder)).fingerprint
+
+
+def test_gpt2_files_that_are_not_there(gpt2: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        (
+            (None, None, None, gpt2 / "vocab.json"),
+            "^Tokenizer not found: GPT2BPETokenizer needs two files; give --vocab-file",
+        ),
+        (("GPT2BPETokenizer", tmp_path), r"^Tokenizer not found: no file .*vocab\.json; check --vocab-file"),
+        ((None, None, None, gpt2 / "vocab.json", tmp_path / "m"), r"no file .*m; check --merge-file"),
+        ((None, None, None, gpt2 / "merges.txt", gpt2 / "merges.txt"), "are not a readable vocabulary"),
+        (
+            ("HFTokenizer", gpt2),
+            r"no file .*tokenizer\.json; .*holds vocab.json and merges.txt: try --tokenizer-type GPT2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(*arguments)  # type: ignore[arg-type]
+
+
+def test_fingerprints_tell_tokenizers_apart(folder: Path, tmp_path: Path) -> None:
+    known = [
+        identify(tokenizer)
+        for tokenizer in (FileTokenizer(folder), ByteTokenizer(), NullTokenizer(9), NullTokenizer(8))
+    ]
+    assert len({identity.fingerprint for identity in known}) == 4
+    assert known[0].vocab_size == VOCAB and known[0].eod == 0
+    # What changes no id changes no fingerprint; another way to cut words does.
+    padding = {
+        "strategy": "BatchLongest",
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    (tmp_path / "same").mkdir()
+    (tmp_path / "other").mkdir()
+    same = FileTokenizer(variant(folder, tmp_path / "same", padding=padding))
+    assert identify(same).fingerprint == known[0].fingerprint
+    other = FileTokenizer(variant(folder, tmp_path / "other", normalizer={"type": "Lowercase"}))
+    assert identify(other).fingerprint != known[0].fingerprint
+
+
+def test_names_that_are_no_paths_can_be_fetched(folder: Path) -> None:
+    asked: list[str] = []
+
+    def fetch(name: str) -> Path:
+        asked.append(name)
+        return folder
+
+    assert load_tokenizer("HFTokenizer", "some/model", fetch=fetch).vocab_size == VOCAB
+    assert load_tokenizer("HFTokenizer", folder, fetch=fetch).vocab_size == VOCAB
+    assert asked == ["some/model"]
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text(
+        "\n".join(f"the quick brown fox {n} jumps over the lazy dog" for n in range(200))
+    )
+    library.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=60, minloglevel=2
+    )
+    text = "the lazy fox jumps"
+    plain = load_tokenizer("SentencePieceTokenizer", tmp_path)
+    llama = load_tokenizer("Llama2Tokenizer", tmp_path / "tokenizer.model")
+    reference = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert plain.encode(text) == reference.encode(text)
+    assert llama.encode_batch([text]) == [[reference.bos_id(), *reference.encode(text)]]
+    assert plain.decode(plain.encode(text)) == text
+    assert (plain.vocab_size, plain.eod) == (60, reference.eos_id())
+    assert identify(plain).fingerprint != identify(llama).fingerprint
+    (tmp_path / "broken.model").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"broken\.model is not a readable SentencePiece model"):
+        load_tokenizer("SentencePieceTokenizer", tmp_path / "broken.model")
+    with pytest.raises(ValueError, match=r"^Tokenizer not found: no file .*absent; check --tokenizer-model"):
+        load_tokenizer("Llama2Tokenizer", tmp_path / "absent")
+    with pytest.raises(
+        ValueError, match=r"holds tokenizer\.model: try --tokenizer-type SentencePieceTokenizer"
+    ):
+        load_tokenizer("HFTokenizer", tmp_path)
+
+
+def test_sentencepiece_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ValueError, match="Llama2Tokenizer needs the package sentencepiece; run: pip install"):
+        load_tokenizer("Llama2Tokenizer", "x")

@@ -1,0 +1,153 @@
+"""`pentatron prepare` and `pentatron data`: flags, sentences, summaries and exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.main import main
+from pentatron.cli.prepare_data import DEFAULTS, IDLE, USAGE
+from pentatron.data.indexed import IndexedDataset
+from pentatron.data.pair_writer import IndexedDatasetWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "my_data.jsonl"
+    path.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(40)) + "\n")
+    return path
+
+
+def test_the_guides_script_makes_exactly_these_files(text: Path, tmp_path: Path) -> None:
+    """The command of the guide, with a tokenizer that needs no download."""
+    words = f"--input {text} --output-prefix {tmp_path}/my_dataset --tokenizer-type ByteTokenizer --workers 2 --append-eod"
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *words.split(), "--partitions", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = {path.name for path in tmp_path.iterdir()} - {text.name}
+    assert made == {f"my_dataset_text_document.{ending}" for ending in ("bin", "idx", "meta")}
+    dataset = IndexedDataset(tmp_path / "my_dataset_text_document")
+    assert len(dataset) == 39, "an empty text is a document without a sequence"
+    assert len(dataset.document_indices) == 41
+    assert bytes(dataset.get(1)[:-1].tolist()) == b"word word " and dataset.get(1)[-1] == 256
+    lines = done.stdout.splitlines()
+    assert lines[0] == "note: --partitions has no effect: the input is cut into chunks as it is read"
+    assert lines[1].startswith("40 documents, 3,939 tokens in ") and "tokens/s, 2 workers)" in lines[1]
+    assert lines[2] == "1 blank lines left out"
+    assert lines[4].endswith("my_dataset_text_document: 40 documents of 0 to 196 tokens, 98.5 on average")
+    assert lines[5].split() == ["0", "tokens", "1", "███"]
+
+
+def prepare(text: Path, tmp_path: Path, *more: str) -> int:
+    words = [
+        "--input",
+        str(text),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "ByteTokenizer",
+    ]
+    return main(["prepare", *words, "--workers", "1", *more])
+
+
+def test_again_and_with_bad_lines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare(text, tmp_path, "--log-interval", "10") == 0
+    assert "100 %  40 documents, 3,900 tokens, " in capsys.readouterr().out
+    assert prepare(text, tmp_path) == 0
+    assert "already prepared from the same inputs" in capsys.readouterr().out
+    assert prepare(text, tmp_path, "--append-eod") == 2
+    assert "add --overwrite to replace it" in capsys.readouterr().err
+    with text.open("a") as file:
+        file.write("{oops\n")
+    assert prepare(text, tmp_path, "--overwrite") == 2
+    assert "my_data.jsonl line 42 is no JSON object" in capsys.readouterr().err
+    assert prepare(text, tmp_path, "--overwrite", "--skip-bad-lines") == 0
+    said = capsys.readouterr().out
+    assert "1 bad lines left out, the first of them:\n" in said and "line 42 is no JSON" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "--input is missing; name the files"),
+        ("--input x.jsonl", "--output-prefix is missing"),
+        ("--input x.jsonl --output-prefix o", "--tokenizer-type is missing; it is one of HuggingFaceTokenizer"),
+        ("--input x.jsonl --output-prefix o --tokenizer-type No", "No input file x.jsonl"),
+        ("--input README.md --output-prefix o --tokenizer-type No", "Unknown tokenizer type 'No'"),
+        ("--input README.md --output-prefix o --tokenizer-type HFTokenizer --tokenizer-model /no",
+         "Tokenizer not found: no file /no; check --tokenizer-model"),
+        ("--input x.jsonl --output-prefix o --tokenizer-type No --workers 0", "--workers 0 must be 1 or more"),
+        ("--input x.jsonl --output-prefix o --tokenizer-type No --workers two", "--workers wants a whole number"),
+        ("--input x.jsonl --output-prefix o --tokenizer-type No --text-documents word", "one of file, line, blank-line"),
+        ("--input x.jsonl --output-prefx o", "unknown flag --output-prefx (did you mean --output-prefix?)"),
+        ("--input --output-prefix o", "--input needs a value"),
+        ("--append-eod=yes", "--append-eod takes no value"),
+        ("--find-optimal-num-workers", "--find-optimal-num-workers is not available; one worker for each core"),
+        ("data.jsonl", "'data.jsonl' is no flag; write --input data.jsonl"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_sentences(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["prepare", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_flag_that_acts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "GPT2BPETokenizer" in said
+    assert all(f"--{name}" in USAGE for name in DEFAULTS)
+    assert not set(IDLE) & set(DEFAULTS)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> list[Path]:
+    for name in ("a", "b"):
+        with IndexedDatasetWriter(tmp_path / name, "uint16") as writer:
+            writer.add_document([1, 2, 3])
+            writer.add_document([4] * 10)
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_describe_verify_merge_seal(pairs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = map(str, pairs)
+    merged = f"{first}b"
+    assert main(["data", "merge", merged, f"{first}.bin", f"{second}.idx"]) == 0
+    assert "ab: 4 documents, 4 sequences, 26 tokens from 2 pairs" in capsys.readouterr().out
+    assert main(["data", "merge", merged, first]) == 2
+    assert main(["data", "merge", first, first]) == 2
+    assert "cannot be merged into itself" in capsys.readouterr().err
+    assert main(["data", "describe", merged]) == 0
+    said = capsys.readouterr().out
+    assert "tokens     26 as uint16, 52 bytes" in said and "8 to 15 tokens             2" in said
+    assert main(["data", "describe", first, second, "--json"]) == 0
+    assert [entry["tokens"] for entry in json.loads(capsys.readouterr().out)] == [13, 13]
+    assert main(["data", "verify", first, second, merged]) == 0
+    assert capsys.readouterr().out.count("checksums good") == 3
+    binary = Path(f"{first}.bin")
+    binary.write_bytes(binary.read_bytes()[:-2] + b"\0\0")
+    assert main(["data", "verify", first, second]) == 1
+    said = capsys.readouterr().out
+    assert "a: WRONG: " in said and "between bytes 0 and 26" in said and said.count("checksums good") == 1
+    assert main(["data", "seal", first]) == 0
+    assert main(["data", "verify", first, "--vocab-size", "5"]) == 0
+    assert "13 tokens below 5" in capsys.readouterr().out
+    assert main(["data", "verify", first, "--vocab-size", "4"]) == 1
+
+
+def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data"]) == 0
+    for words, message in (
+        ("show x", "pentatron data show is not available yet"),
+        ("descibe x", "unknown command 'data descibe' (did you mean describe?)"),
+        ("verify", "say which data to use: pentatron data verify PREFIX"),
+        ("describe /nowhere", "No data file /nowhere.idx"),
+    ):
+        assert main(["data", *words.split()]) == 2
+        assert message in capsys.readouterr().err
