@@ -1,5 +1,6 @@
 """megatron-core as the judge of the format: it reads our files, we read its files, byte for byte."""
 
+import gc
 import random
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ with warnings.catch_warnings():
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch
 
+# It brings half a million objects, which every later collection of garbage in this process would walk over.
+gc.freeze()
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 TYPES = ("uint8", "int16", "int32", "int64", "uint16")
 
