@@ -15,7 +15,8 @@ def read_options(
 ) -> tuple[dict[str, Any], list[str]]:
     """Options with the type of their default, and the words that are no options.
 
-    An option whose default is False takes no value, one whose default is a tuple all words up to the next option. `also` has further spellings of options; after `--` no word is one.
+    An option whose default is False takes no value, one whose default is a tuple all words up to the next option.
+    `also` has further spellings of options; after `--` no word is one.
     """
     options: dict[str, Any] = dict(defaults)
     plain: list[str] = []

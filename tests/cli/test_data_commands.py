@@ -84,7 +84,7 @@ def test_again_and_with_bad_lines(text: Path, tmp_path: Path, capsys: pytest.Cap
         ("--input x.jsonl --output-prefix o --tokenizer-type No --workers two", "--workers wants a whole number"),
         ("--input x.jsonl --output-prefix o --tokenizer-type No --text-documents word", "one of file, line, blank-line"),
         ("--input x.jsonl --output-prefx o", "unknown flag --output-prefx (did you mean --output-prefix?)"),
-        ("--input --output-prefix o", "--input needs a value"),
+        ("--input --output-prefix o", "--input wants a value"),
         ("--append-eod=yes", "--append-eod takes no value"),
         ("--find-optimal-num-workers", "--find-optimal-num-workers is not available; one worker for each core"),
         ("data.jsonl", "'data.jsonl' is no flag; write --input data.jsonl"),
