@@ -38,6 +38,7 @@ _DENSE_COLUMNS = (
 _QWEN25 = {**_LLAMA_STYLE, "add_qkv_bias": True, "make_vocab_size_divisible_by": 1}
 _QWEN3 = {**_LLAMA_STYLE, "qk_layernorm": True, "make_vocab_size_divisible_by": 1}
 _LLAMA = {**_LLAMA_STYLE, "make_vocab_size_divisible_by": 1}
+_MISTRAL_V01 = {**_LLAMA, "window_size": (4095, 0)}
 
 
 def _stretched(factor: float) -> dict[str, Any]:
@@ -46,18 +47,27 @@ def _stretched(factor: float) -> dict[str, Any]:
     return {**_LLAMA, **scaling, "rope_scaling_original_max_position_embeddings": 8192}
 
 
+# Of the larger Qwen2.5 models, the base ones: those that follow instructions have an epsilon of 1e-6.
 # fmt: off
 _DENSE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "qwen2.5-0.5b":    (_QWEN25, (24, 896, 4864, 14, 2, 64, 1e6, 32768, 151936, False, 1e-6)),
+    "qwen2.5-1.5b":    (_QWEN25, (28, 1536, 8960, 12, 2, 128, 1e6, 131072, 151936, False, 1e-6)),
     "qwen2.5-3b":      (_QWEN25, (36, 2048, 11008, 16, 2, 128, 1e6, 32768, 151936, False, 1e-6)),
     "qwen2.5-7b":      (_QWEN25, (28, 3584, 18944, 28, 4, 128, 1e6, 32768, 152064, True, 1e-6)),
     "qwen2.5-math-7b": (_QWEN25, (28, 3584, 18944, 28, 4, 128, 1e4, 4096, 152064, True, 1e-6)),
     "r1-distill-qwen-7b": (_QWEN25, (28, 3584, 18944, 28, 4, 128, 1e4, 131072, 152064, True, 1e-6)),
+    "qwen2.5-14b":     (_QWEN25, (48, 5120, 13824, 40, 8, 128, 1e6, 131072, 152064, True, 1e-5)),
     "qwen2.5-32b":     (_QWEN25, (64, 5120, 27648, 40, 8, 128, 1e6, 131072, 152064, True, 1e-5)),
+    "qwen2.5-72b":     (_QWEN25, (80, 8192, 29568, 64, 8, 128, 1e6, 131072, 152064, True, 1e-5)),
     "qwen3-0.6b":      (_QWEN3, (28, 1024, 3072, 16, 8, 128, 1e6, 40960, 151936, False, 1e-6)),
+    "qwen3-1.7b":      (_QWEN3, (28, 2048, 6144, 16, 8, 128, 1e6, 40960, 151936, False, 1e-6)),
     "qwen3-4b":        (_QWEN3, (36, 2560, 9728, 32, 8, 128, 1e6, 40960, 151936, False, 1e-6)),
     "qwen3-8b":        (_QWEN3, (36, 4096, 12288, 32, 8, 128, 1e6, 40960, 151936, True, 1e-6)),
+    "qwen3-14b":       (_QWEN3, (40, 5120, 17408, 40, 8, 128, 1e6, 40960, 151936, True, 1e-6)),
     "qwen3-32b":       (_QWEN3, (64, 5120, 25600, 64, 8, 128, 1e6, 40960, 151936, True, 1e-6)),
+    "llama2-7b":       (_LLAMA, (32, 4096, 11008, 32, 32, 128, 1e4, 4096, 32000, True, 1e-5)),
+    "llama2-13b":      (_LLAMA, (40, 5120, 13824, 40, 40, 128, 1e4, 4096, 32000, True, 1e-5)),
+    "llama2-70b":      (_LLAMA, (80, 8192, 28672, 64, 8, 128, 1e4, 4096, 32000, True, 1e-5)),
     "llama3-8b":       (_LLAMA, (32, 4096, 14336, 32, 8, 128, 5e5, 8192, 128256, True, 1e-5)),
     "llama3-70b":      (_LLAMA, (80, 8192, 28672, 64, 8, 128, 5e5, 8192, 128256, True, 1e-5)),
     "llama3.1-8b":     (_stretched(8.0), (32, 4096, 14336, 32, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
@@ -65,13 +75,20 @@ _DENSE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "llama3.1-405b":   (_stretched(8.0), (126, 16384, 53248, 128, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
     "llama3.2-1b":     (_stretched(32.0), (16, 2048, 8192, 32, 8, 64, 5e5, 131072, 128256, False, 1e-5)),
     "llama3.2-3b":     (_stretched(32.0), (28, 3072, 8192, 24, 8, 128, 5e5, 131072, 128256, False, 1e-5)),
+    "mistral-7b-v0.1": (_MISTRAL_V01, (32, 4096, 14336, 32, 8, 128, 1e4, 32768, 32000, True, 1e-5)),
+    "mistral-7b-v0.3": (_LLAMA, (32, 4096, 14336, 32, 8, 128, 1e6, 32768, 32768, True, 1e-5)),
+    "yi-6b":           (_LLAMA, (32, 4096, 11008, 32, 4, 128, 5e6, 4096, 64000, True, 1e-5)),
+    "yi-34b":          (_LLAMA, (60, 7168, 20480, 56, 8, 128, 5e6, 4096, 64000, True, 1e-5)),
 }
 
 _GPT: dict[str, dict[str, Any]] = {
-    "gpt2":      {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "max_position_embeddings": 1024},
-    "gpt3-345m": {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 1024},
-    "gpt3-175b": {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "max_position_embeddings": 2048,
-                  "init_method_std": 0.006},
+    "gpt2":        {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "max_position_embeddings": 1024},
+    "gpt2-medium": {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "max_position_embeddings": 1024},
+    "gpt2-large":  {"num_layers": 36, "hidden_size": 1280, "num_attention_heads": 20, "max_position_embeddings": 1024},
+    "gpt2-xl":     {"num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25, "max_position_embeddings": 1024},
+    "gpt3-345m":   {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 1024},
+    "gpt3-175b":   {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "max_position_embeddings": 2048,
+                    "init_method_std": 0.006},
 }
 
 _MOE_COLUMNS = (*_DENSE_COLUMNS, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff")
@@ -80,11 +97,18 @@ _QWEN2_MOE = {
     **_QWEN25,
     "moe_router_pre_softmax": True,
     "moe_shared_expert_gate": True,
-    "moe_shared_expert_intermediate_size": 20480,
 }
+
+
+def _with_shared(width: int) -> dict[str, Any]:
+    return {**_QWEN2_MOE, "moe_shared_expert_intermediate_size": width}
+
+
 _MOE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "mixtral-8x7b":    (_LLAMA, (32, 4096, 14336, 32, 8, 128, 1e6, 32768, 32000, True, 1e-5, 8, 2, 14336, (1e-2,))),
-    "qwen2-57b-a14b":  (_QWEN2_MOE, (28, 3584, 18944, 28, 4, 128, 1e6, 131072, 151936, True, 1e-6, 64, 8, 2560, (1e-3,))),
+    "mixtral-8x22b":   (_LLAMA, (56, 6144, 16384, 48, 8, 128, 1e6, 65536, 32000, True, 1e-5, 8, 2, 16384, (1e-3,))),
+    "qwen1.5-moe-a2.7b": (_with_shared(5632), (24, 2048, 5632, 16, 16, 128, 1e6, 8192, 151936, True, 1e-6, 60, 4, 1408, (1e-3,))),
+    "qwen2-57b-a14b":  (_with_shared(20480), (28, 3584, 18944, 28, 4, 128, 1e6, 131072, 151936, True, 1e-6, 64, 8, 2560, (1e-3,))),
     "qwen3-30b-a3b":   (_QWEN3_MOE, (48, 2048, 6144, 32, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 768, (1e-3,))),
     "qwen3-235b-a22b": (_QWEN3_MOE, (94, 4096, 12288, 64, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 1536, (1e-3,))),
 }

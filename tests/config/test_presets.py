@@ -12,14 +12,19 @@ from tests.config.builders import draft, problems, values
 # Billions of parameters, to the digits in which they are published; "total/active" for mixtures of experts.
 PUBLISHED = {
     "qwen2.5-0.5b": "0.494",
+    "qwen2.5-1.5b": "1.544",
     "qwen2.5-3b": "3.086",
     "qwen2.5-7b": "7.616",
     "qwen2.5-math-7b": "7.616",
     "r1-distill-qwen-7b": "7.616",
+    "qwen2.5-14b": "14.77",
     "qwen2.5-32b": "32.76",
+    "qwen2.5-72b": "72.71",
     "qwen3-0.6b": "0.596",
+    "qwen3-1.7b": "1.721",
     "qwen3-4b": "4.022",
     "qwen3-8b": "8.191",
+    "qwen3-14b": "14.77",
     "qwen3-32b": "32.76",
     "llama3.2-1b": "1.236",
     "llama3.2-3b": "3.213",
@@ -28,10 +33,22 @@ PUBLISHED = {
     "llama3.1-8b": "8.030",
     "llama3.1-70b": "70.6",
     "llama3.1-405b": "405.9",
+    "llama2-7b": "6.738",
+    "llama2-13b": "13.016",
+    "llama2-70b": "68.977",
+    "mistral-7b-v0.1": "7.242",
+    "mistral-7b-v0.3": "7.248",
+    "yi-6b": "6.061",
+    "yi-34b": "34.389",
     "gpt2": "0.124",
+    "gpt2-medium": "0.355",
+    "gpt2-large": "0.774",
+    "gpt2-xl": "1.558",
     "gpt3-345m": "0.064",
     "gpt3-175b": "174.6",
     "mixtral-8x7b": "46.7/12.9",
+    "mixtral-8x22b": "141/39",
+    "qwen1.5-moe-a2.7b": "14.32/2.69",
     "qwen2-57b-a14b": "57.4/14.2",
     "qwen3-30b-a3b": "30.5/3.35",
     "qwen3-235b-a22b": "235.1/22.2",
@@ -76,7 +93,7 @@ def test_parameters(name: str) -> None:
     found = completed(name)
     counted = (found["num_experts"] or 0, found["moe_router_topk"])
     for published, experts in zip(PUBLISHED[name].split("/"), counted):
-        digits = len(published.split(".")[1])
+        digits = len(published.partition(".")[2])
         assert f"{parameters(found, experts) / 1e9:.{digits}f}" == published
 
 
