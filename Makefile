@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity fuzz bench-harness bench-pipeline clean
+.PHONY: help setup demo test check format contract parity families fuzz bench-harness bench-pipeline clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ format: $(READY) ## format the code and mend what the linter can
 
 contract: $(READY) ## run what shows each contract item, print the count, write docs/contract.md
 	@$(BIN)/python scripts/contract.py
+
+families: $(READY) ## every family of Hugging Face models against transformers, write docs/families.md; ARGS="--only qwen3"
+	@$(BIN)/python scripts/families.py $(ARGS)
 
 parity: $(READY) ## every layout against one process, write docs/parity.md; a corner: ARGS="--only tp2"
 	@$(BIN)/python scripts/parity.py $(ARGS)

@@ -1,0 +1,259 @@
+"""A model of `transformers` on one process and ours in some layout, from the same folder, on the same batches.
+
+Compared: the logits of a batch, the loss and every gradient of the first step, every loss and the weights after all steps.
+Gradients and weights travel through the links that import and export use, so a wrong link shows too.
+"""
+
+import functools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pentatron.config.draft import Facts
+from pentatron.config.entry import PRETRAIN_GPT
+from pentatron.config.flags import Assigned
+from pentatron.config.resolve import gather, resolve
+from pentatron.config.run import RunConfig
+from pentatron.data.loader import Batch, build_loader
+from pentatron.hf.architecture import settings_of
+from pentatron.hf.folder import open_folder
+from pentatron.hf.links import links_of
+from pentatron.hf.weights import load_weights
+from pentatron.optim.build import build_optimizer
+from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters, region
+from pentatron.train.comparison import Sent, Trajectory, assemble
+from pentatron.train.parallel_model import MicroBatches, ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.step import train_step
+from pentatron.train.trial import UnevenMasks, keep_gradients, sent
+from tests.harness import run_distributed
+from tests.hf.families import Case, their_model
+from tests.parity.trajectory import here
+
+STEPS = 20
+BATCH, LENGTH = 4, 16
+RATE, BETAS, EPSILON, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-6, 0.1, 0.5
+TRAINING = (
+    f"--dataset-size 8 --train-iters {STEPS} --seq-length {LENGTH} --global-batch-size {BATCH} --lr {RATE} --min-lr {RATE} "
+    f"--lr-decay-style constant --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} "
+    f"--weight-decay {DECAY} --clip-grad {CLIP} --make-vocab-size-divisible-by 1"
+)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """What `transformers` made of a case; tensors by the names of its parameters."""
+
+    folder: Path
+    logits: Tensor
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Ours:
+    """What one rank saw."""
+
+    losses: list[float] = field(default_factory=list)
+    # (first sample, positions, first word, logits) of every part of the logits that is here.
+    logits: list[tuple[int, Tensor, int, Tensor]] = field(default_factory=list)
+    gradients: list[Sent] = field(default_factory=list)
+    weights: list[Sent] = field(default_factory=list)
+
+
+def batches(vocabulary: int, micro_batch: int, rank: int, ranks: int) -> Iterator[Batch]:
+    samples = UnevenMasks(STEPS * BATCH, vocabulary, LENGTH)
+    return iter(build_loader(samples, 0, micro_batch, rank, ranks))
+
+
+@functools.cache
+def folder_of(case: Case) -> Path:
+    """The case as `transformers` saves it. Left to the temporary folder of the test run."""
+    folder = Path(tempfile.mkdtemp(prefix="family-"))
+    their_model(case).save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def theirs(case: Case) -> Theirs:
+    torch.manual_seed(0)
+    model = their_model(case)
+    trained = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": DECAY},
+            {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=RATE,
+        betas=BETAS,
+        eps=EPSILON,
+    )
+    losses: list[float] = []
+    first_logits, gradients = torch.empty(0), {}
+    source = batches(model.config.vocab_size, BATCH, 0, 1)
+    for step, batch in zip(range(STEPS), source):
+        logits = model(batch.tokens).logits
+        each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        loss = (each * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            first_logits = logits.detach().clone()
+            gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+        nn.utils.clip_grad_norm_(trained.values(), CLIP)
+        optimizer.step()
+    weights = {name: p.detach().clone() for name, p in trained.items()}
+    return Theirs(folder_of(case), first_logits, losses, gradients, weights)
+
+
+def configured(folder: Path, words: str, world_size: int) -> RunConfig:
+    draft = gather(f"{TRAINING} {words}".split(), PRETRAIN_GPT)
+    for name, value in settings_of(open_folder(folder).config).items():
+        if not draft.given(name):
+            draft.values[name] = Assigned(value, f"folder {folder}")
+    return resolve(draft, Facts(world_size, world_size, 1)).config
+
+
+def ours(folder: Path, words: str, steps: int = STEPS) -> Ours:
+    """The body of a run of one layout, on each of its ranks."""
+    config = configured(folder, words, dist.get_world_size() if dist.is_initialized() else 1)
+    world = here(config)
+    model = build_parallel_model(config, world)
+    load_weights(open_folder(folder), config.model, config.moe, _own_weights(model))
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    assert config.train.micro_batch_size and config.model.vocab_size
+    source = batches(config.model.vocab_size, config.train.micro_batch_size, world.data.rank, world.data.size)
+    steps_of = [[next(source) for _ in range(config.accumulation)] for _ in range(steps)]
+    seen, kept = Ours(), Trajectory()
+    seen.logits = _logits(model, steps_of[0])
+    keep_gradients(optimizer, kept, "gradients")
+    for step, chunk in enumerate(steps_of):
+        seen.losses.append(train_step(model, optimizer, chunk, RATE, step).loss)
+    seen.gradients = kept.fragments["gradients"]
+    seen.weights = [s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")]
+    return seen
+
+
+def _own_weights(model: ParallelModel) -> Iterator[Fragment]:
+    for held in held_parameters(*model.stages.values()):
+        for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
+            yield fragment
+
+
+@torch.no_grad()
+def _logits(model: ParallelModel, chunk: list[Batch]) -> list[tuple[int, Tensor, int, Tensor]]:
+    found: list[tuple[int, Tensor, int, Tensor]] = []
+    last = model.config.placement.stages - 1
+
+    class Program(MicroBatches):
+        def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+            batch = self.batches[micro_batch]
+            made: Tensor = model.stages[stage](batch.tokens, batch.position_ids, None, received, None)
+            if stage < last:
+                return made
+            samples = len(batch.tokens)
+            first = (micro_batch * model.world.data.size + model.world.data.rank) * samples
+            part = model.stages[stage]
+            table = part.head if part.head is not None else part.embedding.word  # type: ignore[union-attr]
+            found.append((first, batch.position_ids[0], table.first, made.clone()))
+            return made.new_zeros(())
+
+    own = model.own_tokens(chunk)
+    program = Program(model, own, [None] * len(own), lambda: torch.ones(()))
+    model.train(False)
+    model.executor.evaluate(model.config.forward_schedule(len(own)), program)
+    model.train()
+    return found
+
+
+def run(case: Case, words: str, ranks: int, steps: int = STEPS) -> list[Ours]:
+    folder = folder_of(case)
+    if ranks == 1:
+        return [ours(folder, words, steps)]
+    return run_distributed(ours, ranks, timeout=120.0, folder=folder, words=words, steps=steps)
+
+
+# Logits relative to the largest, losses and gradients relative to themselves, weights as they are.
+ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "losses": 1e-4, "weights": 1e-4}
+# A tensor whose gradient is far below the others' is judged by this share of the whole gradient.
+SMALL = 1e-3
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """How far apart ours and theirs are, by what is compared; `worst` names the tensor with the largest gap."""
+
+    logits: float
+    gradients: float
+    losses: float
+    weights: float
+    worst: str
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of what is allowed."""
+        return {name: getattr(self, name) / allowed for name, allowed in ALLOWED.items()}
+
+    @property
+    def failures(self) -> list[str]:
+        return [
+            f"{name}: {share:.3g} times what is allowed (worst gradient: {self.worst})"
+            for name, share in self.shares.items()
+            if not share <= 1
+        ]
+
+
+def compare(case: Case, found: list[Ours]) -> Gaps:
+    expected = theirs(case)
+    gradients = in_their_names(case, (s for rank in found for s in rank.gradients), expected.gradients)
+    weights = in_their_names(case, (s for rank in found for s in rank.weights), expected.weights)
+    everything = float(torch.stack([g.square().sum() for g in expected.gradients.values()]).sum().sqrt())
+    by_name = {
+        name: _largest(gradients[name] - g, norm=True) / max(float(g.norm()), SMALL * everything)
+        for name, g in expected.gradients.items()
+    }
+    worst = max(by_name, key=lambda name: by_name[name])
+    losses = [abs(f - e) / abs(e) for rank in found for f, e in zip(rank.losses, expected.losses)]
+    return Gaps(
+        logits=_largest(whole_logits(found, expected.logits) - expected.logits)
+        / float(expected.logits.abs().max()),
+        # The loss of the first step, before any update, must be as near as its gradients.
+        gradients=max(by_name[worst], max(abs(rank.losses[0] / expected.losses[0] - 1) for rank in found)),
+        losses=max(losses),
+        weights=max(_largest(weights[name] - w) for name, w in expected.weights.items()),
+        worst=worst,
+    )
+
+
+def _largest(difference: Tensor, norm: bool = False) -> float:
+    """What is not a number is as far away as can be."""
+    size = difference.norm() if norm else difference.abs().max()
+    return float(size.nan_to_num(torch.inf))
+
+
+def whole_logits(found: list[Ours], like: Tensor) -> Tensor:
+    """From the parts of all ranks: samples, positions and words."""
+    logits = torch.full_like(like, torch.nan)
+    for first, positions, word, part in (each for rank in found for each in rank.logits):
+        width = min(part.shape[-1], logits.shape[-1] - word)
+        for number, sample in enumerate(part[..., : max(width, 0)], first):
+            logits[number, positions, word : word + sample.shape[-1]] = sample
+    return logits
+
+
+def in_their_names(case: Case, fragments: Iterable[Sent], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our logical tensors as `transformers` would name and lay them out."""
+    own = {name.partition("/")[2] or name: values for name, values in assemble(fragments).items()}
+    config = configured(folder_of(case), "", 1)
+    made = {name: torch.full_like(values, torch.nan) for name, values in like.items()}
+    for link in links_of(case.model_type, config.model, config.moe, made.keys()):
+        values = link.to_theirs(region(own[link.ours], link.at, link.size))
+        region(made[link.theirs], link.start, link.their_size).copy_(values)
+    return made
