@@ -42,6 +42,11 @@ def load_weights(
     of_tensor = {ours: list(group) for ours, group in itertools.groupby(links, key=attrgetter("ours"))}
     wanted = list(targets)
     for target in wanted:
+        if target.tensor not in of_tensor:
+            raise UserError(
+                f"this model has {target.tensor}, which no {model_type} model has, so {folder.path} cannot fill it; use the family's "
+                f"own layers, or start from other weights"
+            )
         for link in of_tensor[target.tensor]:
             _require_room(folder, link, target, allow_narrowing)
     with torch.no_grad():

@@ -235,6 +235,7 @@ def test_unknown_families_are_refused_with_those_that_are_known(
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
         ({"position_embedding_type": "none"}, "position_embedding_type 'none'"),
         ({"add_proj_bias": True}, "add_proj_bias True"),
+        ({"spec": ("layers", "mine")}, "spec ('layers', 'mine')"),
     ],
 )
 def test_a_model_of_no_family_is_refused_with_what_sets_it_apart(change: dict[str, Any], named: str) -> None:

@@ -137,6 +137,13 @@ def test_a_part_of_a_link_is_where_the_whole_puts_it() -> None:
     assert overlap(link.at, link.size, (9, 4), (5, 5)) == ((9, 4), (1, 1))
 
 
+def test_a_tensor_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:
+    with open_folder(save(theirs("llama", num_hidden_layers=1), tmp_path)) as folder:
+        _, model, moe = ours(folder)
+        with pytest.raises(UserError, match=r"has layers\.0\.adapter\.weight, which no llama model has"):
+            load_weights(folder, model, moe, [Fragment("layers.0.adapter.weight", (2,), (0,), torch.ones(2))])
+
+
 def test_types_that_hold_the_values_are_converted_and_others_refused(tmp_path: Path) -> None:
     halves = theirs("qwen2", num_hidden_layers=1).to(torch.bfloat16)
     with open_folder(save(halves, tmp_path)) as folder:
