@@ -17,7 +17,7 @@ from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import AgreedError, UserError
-from pentatron.config.run import RunConfig
+from pentatron.config.resolve import Resolved
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
@@ -30,7 +30,7 @@ _LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broke
 def train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
     """Trains here, or starts workers that do. `restart` are the words after `python` that run this program again."""
     prepared = prepare(words, entry)
-    _check_spec(prepared.resolved.config)
+    _check_spec(prepared.resolved)
     if prepared.worker is not None:
         return _work(prepared, entry, prepared.worker)
     if prepared.facts.world_size == 1:
@@ -38,11 +38,19 @@ def train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> in
     return _launch(prepared, [*restart, *words])
 
 
-def _check_spec(config: RunConfig) -> None:
-    if config.model.spec:
-        from pentatron.models.layer_specs import check_user_spec
+def _check_spec(resolved: Resolved) -> None:
+    config = resolved.config
+    if not config.model.spec:
+        return
+    if not resolved.given("spec"):
+        # Weights and settings are data; whoever wrote them must not choose what runs here.
+        raise UserError(
+            f"the model that is loaded has layers of its own, which are code; if you trust them, add "
+            f"--spec {' '.join(config.model.spec)}"
+        )
+    from pentatron.models.layer_specs import check_user_spec
 
-        check_user_spec(config.model, config.moe)
+    check_user_spec(config.model, config.moe)
 
 
 def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:

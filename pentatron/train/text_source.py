@@ -117,6 +117,12 @@ def _open_step(folder: Path) -> ModelSource:
     config = manifest.config
     saved = {name: value for section in config.values() for name, value in _tuples(section).items()}
     model, moe = _section(TransformerConfig, saved), _section(MoEConfig, saved)
+    if model.spec:
+        # Weights and settings are data; whoever wrote them must not choose what runs here.
+        raise UserError(
+            f"{folder} has layers of its own (--spec {' '.join(model.spec)}), which are code that text generation does not run; "
+            "continue texts while training, with --sample-prompt"
+        )
     origin = folder.parent / FOLDER_NAME
 
     def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:

@@ -2,13 +2,15 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pentatron.cli.main import main
-from pentatron.config.errors import AgreedError
+from pentatron.config.errors import AgreedError, UserError
+from pentatron.hf.architecture import config_of
 from pentatron.parallel.world import single_process
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
 from pentatron.train.session import run_training
@@ -16,7 +18,7 @@ from tests.harness import run_distributed
 from tests.parity.cases import SHAPE
 from tests.parity.reshard import Continued, load_on_a_rank, save_on_a_rank
 from tests.parity.trajectory import on_a_rank, run
-from tests.support import LLAMA
+from tests.support import LLAMA, resolved
 from tests.train.test_session import final_state, losses, settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs/how-it-works/specs.md"
@@ -96,6 +98,26 @@ def test_a_run_keeps_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for wrong in (other, ""):
         with pytest.raises(AgreedError, match=r"holds another model .spec was .'kept_layers', 'layer_spec'."):
             run_training(settings(tmp_path / "cut", wrong), single_process(), True)
+
+
+def test_a_checkpoint_does_not_choose_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = example(tmp_path, "trusted_layers")
+    monkeypatch.chdir(tmp_path)
+    run_training(settings(tmp_path / "run", f"{words} --train-iters 1"), single_process(), True)
+    (tmp_path / "trusted_layers.py").write_text("raise SystemExit('this file was run')")
+    monkeypatch.delitem(sys.modules, "trusted_layers")
+    loaded = "train --load run/checkpoints --run-dir other --dataset-size 8 --train-iters 1 --seq-length 16"
+    assert main(loaded.split()) == 2
+    assert "layers of its own, which are code; if you trust them, add --spec trusted_layers layer_spec" in (
+        capsys.readouterr().err
+    )
+    assert main(["generate", "run", "a"]) == 2
+    assert "which are code that text generation does not run" in capsys.readouterr().err
+    config = resolved(f"{LLAMA} {words}").config
+    with pytest.raises(UserError, match=r"closest is llama, but for spec \('trusted_layers', 'layer_spec'\)"):
+        config_of(config.model, config.moe)
 
 
 BLOCK = """
