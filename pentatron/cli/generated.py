@@ -24,7 +24,7 @@ class Words:
         self, prompts: Sequence[Any], as_tokens: bool, source: ModelSource, tokenizer_model: str
     ) -> None:
         self.prompts, self.as_tokens = prompts, as_tokens
-        self.tokenizer = FileTokenizer(Path(tokenizer_model)) if tokenizer_model else source.tokenizer()
+        self.tokenizer = self._find_tokenizer(source, tokenizer_model)
         model = source.model
         assert model.vocab_size is not None and model.max_position_embeddings is not None
         self.positions = model.max_position_embeddings
@@ -36,6 +36,15 @@ class Words:
         self.stop = source.stop or frozenset(end)
         self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
         require_room(self.ids, model.vocab_size, self.positions)
+
+    def _find_tokenizer(self, source: ModelSource, named: str) -> Tokenizer | None:
+        try:
+            return FileTokenizer(Path(named)) if named else source.tokenizer()
+        except UserError as error:
+            if not self.as_tokens:
+                raise
+            note(f"tokens are not shown as text: {error}")
+            return None
 
     def _encoded(self, prompt: str, source: ModelSource) -> list[int]:
         assert self.tokenizer is not None

@@ -18,6 +18,7 @@ from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder
+from pentatron.hf.hub import is_hub_id, resolve_folder
 from pentatron.hf.weights import load_weights
 from pentatron.models.causal_lm import CausalLM
 from pentatron.parallel.pieces import Held, fragments_of, held_parameters
@@ -26,7 +27,9 @@ from pentatron.train.router_loads import kept_by_routers, loads_of
 from pentatron.train.small_files import FOLDER_NAME
 from pentatron.train.sources import find_source
 
-T = TypeVar("T", TransformerConfig, MoEConfig)
+T = TypeVar("T", TransformerConfig, MoEConfig, DataConfig)
+_IN_A_RUN = "checkpoints"
+_SAYS_WHERE = (("checkpoint", "save"), ("run", "run_dir"))
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ModelSource:
 
 def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
     """The step or the Hugging Face folder that `name` means, and a sentence about each newer step that is damaged."""
-    path = Path(name)
+    path = resolve_folder(name) if is_hub_id(name) else Path(name)
     if (path / FILE_NAME).exists():
         return _one_step(path, verify), []
     found = find_source(path)
@@ -162,15 +165,18 @@ def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
     checkpoints = folder.parent
-    run = Path(config["run"]["run_dir"] or checkpoints.parent)
-    candidates = (
-        checkpoints / FOLDER_NAME / "tokenizer.json",
-        *(place / "data" / "tokenizer.json" for place in (checkpoints.parent, checkpoints, run)),
-    )
+    candidates = [checkpoints / FOLDER_NAME / "tokenizer.json"]
+    if checkpoints.name == _IN_A_RUN:
+        candidates.append(checkpoints.parent / "data" / "tokenizer.json")
+    # Elsewhere than in the run's folder, if the run says that it saves here; folders may have moved, or be imports.
+    saved_to, run = (config.get(section, {}).get(name) for section, name in _SAYS_WHERE)
+    if saved_to and run and Path(saved_to).resolve() == checkpoints.resolve():
+        candidates.append(Path(run) / "data" / "tokenizer.json")
     for path in candidates:
         if path.exists():
             return FileTokenizer(path)
-    return configured_tokenizer(DataConfig(**_tuples(config["data"])), config["model"]["vocab_size"])
+    data = _section(DataConfig, _tuples(config.get("data", {})))
+    return configured_tokenizer(data, config["model"]["vocab_size"])
 
 
 def _stop_tokens(folder: Path) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from pentatron.cli.convert import import_command
 from pentatron.cli.generate import generate_command
 from pentatron.cli.main import guarded
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
 from pentatron.parallel.world import single_process
+from pentatron.train import text_source
 from pentatron.train.session import run_training
 from tests.cli.test_train import environment
 from tests.hf.support import save, theirs
@@ -89,6 +92,24 @@ def test_the_file_says_how_a_prompt_begins(folder: Path, capsys: pytest.CaptureF
     )
 
 
+def test_an_import_says_the_same_as_its_source(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokenizer and stop tokens come along."""
+    free = objects(capsys, folder, "import ", *QUICK, "--greedy")[0]
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    (source / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [WORDS - 1, free["tokens"][3]]})
+    )
+    assert import_command([str(source), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    (found,) = objects(capsys, tmp_path / "out", "import ", *QUICK, "--greedy")
+    stop = free["tokens"].index(free["tokens"][3])
+    assert found["end"] == "stop" and found["tokens"] == free["tokens"][:stop]
+    assert objects(capsys, source, "import ", *QUICK, "--greedy") == [found]
+
+
 def test_processes_started_here_say_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(folder), "import ", "def f(x):", *QUICK, "--json"]
     expected = objects(capsys, *words)
@@ -131,6 +152,15 @@ def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFix
         assert json.loads(out) == older and "note: " in err and weights.name in err
     finally:
         weights.write_bytes(whole)
+
+
+def test_a_name_of_the_hub_is_its_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_source, "resolve_folder", {"Somebody/Model-1.5B": folder}.__getitem__)
+    assert (
+        say(capsys, "Somebody/Model-1.5B", "import ", *QUICK)[0] == say(capsys, folder, "import ", *QUICK)[0]
+    )
 
 
 @pytest.mark.parametrize(
