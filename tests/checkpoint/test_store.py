@@ -1,10 +1,8 @@
 """The commit protocol: a step is complete or not there."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment
 from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tensors, whole
-from tests.harness import distributed
+from tests.harness import RanksFailed, distributed, run_distributed
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
@@ -196,34 +195,26 @@ def test_wrong_shape_and_missing_tensor_are_named(tmp_path: Path) -> None:
         load(found, "rng")
 
 
-KILLED = textwrap.dedent(
-    """
-    import os, signal, sys
-    from pathlib import Path
-    import tests.checkpoint.steps as t
-    import pentatron.checkpoint.store as module
+def save_and_die(folder: Path, where: str) -> None:
+    """On a forked rank, which it breaks."""
 
-    folder, where = Path(sys.argv[1]), sys.argv[2]
-    store = t.CheckpointStore(folder, keep=None)
-    step = 1 if where.startswith("again") else 2
-    where = where.removeprefix("again ")
-    def die(*args, **kwargs):
+    def die(*args: Any, **kwargs: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-    if where == "in a shard":
-        write = module.write_tensors
-        def partly(path, tensors):
-            path.write_bytes(b"half")
-            die()
-        module.write_tensors = partly
-    elif where == "before manifest":
-        module.write_text = die
-    elif where == "before rename":
-        Path.rename = die
-    elif where == "before pointer":
-        Path.replace = die
-    t.save(store, step)
-    """
-)
+
+    def partly(path: Path, tensors: Any) -> None:
+        path.write_bytes(b"half")
+        die()
+
+    match where.removeprefix("again "):
+        case "in a shard":
+            store_module.write_tensors = partly  # type: ignore[assignment]
+        case "before manifest":
+            store_module.write_text = die
+        case "before rename":
+            Path.rename = die  # type: ignore[method-assign,assignment]
+        case "before pointer":
+            Path.replace = die  # type: ignore[method-assign,assignment]
+    save(CheckpointStore(folder, keep=None), 1 if where.startswith("again") else 2)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +233,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_step(
 ) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), where], check=False)
-    assert ended.returncode == -signal.SIGKILL
+    with pytest.raises(RanksFailed, match=r"^rank 0 of 1 was killed by SIGKILL"):
+        run_distributed(save_and_die, 1, folder=tmp_path, where=where)
     assert newest(store) == (survives, [])
     save(store, 3)
     assert newest(store) == (3, [])

@@ -144,8 +144,9 @@ def test_random_cases_agree_with_one_process() -> None:
 
 
 def test_a_planted_bug_is_reported_with_its_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    """With this seed the first case is on two ranks, and the bug acts on it."""
     campaign = Campaign(
-        SEED, wanted=20, only="--tensor-model-parallel-size 2", bug="column input gradient not summed"
+        159, wanted=20, only="--tensor-model-parallel-size 2", bug="column input gradient not summed"
     )
     assert run_many(campaign, shrink_seconds=0, book=None) == 1
     printed = capsys.readouterr().out
