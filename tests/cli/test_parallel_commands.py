@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from pentatron.cli.layout import describe
+from pentatron.cli.main import main
 from pentatron.layout.check import Checked, check
 from pentatron.layout.schedules import training_schedule
-from tests.cli.test_train import ROOT, environment, finish, losses, start
+from tests.cli.test_train import ROOT, environment, finish, losses
+from tests.harness import run_distributed
 
 PARALLEL = "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"
 
@@ -91,19 +94,22 @@ def test_a_machine_that_does_not_know_its_number_is_told(tmp_path: Path) -> None
 
 SMALL = (
     "--vocab_size 100 --hidden_size 32 --num_attention_heads 2 --num_layers 2 --max_seq_len 16 --batch_size 4 "
-    "--max_steps 3"
+    "--max_steps 3 --threads-per-process 1"
 )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def test_two_launchers_train_one_model(tmp_path: Path) -> None:
     """As on two machines: each launcher starts one tensor rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     folder = tmp_path / "run"
     common = {
         **environment(), "PYTHON": sys.executable, "NUM_NODES": "2", "NUM_GPUS": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TP_SIZE": "2", "PP_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TP_SIZE": "2", "PP_SIZE": "1",
     }  # fmt: skip
     machines = [
         subprocess.Popen(
@@ -125,22 +131,31 @@ def test_two_launchers_train_one_model(tmp_path: Path) -> None:
 # --- another layout goes on ---
 
 
+def train_on_a_rank(words: list[str], port: int) -> int:
+    """`pentatron train` as a worker that a launcher has started."""
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ.update({name: str(number) for name, number in (place | {"MASTER_PORT": port}).items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", CUDA_VISIBLE_DEVICES="")
+    return main(["train", *words])
+
+
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     """One process saves at step 3 and ends at step 6; two pipeline ranks compute steps 4 to 6 again."""
     folder = tmp_path / "run"
     words = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 --dataset-size 100 "
-        f"--hidden-dropout 0.1 --global-batch-size 4 --micro-batch-size 2 --train-iters 6 --save-interval 3 --run-dir {folder}"
+        "--hidden-dropout 0.1 --global-batch-size 4 --micro-batch-size 2 --train-iters 6 --save-interval 3 "
+        f"--threads-per-process 1 --run-dir {folder}"
     ).split()
-    command = ("-m", "pentatron", "train", *words, "--nproc-per-node")
-    code, _, err = finish(start(*command, "1"))
-    assert code == 0, err
+    assert run_distributed(train_on_a_rank, 1, words=words, port=free_port()) == [0]
     before = losses(folder)
     assert layout_of(folder) == (1, 1)
     shutil.rmtree(folder / "checkpoints" / "step-00000006")
-    code, out, err = finish(start(*command, "2", "--pipeline-model-parallel-size", "2"))
-    assert code == 0, err
-    assert "resuming at step 3" in out
+    words += ["--pipeline-model-parallel-size", "2"]
+    assert run_distributed(train_on_a_rank, 2, words=words, port=free_port()) == [0, 0]
+    assert "resuming at step 3" in (folder / "train.log").read_text()
     assert layout_of(folder) == (1, 2)
     assert losses(folder) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in before]
 

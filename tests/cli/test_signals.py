@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_train import TINY, children, environ_of, finish, losses, start, wait_for_step
+from tests.cli.test_train import children, environ_of, finish, losses, start, wait_for_step
+
+LONG = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 100000 --eval-interval 0 --nproc-per-node 2 "
+    "--threads-per-process 1"
+).split()
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -31,9 +37,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.launcher = start(
-            "-m", "pentatron", "train", *TINY, "--train-iters", "100000", "--run-dir", str(folder)
-        )
+        self.launcher = start("-m", "pentatron", "train", *LONG, "--run-dir", str(folder))
         wait_for_step(folder, 3)
         self.workers = children(self.launcher.pid)
 

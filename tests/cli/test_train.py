@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 TINY = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --seq-length 32 --vocab-size 400 "
     "--corpus-bytes 300000 --micro-batch-size 2 --global-batch-size 4 --train-iters 60 --eval-interval 20 --eval-iters 1 "
-    "--save-interval 25 --sample-tokens 10 --nproc-per-node 2 --tensor-model-parallel-size 1"
+    "--save-interval 25 --sample-tokens 10 --nproc-per-node 2 --tensor-model-parallel-size 1 --threads-per-process 1"
 ).split()
 
 
@@ -83,12 +85,13 @@ def test_the_demo_leaves_what_it_promises(demo: Path) -> None:
     assert [step for step, _ in losses(demo)] == list(range(1, 61))
 
 
-def test_generate_continues_a_prompt(demo: Path) -> None:
-    words = ("-m", "pentatron", "generate", str(demo), "import ", "--max-tokens", "5", "--seed", "3")
-    code, out, err = finish(start(*words))
-    assert code == 0, err
+def test_generate_continues_a_prompt(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("generate", str(demo), "import ", "--max-tokens", "5", "--seed", "3")
+    assert main(words) == 0
+    out = capsys.readouterr().out
     assert out.startswith("import ") and len(out) > len("import \n")
-    assert finish(start(*words))[1] == out, "one seed, one text"
+    assert main(words) == 0
+    assert capsys.readouterr().out == out, "one seed, one text"
 
 
 def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_losses(
@@ -154,6 +157,7 @@ def test_the_example_needs_torch_and_numpy_only(tmp_path: Path) -> None:
         "megatron_core_training_example.py",
         *words.split(),
         "--nproc-per-node=1",
+        "--threads-per-process=1",
         f"--run-dir={tmp_path / 'run'}",
     ]
     code, out, err = finish(start("-c", NO_EXTRAS.format(missing=missing, argv=argv)))
@@ -166,14 +170,12 @@ def test_the_example_needs_torch_and_numpy_only(tmp_path: Path) -> None:
     [
         (["--hiden-size", "32"], "unknown flag --hiden-size"),
         (["--config", "nowhere.yaml"], "configuration file nowhere.yaml does not exist"),
-        (["--data-path", "nowhere/corpus", "--vocab-size", "50", "--train-iters", "2"], "nowhere/corpus"),
         (["--run-dir", "/proc/run"], "the run folder /proc/run cannot be written"),
         (["--batch-size", "4"], "--batch-size is ambiguous here"),
         (["--tensor-model-parallel-size", "4", "--nproc-per-node", "2"], "2 processes are too few"),
         (["--nproc-per-node", "2", "--world-size", "8"], "--world-size 8 does not match the 2 process(es)"),
-        (["--device", "cuda", "--nproc-per-node", "1"], "torch sees no GPU here"),
     ],
-    ids=["typo", "config", "data", "folder", "ambiguous", "too-few", "world-size", "device"],
+    ids=["typo", "config", "folder", "ambiguous", "too-few", "world-size"],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str], sentence: str) -> None:
     code, out, err = train(*words)
@@ -182,6 +184,29 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str], sentence: s
     assert "Traceback" not in err
     if "problems" not in err:
         assert len(err.strip().splitlines()) == 1, err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--data-path nowhere/corpus --vocab-size 50 --train-iters 2", "nowhere/corpus"),
+        ("--device cuda", "torch sees no GPU here"),
+    ],
+    ids=["data", "device"],
+)
+def test_what_only_a_worker_finds_wrong_is_one_sentence_too(
+    words: str,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, which has torch already."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    place = f"--nproc-per-node 1 --threads-per-process 1 --run-dir {tmp_path / 'run'}"
+    assert main(["train", *words.split(), *place.split()]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert sentence in said
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:

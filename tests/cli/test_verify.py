@@ -1,12 +1,16 @@
 """`pentatron verify` as a user runs it."""
 
+import contextlib
+import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from pentatron.cli.main import main
-from tests.cli.test_train import finish, start
+from pentatron.cli.main import guarded, main
+from pentatron.cli.verify import verify_command
+from tests.harness import run_distributed
 
 PLANTING = """
 import sys
@@ -20,9 +24,21 @@ sys.exit(guarded(lambda: verify_command(sys.argv[1:], [sys.argv[0]])))
 SP = ("--tp_size", "2", "--sequence-parallel")
 
 
+def verify_here(words: Sequence[str], restart: Sequence[str]) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = guarded(lambda: verify_command(words, restart))
+    return code, out.getvalue()
+
+
+def verify(*words: str, restart: Sequence[str] = ("-m", "pentatron", "verify")) -> tuple[int, str]:
+    """In a process of its own, which the harness spares the import of torch; it starts fresh workers."""
+    [ended] = run_distributed(verify_here, 1, timeout=150.0, words=words, restart=restart)
+    return ended
+
+
 def test_a_sound_layout_ends_with_code_0() -> None:
-    code, out, err = finish(start("-m", "pentatron", "verify", *SP))
-    assert code == 0, err
+    code, out = verify(*SP)
+    assert code == 0, out
     assert "2 processes in the layout ..." in out
     assert "the layout computes the same numbers as one process: all " in out
 
@@ -30,8 +46,8 @@ def test_a_sound_layout_ends_with_code_0() -> None:
 def test_a_wrong_layout_ends_with_code_1_and_names_the_parameter(tmp_path: Path) -> None:
     script = tmp_path / "planting.py"
     script.write_text(PLANTING)
-    code, out, err = finish(start(str(script), *SP, "--json"))
-    assert code == 1, err
+    code, out = verify(*SP, "--json", restart=[str(script)])
+    assert code == 1, out
     found = json.loads(out)
     assert not found["passes"] and found["processes"] == 2
     assert found["first"] == "gradients 1 of final_norm.bias", "backward comes to it first"
