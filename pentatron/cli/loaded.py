@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentatron.config.draft import Draft, Facts
-from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned
 from pentatron.config.loaded import adopt
 from pentatron.config.resolve import foreseen
@@ -26,24 +25,40 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
         if own is not None and not own.is_huggingface:
             _learn(draft, facts, own, "choose another --run-dir, or start anew with --fresh")
             return
-    # A run may load what it will save; at first there is nothing.
     if draft["load"] is not None and Path(draft["load"]).resolve() != save.resolve():
         learn_from_named(draft, facts)
 
 
 def learn_from_named(draft: Draft, facts: Facts) -> bool:
-    """The same from what `--load` names alone; returns whether there was anything to learn from."""
+    """The same from what `--load` names alone; returns whether there was anything to learn from.
+
+    What cannot be loaded is told at once: without an architecture, further checks would only complain of its absence.
+    """
     if draft["load"] is None:
         return False
-    from pentatron.train.sources import named_source
+    from pentatron.train.sources import find_source, named_source
 
-    try:
-        source = named_source(draft["load"])
-        _learn(draft, facts, source, "or load another model")
-    except UserError as error:
-        draft.wrong["load"] = str(error)
+    if draft["load"] == draft["save"] and find_source(Path(draft["load"])) is None:
+        # A run may load what it will save; at first there is nothing.
         return False
+    use_hub_folder(draft, "load")
+    _learn(draft, facts, named_source(draft["load"]), "or load another model")
     return True
+
+
+def use_hub_folder(draft: Draft, name: str) -> None:
+    """Puts the downloaded folder in place of a model's name on the hub.
+
+    Every process of a machine may ask: the cache's locks let one of them download, and the others find it done.
+    """
+    from pentatron.hf.hub import is_hub_id, resolve_folder
+
+    written = draft.values[name]
+    if written.value is None or not is_hub_id(written.value):
+        return
+    folder = resolve_folder(written.value)
+    draft.values[name] = Assigned(str(folder), written.source)
+    draft.notices.append(f"{written.value} is in {folder}")
 
 
 def _learn(draft: Draft, facts: Facts, source: "Source", way_out: str) -> None:
@@ -53,7 +68,8 @@ def _learn(draft: Draft, facts: Facts, source: "Source", way_out: str) -> None:
 
 def _learn_tokenizer(draft: Draft, folder: Path) -> None:
     """The tokenizer of the model, where text may be met and nobody named one."""
-    named = draft["tokenizer_model"] is not None or draft["tokenizer_type"] is not None
+    settings = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    named = any(draft[name] is not None for name in settings)
     if named or not draft["data_path"] or not (folder / _TOKENIZER).is_file():
         return
     draft.values["tokenizer_model"] = Assigned(str(folder), f"loaded from {folder}")

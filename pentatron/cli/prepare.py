@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pentatron.cli.environment import Worker, find_worker, timeout_seconds
-from pentatron.cli.loaded import learn_from_loaded
+from pentatron.cli.loaded import learn_from_loaded, use_hub_folder
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
@@ -25,6 +26,7 @@ def prepare(words: Sequence[str], entry: EntryPoint) -> Prepared:
     """Reads, completes and checks the configuration; raises every problem at once."""
     worker = find_worker(os.environ)
     draft = gather(words, entry)
+    _find_tokenizer(draft)
     _learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
     facts = _facts(draft, worker)
@@ -54,13 +56,28 @@ def _processes_by_device(device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
+def _find_tokenizer(draft: Draft) -> None:
+    """A tokenizer may be that of a model on the hub."""
+    name = draft["tokenizer_model"]
+    if name is None or Path(name).exists():
+        return
+    try:
+        use_hub_folder(draft, "tokenizer_model")
+    except UserError as error:
+        # Without the tokenizer the vocabulary may be unknown too: that is one problem, not two.
+        open_size = draft["vocab_size"] is None and draft["padded_vocab_size"] is None
+        wrong = "vocab_size" if open_size else "tokenizer_model"
+        draft.wrong[wrong] = f"Tokenizer not found: {error}; check --tokenizer-model"
+
+
 def _learn_vocabulary(draft: Draft) -> None:
     """A named tokenizer knows its vocabulary; nobody should have to type it."""
     if draft["vocab_size"] is not None or draft["padded_vocab_size"] is not None:
         return
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     kind, model, vocab_file, merge_file = (draft[name] for name in names)
-    if all(draft[name] is None for name in names) or table()["tokenizer_type"].refuses(kind):
+    unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
+    if all(draft[name] is None for name in names) or unusable:
         return
     from pentatron.data.tokenizer import load_tokenizer
 

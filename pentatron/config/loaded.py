@@ -47,11 +47,16 @@ _FOLLOW = frozenset(
     }
 )
 _POSITIONS = "max_position_embeddings"
+# Names a function to be run, so it is never taken from a file: only the user can give it.
+_CODE = "spec"
 
 
 def architecture(found: Mapping[str, Any]) -> dict[str, Any]:
     """Every setting of the architecture: as found, or its default where what was saved is older than the setting."""
     names = [name for name, item in table().items() if item.section in ("model", "moe") and name not in FREE]
+    if _CODE not in found:
+        # Who has no layers of their own says nothing about them; weights may be tried in others.
+        names.remove(_CODE)
     values = {name: found.get(name, table()[name].default) for name in names}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
@@ -95,7 +100,7 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
     """Gives the draft the architecture of what is loaded; what contradicts it is wrong, with both values and `way_out`."""
     loaded = architecture(found)
     before = foreseen(draft, facts)
-    open_names = [name for name in loaded if not _is_said(draft, name)]
+    open_names = [name for name in loaded if name != _CODE and not _is_said(draft, name)]
     if _longer_than_made_for(draft, loaded):
         open_names.remove(_POSITIONS)
         draft.notices.append(
@@ -112,6 +117,11 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
     _too_many_ids(draft, before, loaded, origin)
     after = foreseen(draft, facts)
     for name in differences(loaded, after):
+        if name == _CODE and not _is_said(draft, name):
+            draft.wrong[name] = (
+                f"{origin} was made with {_written(loaded, name)}; give that again, as code is not taken from files"
+            )
+            continue
         draft.wrong[name] = (
             f"{origin} holds a model with {_written(loaded, name)}, but {_who(draft, name)} {_written(after, name)}; "
             f"leave that out, {way_out}"
@@ -133,7 +143,7 @@ def _longer_than_made_for(draft: Draft, loaded: Mapping[str, Any]) -> bool:
 def _too_many_ids(draft: Draft, before: Mapping[str, Any], loaded: Mapping[str, Any], origin: str) -> None:
     """A tokenizer may have fewer ids than the embedding has rows, but not more."""
     ids, rows = before["vocab_size"], loaded["vocab_size"]
-    named = draft["tokenizer_model"] or draft["tokenizer_type"]
+    named = draft["tokenizer_model"] or draft["vocab_file"] or draft["tokenizer_type"]
     if named and not draft.given("vocab_size") and ids is not None and rows is not None and ids > rows:
         draft.wrong["tokenizer_model"] = (
             f"the tokenizer {named} has {ids} ids, the model of {origin} {rows}; use the tokenizer it was made with"
@@ -149,4 +159,4 @@ def _who(draft: Draft, name: str) -> str:
 
 def _written(values: Mapping[str, Any], name: str) -> str:
     item = table()[name]
-    return f"no {item.flag}" if values[name] is None else item.written(values[name])
+    return f"no {item.flag}" if values[name] in (None, ()) else item.written(values[name])

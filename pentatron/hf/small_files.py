@@ -1,6 +1,8 @@
 """The files of a Hugging Face folder besides its weights: kept beside the steps of a checkpoint, so that an export has them."""
 
 import fnmatch
+import secrets
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -56,3 +58,17 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
     for path in files:
         # The content alone: in the hub's cache files are links, and often read-only.
         write_file(folder / path.name, path.read_bytes())
+
+
+def carry_files(source: Path, checkpoints: Path) -> None:
+    """Copies the small files of a folder beside the steps of a run that begins with its weights."""
+    files, wanted = small_files(source), checkpoints / FOLDER_NAME
+    if not files or source.resolve() == wanted.resolve():
+        return
+    # Under another name until it is complete: a copy cut short must not be taken for the whole.
+    temporary = checkpoints / f".{FOLDER_NAME}.{secrets.token_hex(4)}"
+    copy_files(files, temporary)
+    if wanted.exists():
+        # Of a start that got no further than this.
+        shutil.rmtree(wanted)
+    temporary.rename(wanted)

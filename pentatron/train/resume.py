@@ -16,6 +16,7 @@ from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, build, table
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder
+from pentatron.hf.small_files import carry_files
 from pentatron.hf.weights import load_weights
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
@@ -23,7 +24,6 @@ from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
-from pentatron.train.small_files import carry
 from pentatron.train.sources import Source, checkpoints_of, named_source, saved_settings
 from pentatron.train.state import TrainState
 
@@ -115,9 +115,11 @@ class _Start:
     def _resume(self, found: Found) -> Beginning:
         """Everything as it was saved."""
         state, changes = self._go_on(found, optimizer=True, random=True)
-        if self.asked:
+        elsewhere = self.resolved.given("load") and not self._loads_itself()
+        said = [f"--load {self.config.checkpoint.load}"] * elsewhere + self.asked
+        if said:
             changes.append(
-                f"{' '.join(self.asked)} chose what this run began with; it goes on from its own step {state.step}"
+                f"{' '.join(said)} chose what this run began with; it goes on from its own step {state.step}"
             )
         return Beginning(state, changes, is_saved=True)
 
@@ -168,7 +170,7 @@ class _Start:
 
         def write() -> None:
             record_bases(self.store.folder, self.store.steps(), origin)
-            carry(source.small_files, self.store.folder)
+            carry_files(source.small_files, self.store.folder)
 
         on_some_ranks(self.world.is_first, write, self.world.everyone)
 

@@ -5,19 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest, verify_files
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import CONFIG, open_folder
-from pentatron.train.small_files import FOLDER_NAME
+from pentatron.hf.small_files import FOLDER_NAME
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder with steps of ours, or with a model as Hugging Face stores it."""
+    """A folder with steps of ours, of which one may be named, or with a model as Hugging Face stores it."""
 
     folder: Path
     is_huggingface: bool
+    step: Path | None = None
 
     @property
     def small_files(self) -> Path:
@@ -34,7 +36,12 @@ class Source:
         return saved_settings(found)
 
     def newest_step(self, verify: bool, set_aside: bool) -> tuple[Found | None, list[str]]:
-        """The newest valid step, and a sentence about each one that is not. None only if there was never any."""
+        """The newest valid step, or the one that is named, and a sentence about each one that is not valid.
+
+        None only if there was never any.
+        """
+        if self.step is not None:
+            return _one_step(self.step, verify), []
         store = CheckpointStore(self.folder, keep=None)
         found, complaints = store.newest_valid(verify, set_aside)
         if found is None and (complaints or store.damaged()):
@@ -43,6 +50,16 @@ class Source:
                 f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or start anew with --fresh"
             )
         return found, complaints
+
+
+def _one_step(folder: Path, verify: bool) -> Found:
+    try:
+        manifest = read_manifest(folder)
+        if verify:
+            verify_files(folder, manifest)
+    except DamagedCheckpoint as damage:
+        raise UserError(f"{damage}; name another step") from None
+    return Found(folder, manifest)
 
 
 def saved_settings(found: Found) -> dict[str, Any]:
@@ -56,7 +73,9 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def find_source(path: Path) -> Source | None:
-    """What lies in a folder: steps, a run that has them, or a Hugging Face model; None: nothing of that kind."""
+    """What lies in a folder: a step, several, a run that has them, or a Hugging Face model; None: nothing of that kind."""
+    if (path / FILE_NAME).is_file():
+        return Source(path.resolve().parent, is_huggingface=False, step=path)
     for folder in (path, checkpoints_of(path)):
         store = CheckpointStore(folder, keep=None)
         if store.steps() or store.damaged():
@@ -66,14 +85,9 @@ def find_source(path: Path) -> Source | None:
 
 def named_source(name: str) -> Source:
     """What `--load` names, or why it cannot be started from."""
-    path = Path(name)
-    found = find_source(path)
+    found = find_source(Path(name))
     if found is not None:
         return found
-    if (path / "manifest.json").is_file():
-        raise UserError(
-            f"--load {name} is one step; name the folder above it, of which the newest step is used"
-        )
     raise UserError(
         f"--load {name} holds no checkpoint and no Hugging Face model; check the path, or leave it out to start from scratch"
     )

@@ -19,12 +19,12 @@ from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder
 from pentatron.hf.hub import is_hub_id, resolve_folder
+from pentatron.hf.small_files import FOLDER_NAME
 from pentatron.hf.weights import load_weights
 from pentatron.models.causal_lm import CausalLM
 from pentatron.parallel.pieces import Held, fragments_of, held_parameters
 from pentatron.train.datasets import configured_tokenizer
 from pentatron.train.router_loads import kept_by_routers, loads_of
-from pentatron.train.small_files import FOLDER_NAME
 from pentatron.train.sources import find_source
 
 T = TypeVar("T", TransformerConfig, MoEConfig, DataConfig)

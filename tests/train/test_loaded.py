@@ -193,7 +193,7 @@ def test_words_that_say_the_same_are_no_contradiction(models: dict[str, Path], t
 
 def test_a_folder_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty holds no checkpoint and no Hugging Face model"):
+    with pytest.raises(UserError, match=r"empty holds no checkpoint and no Hugging Face model"):
         prepared(tmp_path / "a", f"--load {tmp_path / 'empty'} --vocab-size 61 --train-iters 2")
 
 
@@ -241,6 +241,9 @@ def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
     shown = capsys.readouterr().out
     assert "resuming at step 2 of 4" in shown and "it goes on from its own step 2" in shown
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    earlier = base / "checkpoints" / "step-00000002"
+    train(tmp_path / "earlier", f"--load {earlier} --train-iters 4 --lr-decay-iters 4")
+    assert losses(tmp_path / "earlier") == losses(base)[2:], "one step may be named"
     with pytest.raises(UserError, match=r"the data is not what .* --finetune"):
         train(tmp_path / "other", f"--load {base} --dataset-size 32 --train-iters 6")
 
@@ -332,6 +335,22 @@ def test_the_commands_say_what_they_will_load(
     )
     assert main(["config", *words, "--fresh", "--save", str(model)]) == 2
     assert f"--fresh would move {model} aside" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_is_its_downloaded_folder(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(models["qwen2"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    settings = prepared(tmp_path / "a", "--load some/model --train-iters 2")
+    assert asked == ["some/model"] and settings.config.checkpoint.load == str(models["qwen2"])
+    assert f"some/model is in {models['qwen2']}" in settings.notices
+    assert settings.given("load") and settings.config.model.hidden_size == 32
 
 
 def test_a_command_trains_from_a_folder(models: dict[str, Path], tmp_path: Path) -> None:

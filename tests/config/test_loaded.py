@@ -1,0 +1,50 @@
+"""The architecture of what is loaded, against what was said."""
+
+from typing import Any
+
+from pentatron.config.draft import Draft, Facts
+from pentatron.config.loaded import adopt
+from tests.config.builders import draft, values
+
+SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear")
+
+
+def adopted(words: str, **changes: Any) -> Draft:
+    found = draft(f"--mock-data --train-iters 10 {words}")
+    adopt(found, Facts(1), {**SAVED, **changes}, "there", "or load another model")
+    return found
+
+
+def test_nothing_is_said_where_nothing_is_new() -> None:
+    found = adopted(
+        "--vocab-size 100 --num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear"
+    )
+    assert not found.notices and not found.wrong and found.source("hidden_size") == "default"
+
+
+def test_a_setting_younger_than_what_is_loaded_had_its_default() -> None:
+    older = {name: value for name, value in SAVED.items() if name not in ("rotary_base", "num_experts")}
+    found = draft("--mock-data --train-iters 10 --rotary-base 5e5")
+    adopt(found, Facts(1), older, "there", "or load another model")
+    assert list(found.wrong) == ["rotary_base"] and found["num_experts"] is None
+
+
+def test_a_default_preset_gives_way_but_a_named_one_must_agree() -> None:
+    underneath = draft("--train-iters 10")
+    adopt(underneath, Facts(1), SAVED, "there", "or load another model")
+    assert (underneath["num_layers"], underneath["normalization"]) == (
+        3,
+        "LayerNorm",
+    ) and not underneath.wrong
+    assert "num_layers" in adopted("--preset demo").wrong
+
+
+def test_code_is_never_taken_from_a_file() -> None:
+    found = adopted("", spec=["layers", "mine"])
+    assert found["spec"] == ()
+    assert (
+        found.wrong["spec"]
+        == "there was made with --spec layers mine; give that again, as code is not taken from files"
+    )
+    assert not adopted("--spec layers mine", spec=["layers", "mine"]).wrong
+    assert "spec" in adopted("--spec layers other", spec=["layers", "mine"]).wrong
