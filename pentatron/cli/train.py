@@ -151,4 +151,5 @@ def _what_next(run_dir: str) -> None:
     say("\nwhat to try next:")
     for command, meaning in ideas:
         say(f"  {command:<{width}}  # {meaning}")
-    say(f"  and look at {folder.curve}: the loss curve, in any browser")
+    if folder.curve.exists():
+        say(f"  and look at {folder.curve}: the loss curve, in any browser")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -338,7 +339,10 @@ def test_the_commands_say_what_they_will_load(
 
 
 def test_a_model_of_the_hub_is_its_downloaded_folder(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[str] = []
 
@@ -351,6 +355,19 @@ def test_a_model_of_the_hub_is_its_downloaded_folder(
     assert asked == ["some/model"] and settings.config.checkpoint.load == str(models["qwen2"])
     assert f"some/model is in {models['qwen2']}" in settings.notices
     assert settings.given("load") and settings.config.model.hidden_size == 32
+    words = (
+        "--mock-data --vocab-size 61 --train-iters 2 --device cpu --tokenizer-model some/tokenizer".split()
+    )
+    assert main(["config", *words]) == 0 and asked[1:] == ["some/tokenizer"]
+    assert re.search(rf"tokenizer_model +{models['qwen2']} +flag --tokenizer-model", capsys.readouterr().out)
+
+    def offline(name: str, **_: Any) -> str:
+        raise LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    assert main(["config", *words]) == 2
+    shown = capsys.readouterr().err
+    assert "Tokenizer not found: some/tokenizer is no folder here" in shown and "hf download" in shown
 
 
 def test_a_command_trains_from_a_folder(models: dict[str, Path], tmp_path: Path) -> None:
