@@ -29,6 +29,7 @@ alone; the prompt - is read from standard input.
 what to continue
   --prompt-file FILE     one prompt in every line, beside those on the command line
   --tokens 1,2,3         token ids instead of text; 1,2,3;4,5 are two prompts. Needs no tokenizer
+  --spec MODULE FUNCTION the layers of your own that a checkpoint was trained with; they are code, so you have to name them
   --tokenizer-model DIR  a tokenizer.json or its folder, where the model has none of its own
 
 how
@@ -54,7 +55,7 @@ where
   pentatron generate Qwen/Qwen2.5-7B "The capital of France is" --greedy --tp 4
 """
 
-DEFAULTS: dict[str, int | float | str] = {
+DEFAULTS: dict[str, int | float | str | tuple[str, ...]] = {
     "prompt-file": "",
     "tokens": "",
     "tokenizer-model": "",
@@ -73,6 +74,7 @@ DEFAULTS: dict[str, int | float | str] = {
     "threads": 0,
     "batch-size": 16,
     "master-port": 0,
+    "spec": (),
 }
 _SPELLINGS = {
     "max-tokens": "max-new-tokens",
@@ -152,6 +154,8 @@ def _check(options: dict[str, Any]) -> None:
     for name, choices in _CHOICES.items():
         if options[name] not in choices:
             raise UserError(f"--{name} {options[name]} is not one of {', '.join(choices)}")
+    if len(options["spec"]) not in (0, 2):
+        raise UserError("--spec wants two words, MODULE FUNCTION; write it after the prompts")
     if options["greedy"]:
         options["temperature"] = 0.0
 
@@ -266,7 +270,7 @@ def _open(request: Request) -> tuple["ModelSource", "RunConfig"]:
     from pentatron.train.continue_text import settings_of
     from pentatron.train.text_source import open_source
 
-    source = open_source(Path(request.folder))
+    source = open_source(Path(request.folder), tuple(request.options["spec"]))
     return source, settings_of(source, _ranks(request))
 
 

@@ -4,7 +4,8 @@ Every rank runs the same loop. Stages run one after the other for each token; wh
 tells all others.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +17,8 @@ from pentatron.layout.actions import Schedule
 from pentatron.layout.schedules import forward_schedule, looped_placement
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.sampling import Choice, Sampling, choose
-from pentatron.nn.kv_cache import KVCache, Pass, keeping
-from pentatron.parallel.collectives import all_gather_into, broadcast_
+from pentatron.nn.kv_cache import KVCache, Pass, can_keep, keeping
+from pentatron.parallel.collectives import all_gather_into, broadcast_, gather_objects
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World, single_process
@@ -76,34 +77,48 @@ def generate(
 ) -> Iterator[Made]:
     """Continues all prompts together; each text is what it would be alone. The first prompt has number `first_number`."""
     require_room(prompts, model.vocab_size, model.positions)
-    rooms = [model.positions - len(prompt) for prompt in prompts]
-    most = [min(max_new_tokens, room) for room in rooms]
+    most = [min(max_new_tokens, model.positions - len(prompt)) for prompt in prompts]
     generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
-    cache = KVCache(max(len(prompt) + count for prompt, count in zip(prompts, most)))
-    layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
-    with keeping(layers, cache):
-        logits = _read(model, cache, prompts)
-        # Of every text the token to go on from, and its position; one that has ended stays where it is.
-        last, at = [prompt[-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts]
-        going = set(range(len(prompts)))
-        made = [0] * len(prompts)
-        while True:
-            for row, choice in _choices(model, logits, sorted(going), sampling, generators):
-                made[row] += 1
+    texts = [list(prompt) for prompt in prompts]
+    with _reader(model, capacity=max(map(sum, zip(map(len, prompts), most)))) as read:
+        going = list(range(len(prompts)))
+        while going:
+            for row, choice in _choices(model, read(texts), going, sampling, generators):
                 if choice.token in stop:
                     yield Made(first_number + row, None, "stop")
-                    going.discard(row)
+                    going = [other for other in going if other != row]
                     continue
-                full: End = "length" if most[row] == max_new_tokens else "positions"
-                end = full if made[row] == most[row] else None
+                texts[row].append(choice.token)
+                end: End | None = None
+                if len(texts[row]) == len(prompts[row]) + most[row]:
+                    end = "length" if most[row] == max_new_tokens else "positions"
+                    going = [other for other in going if other != row]
                 yield Made(first_number + row, choice, end)
-                if end is not None:
-                    going.discard(row)
-                last[row], at[row] = choice.token, at[row] + (end is None)
-            if not going:
-                return
-            cache.begin(Pass(tuple(at), 1))
-            logits = _forward(model, cache.now, torch.tensor(last)[:, None], [0] * len(prompts))
+
+
+@contextmanager
+def _reader(
+    model: GenerationModel, capacity: int
+) -> Iterator[Callable[[Sequence[Sequence[int]]], Tensor | None]]:
+    """What reads texts and gives this rank's logits of their next tokens; texts that grew are not read again.
+
+    Layers that attend in a way of their own may not be able to remember; then every text is read anew each time.
+    """
+    layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
+    if not all(gather_objects(all(map(can_keep, layers)), model.world.everyone)):
+        yield lambda texts: _read(model, texts, max(map(len, texts)), None)
+        return
+    cache = KVCache(capacity)
+
+    def read(texts: Sequence[Sequence[int]]) -> Tensor | None:
+        if cache.now.length == 0:
+            return _read(model, texts, READ_AT_ONCE, cache)
+        # One that has ended stays where it is.
+        cache.begin(Pass(tuple(len(text) - 1 for text in texts), 1))
+        return _forward(model, cache.now, torch.tensor([[text[-1]] for text in texts]), [0] * len(texts))
+
+    with keeping(layers, cache):
+        yield read
 
 
 def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int) -> None:
@@ -123,17 +138,21 @@ def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: i
             )
 
 
-def _read(model: GenerationModel, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tensor | None:
-    """This rank's logits of the token after each prompt; shorter prompts are filled up at the end."""
-    longest = max(map(len, prompts))
-    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+def _read(
+    model: GenerationModel, texts: Sequence[Sequence[int]], at_once: int, cache: KVCache | None
+) -> Tensor | None:
+    """This rank's logits of the token after each text, read from the beginning; shorter ones are filled up at the end."""
+    longest = max(map(len, texts))
+    tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     found: Tensor | None = None
-    for start in range(0, longest, READ_AT_ONCE):
-        part = tokens[:, start : start + READ_AT_ONCE]
-        cache.begin(Pass((start,) * len(prompts), part.shape[1]))
-        places = [len(prompt) - 1 - start for prompt in prompts]
+    for start in range(0, longest, at_once):
+        part = tokens[:, start : start + at_once]
+        now = Pass((start,) * len(texts), part.shape[1])
+        if cache is not None:
+            cache.begin(now)
+        places = [len(text) - 1 - start for text in texts]
         inside = [place if 0 <= place < part.shape[1] else 0 for place in places]
-        logits = _forward(model, cache.now, part, inside)
+        logits = _forward(model, now, part, inside)
         if logits is not None:
             ends_here = torch.tensor([p == i for p, i in zip(places, inside)], device=logits.device)
             found = logits if found is None else torch.where(ends_here[:, None], logits, found)

@@ -153,11 +153,17 @@ class Shown:
 
 
 def open_continuation(
-    folder: Path, prompt: str, max_tokens: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+    folder: Path,
+    prompt: str,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    trusted: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Loads the newest checkpoint on this process alone, or says why it cannot; the text then comes as it is made."""
     found, _ = find_weights(str(folder), verify=True)
-    source = open_source(found)
+    source = open_source(found, trusted)
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise UserError(

@@ -86,7 +86,11 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
         assert config.checkpoint.save is not None
         # The ranks hold parts of the model; its last checkpoint has it whole.
         pieces = open_continuation(
-            Path(config.checkpoint.save), prompt, config.run.sample_tokens, seed=config.run.seed
+            Path(config.checkpoint.save),
+            prompt,
+            config.run.sample_tokens,
+            seed=config.run.seed,
+            trusted=config.model.spec,
         )
         sample = prompt + "".join(pieces)
         folder.sample.write_text(sample + "\n", encoding="utf-8")

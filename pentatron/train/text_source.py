@@ -83,9 +83,9 @@ def _one_step(folder: Path, verify: bool) -> Path:
     return folder
 
 
-def open_source(folder: Path) -> ModelSource:
-    """What `find_weights` found."""
-    return _open_step(folder) if (folder / FILE_NAME).exists() else _open_hugging_face(folder)
+def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
+    """What `find_weights` found. `trusted` is the `--spec` whose code may run."""
+    return _open_step(folder, trusted) if (folder / FILE_NAME).exists() else _open_hugging_face(folder)
 
 
 def _open_hugging_face(folder: Path) -> ModelSource:
@@ -115,16 +115,15 @@ def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
     return kind(**{name: value for name, value in settings.items() if name in names})
 
 
-def _open_step(folder: Path) -> ModelSource:
+def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
     manifest = read_manifest(folder)
     config = manifest.config
     saved = {name: value for section in config.values() for name, value in _tuples(section).items()}
     model, moe = _section(TransformerConfig, saved), _section(MoEConfig, saved)
-    if model.spec:
+    if model.spec not in ((), trusted):
         # Weights and settings are data; whoever wrote them must not choose what runs here.
         raise UserError(
-            f"{folder} has layers of its own (--spec {' '.join(model.spec)}), which are code that text generation does not run; "
-            "continue texts while training, with --sample-prompt"
+            f"{folder} has layers of its own, which are code; if you trust them, add --spec {' '.join(model.spec)}"
         )
     origin = folder.parent / FOLDER_NAME
 

@@ -148,13 +148,19 @@ def test_numbers_that_are_none_are_no_text() -> None:
         list(generate(model, [(1, 2)], 3, GREEDY))
 
 
-def test_attention_that_cannot_remember_is_refused() -> None:
-    class Scaled(kv_cache.DotProductAttention):
-        pass
+def test_attention_of_another_kind_reads_everything_anew() -> None:
+    class Nearby(kv_cache.DotProductAttention):
+        """Keys are changed by their neighbours, so what is kept of one token would not do."""
 
-    model = built("")
-    attention = whole_model(model).layers["0"].attention
-    attention.core_attention.__class__ = Scaled
-    with pytest.raises(UserError, match="this model has Scaled"):
-        list(generate(model, [(1, 2)], 3, GREEDY))
-    assert isinstance(attention.core_attention, Scaled), "left as it was"
+        def forward(self, q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, v_BKSH: torch.Tensor) -> torch.Tensor:
+            return super().forward(q_BNSH, k_BKSH.cumsum(2), v_BKSH)
+
+    model = built(FAMILIES["llama"])
+    before, _ = collected(list(generate(model, RAGGED, 12, GREEDY)), 4)
+    whole_model(model).layers["1"].attention.core_attention.__class__ = Nearby
+    found, logprobs = collected(list(generate(model, RAGGED, 12, GREEDY)), 4)
+    assert found != before
+    for prompt, text, given in zip(RAGGED, found, logprobs):
+        expected = reread(model, prompt, text)
+        assert text == expected.argmax(-1).tolist()
+        assert given == pytest.approx(expected.amax(-1).tolist(), abs=2e-5)

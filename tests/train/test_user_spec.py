@@ -1,5 +1,6 @@
 """Layers of the user's own, from the example of the documents: every layout, checkpoints, and what is said about mistakes."""
 
+import json
 import os
 import re
 import sys
@@ -100,6 +101,20 @@ def test_a_run_keeps_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             run_training(settings(tmp_path / "cut", wrong), single_process(), True)
 
 
+def test_text_is_generated_by_own_layers_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = example(tmp_path, "speaking_layers")
+    monkeypatch.chdir(tmp_path)
+    run_training(settings(tmp_path / "run", f"{words} --train-iters 1"), single_process(), True)
+    capsys.readouterr()
+    command = f"generate run --tokens 1,2 --threads 1 --max-new-tokens 3 --json {words}"
+    assert main(command.split()) == 0
+    assert len(json.loads(capsys.readouterr().out)[0]["tokens"]) == 3
+    assert main(f"generate run {words} a".split()) == 2
+    assert "--spec wants two words" in capsys.readouterr().err
+
+
 def test_a_checkpoint_does_not_choose_what_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +129,9 @@ def test_a_checkpoint_does_not_choose_what_runs(
         capsys.readouterr().err
     )
     assert main(["generate", "run", "a"]) == 2
-    assert "which are code that text generation does not run" in capsys.readouterr().err
+    assert (
+        "which are code; if you trust them, add --spec trusted_layers layer_spec" in capsys.readouterr().err
+    )
     config = resolved(f"{LLAMA} {words}").config
     with pytest.raises(UserError, match=r"closest is llama, but for spec \('trusted_layers', 'layer_spec'\)"):
         config_of(config.model, config.moe)
