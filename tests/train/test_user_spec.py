@@ -125,7 +125,7 @@ def test_a_checkpoint_does_not_choose_what_runs(
     monkeypatch.delitem(sys.modules, "trusted_layers")
     loaded = "train --load run/checkpoints --run-dir other --dataset-size 8 --train-iters 1 --seq-length 16"
     assert main(loaded.split()) == 2
-    assert "layers of its own, which are code; if you trust them, add --spec trusted_layers layer_spec" in (
+    assert "made with --spec trusted_layers layer_spec; give that again, as code is not taken from files" in (
         capsys.readouterr().err
     )
     assert main(["generate", "run", "a"]) == 2
