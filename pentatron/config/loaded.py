@@ -100,6 +100,7 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
     """Gives the draft the architecture of what is loaded; what contradicts it is wrong, with both values and `way_out`."""
     loaded = architecture(found)
     before = foreseen(draft, facts)
+    _too_many_ids(draft, loaded, origin)
     open_names = [name for name in loaded if name != _CODE and not _is_said(draft, name)]
     if _longer_than_made_for(draft, loaded):
         open_names.remove(_POSITIONS)
@@ -114,7 +115,6 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
         for name in open_names:
             draft.values[name] = Assigned(loaded[name], f"loaded from {origin}")
         draft.notices.append(f"architecture from {origin}: {' '.join(_written(loaded, n) for n in learned)}")
-    _too_many_ids(draft, before, loaded, origin)
     after = foreseen(draft, facts)
     for name in differences(loaded, after):
         if name == _CODE and not _is_said(draft, name):
@@ -140,13 +140,14 @@ def _longer_than_made_for(draft: Draft, loaded: Mapping[str, Any]) -> bool:
     return free and most is not None and draft["seq_length"] > most
 
 
-def _too_many_ids(draft: Draft, before: Mapping[str, Any], loaded: Mapping[str, Any], origin: str) -> None:
+def _too_many_ids(draft: Draft, loaded: Mapping[str, Any], origin: str) -> None:
     """A tokenizer may have fewer ids than the embedding has rows, but not more."""
-    ids, rows = before["vocab_size"], loaded["vocab_size"]
-    named = draft["tokenizer_model"] or draft["vocab_file"] or draft["tokenizer_type"]
-    if named and not draft.given("vocab_size") and ids is not None and rows is not None and ids > rows:
+    ids, rows = draft["vocab_size"], loaded["vocab_size"]
+    counted = draft.source("vocab_size").startswith("derived: tokenizer ")
+    if counted and rows is not None and ids > rows:
+        named = draft.source("vocab_size").removeprefix("derived: ")
         draft.wrong["tokenizer_model"] = (
-            f"the tokenizer {named} has {ids} ids, the model of {origin} {rows}; use the tokenizer it was made with"
+            f"{named} has {ids} ids, the model of {origin} {rows}; use the tokenizer it was made with"
         )
 
 

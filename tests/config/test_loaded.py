@@ -48,3 +48,14 @@ def test_code_is_never_taken_from_a_file() -> None:
     )
     assert not adopted("--spec layers mine", spec=["layers", "mine"]).wrong
     assert "spec" in adopted("--spec layers other", spec=["layers", "mine"]).wrong
+
+
+def test_a_tokenizer_may_have_fewer_ids_than_the_model_but_not_more() -> None:
+    for ids, wrong in ((90, []), (101, ["tokenizer_model"])):
+        found = draft("--mock-data --train-iters 10 --tokenizer-model some.json")
+        found.derive("vocab_size", ids, "tokenizer some.json")
+        adopt(found, Facts(1), SAVED, "there", "or load another model")
+        assert list(found.wrong) == wrong and found["vocab_size"] == 100
+    assert found.wrong["tokenizer_model"].startswith(
+        "tokenizer some.json has 101 ids, the model of there 100;"
+    )
