@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity families fuzz bench-harness bench-pipeline clean
+.PHONY: help setup demo test check format contract parity families fuzz fuzz-data bench-harness bench-pipeline bench-data clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -55,11 +55,17 @@ parity: $(READY) ## every layout against one process, write docs/parity.md; a co
 fuzz: $(READY) ## N random models in random layouts against one process; more: ARGS="--seed 2 --minutes 10 --only zbv"
 	@$(BIN)/python scripts/fuzz.py --cases $(N) $(ARGS)
 
+fuzz-data: $(READY) ## N (10000) random data files, damaged: no wrong token, no crash
+	@$(BIN)/python scripts/fuzz_data.py --cases $(if $(filter file,$(origin N)),10000,$(N)) $(ARGS)
+
 bench-harness: $(READY) ## cost of an empty distributed test against fresh processes
 	@$(BIN)/python bench/harness.py
 
 bench-pipeline: $(READY) ## cost of the pipeline per micro-batch against torch's own
 	@$(BIN)/python bench/pipeline.py $(ARGS)
+
+bench-data: $(READY) ## rate and memory of pentatron prepare against the tokenizers library
+	@$(BIN)/python bench/data.py $(ARGS)
 
 clean: ## remove .venv and caches (runs/ is kept)
 	rm -rf $(VENV) .ruff_cache .mypy_cache build *.egg-info

@@ -101,7 +101,7 @@ def open_splits(
     vocab_size: int | None = None,
 ) -> tuple[GPTDataset | None, ...]:
     """Train, valid and test over one corpus; None for a share of zero or a size of zero, one epoch for no size."""
-    source = IndexedDataset(prefix)
+    source = IndexedDataset(prefix, vocab_size)
     datasets: list[GPTDataset | None] = []
     for name, documents, size in zip(
         SPLIT_NAMES, split_ranges(parse_split(split), len(source)), sizes, strict=True

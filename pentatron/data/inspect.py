@@ -14,6 +14,7 @@ from pentatron.data.atomic import commit, temporary_path
 from pentatron.data.checksums import BLOCK_BYTES, sums_of_file
 from pentatron.data.indexed import CHECK_BLOCK, IndexedDataset
 from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
+from pentatron.data.tokenizer import Tokenizer, identify
 
 BAR = 40
 Report = Callable[[int], None]
@@ -144,16 +145,22 @@ def describe_text(prefix: Path | str) -> str:
     return "\n".join([*lines, *document_lengths(IndexedDataset(prefix)).lines()])
 
 
-def tokenizer_conflict(dataset: IndexedDataset, tokenizer: TokenizerIdentity) -> str | None:
-    """The sentence for data that another tokenizer made, where the sidecar knows."""
+def refuse_other_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
+    """Data that another tokenizer made is refused, where its sidecar says which one that was."""
     made_by = None if dataset.facts is None else dataset.facts.tokenizer
-    if made_by is None or made_by.fingerprint == tokenizer.fingerprint:
-        return None
-    return (
-        f"{dataset.bin_path} was prepared with another tokenizer ({made_by.kind} of {made_by.vocab_size} ids, fingerprint "
-        f"{made_by.fingerprint[:16]}) than the one named now ({tokenizer.kind} of {tokenizer.vocab_size} ids, fingerprint "
-        f"{tokenizer.fingerprint[:16]}); name the one it was prepared with, or prepare the data again."
-    )
+    if made_by is None:
+        return
+    named = identify(tokenizer)
+    if made_by.fingerprint != named.fingerprint:
+        raise UserError(
+            f"{dataset.bin_path} was prepared with another tokenizer ({_in_words(made_by)}) than the one named now "
+            f"({_in_words(named)}); name the one it was prepared with, prepare the data again, or, if the ids mean the same, forget "
+            f"which it was: pentatron data seal {dataset.prefix}."
+        )
+
+
+def _in_words(tokenizer: TokenizerIdentity) -> str:
+    return f"{tokenizer.kind} of {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:16]}"
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:

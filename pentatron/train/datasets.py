@@ -9,7 +9,8 @@ from pentatron.config.training import DataConfig
 from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpus
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import GPTDataset, open_splits
-from pentatron.data.indexed import pair_paths
+from pentatron.data.indexed import IndexedDataset, pair_paths
+from pentatron.data.inspect import refuse_other_tokenizer
 from pentatron.data.loader import SampleSource
 from pentatron.data.synthetic import SyntheticDataset, mock_indexed
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
@@ -43,6 +44,8 @@ def build_datasets(config: RunConfig, world: World, data_folder: Path, display: 
         splits = open_splits(prefix, data.split, (train_samples, valid_samples, 0), length, seed, vocabulary)
         train, valid = splits[0], splits[1]
         assert train is not None, "the rules refuse a split without a training share"
+        if tokenizer is not None and isinstance(train.source, IndexedDataset):
+            refuse_other_tokenizer(train.source, tokenizer)
         return Datasets(train, valid, tokenizer, fingerprint)
     assert vocabulary is not None
     if data.mock_data:
