@@ -243,7 +243,7 @@ class _Bar(_Lines):
         super().__init__(0)
         self._progress = Progress(
             TextColumn("[bold]preparing"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=20),
             TaskProgressColumn(),
             TextColumn("{task.fields[facts]}"),
             TimeRemainingColumn(),
@@ -259,7 +259,8 @@ class _Bar(_Lines):
     def report(self, counts: "Counts", total: int) -> None:
         if self._before < 0:
             self._before = counts.tokens
-        facts = _facts(counts, self._before, time.monotonic() - self._started)
+        speed = (counts.tokens - self._before) / max(time.monotonic() - self._started, 1e-9)
+        facts = f"{counts.documents:,} documents, {_short(counts.tokens)} tokens, {_short(speed)}/s"
         self._progress.update(self._task, completed=counts.read, total=total, facts=facts)
 
     def close(self) -> None:
@@ -269,6 +270,14 @@ class _Bar(_Lines):
 def _facts(counts: "Counts", tokens_before: int, seconds: float) -> str:
     speed = (counts.tokens - tokens_before) / max(seconds, 1e-9)
     return f"{counts.documents:,} documents, {counts.tokens:,} tokens, {speed:,.0f} tokens/s"
+
+
+def _short(number: float) -> str:
+    """Few enough characters for a terminal of eighty."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
 
 
 def _open_progress(log_interval: int) -> _Lines:

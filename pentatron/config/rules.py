@@ -95,12 +95,16 @@ def _vocabulary(v: Values, facts: Facts) -> str | None:
 
 
 def _tokenizer(v: Values, facts: Facts) -> str | None:
-    files = {"H": "tokenizer.json", "S": "tokenizer.model", "L": "tokenizer.model", "GPTS": "tokenizer.model"}
-    kind = v["tokenizer_type"] or ""
-    file = files.get("GPTS" if kind.startswith("GPTS") else kind[:1])
-    if file is None or not v["data_path"] or v["tokenizer_model"] is not None:
+    files = {
+        **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer"), "tokenizer.json"),
+        **dict.fromkeys(
+            ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "tokenizer.model"
+        ),
+    }
+    kind = v["tokenizer_type"]
+    if kind not in files or not v["data_path"] or v["tokenizer_model"] is not None:
         return None
-    return f"--tokenizer-type {kind} needs --tokenizer-model, a folder that has a {file}"
+    return f"--tokenizer-type {kind} needs --tokenizer-model, a folder that has a {files[kind]}"
 
 
 def _spec(v: Values, facts: Facts) -> str | None:

@@ -288,7 +288,7 @@ def _stats(job: Job) -> list[tuple[int, int]]:
 def _is_done(job: Job, fingerprint: str) -> bool:
     """Whether the output is of this very job; other files under its names are replaced only when told to."""
     there = [prefix for prefix in job.outputs if pair_paths(prefix)[1].exists()]
-    if job.overwrite or (job.folder / "progress.json").exists() or not there:
+    if job.overwrite or not there or _begun(job) == fingerprint:
         return False
     for prefix in there:
         sidecar = read_sidecar(prefix)
@@ -298,6 +298,16 @@ def _is_done(job: Job, fingerprint: str) -> bool:
                 "another --output-prefix."
             )
     return len(there) == len(job.outputs)
+
+
+def _begun(job: Job) -> str | None:
+    """The job that an interrupted run was doing; it had leave to replace what is there, and may have begun to."""
+    try:
+        _, _, text = (job.folder / "progress.json").read_text(encoding="utf-8").partition("\n")
+        found: str = json.loads(text)["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found
 
 
 _LOCK = ".lock"

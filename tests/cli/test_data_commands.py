@@ -11,6 +11,7 @@ from pentatron.cli.main import main
 from pentatron.cli.prepare_data import DEFAULTS, IDLE, USAGE
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.tokenizer import FileTokenizer, train_bpe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,23 +24,35 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_the_guides_script_makes_exactly_these_files(text: Path, tmp_path: Path) -> None:
-    """The command of the guide, with a tokenizer that needs no download."""
-    words = f"--input {text} --output-prefix {tmp_path}/my_dataset --tokenizer-type ByteTokenizer --workers 2 --append-eod"
-    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *words.split(), "--partitions", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    """The command of the guide, with a folder instead of a name of the hub."""
+    (tmp_path / "model").mkdir()
+    train_bpe(iter([text.read_text()]), 270).save(str(tmp_path / "model" / "tokenizer.json"))
+    words = f"--input {text} --output-prefix {tmp_path}/my_dataset --tokenizer-type HFTokenizer --tokenizer-model {tmp_path}/model"
+    command = [
+        sys.executable,
+        str(ROOT / "tools/preprocess_data.py"),
+        *words.split(),
+        *"--workers 2 --append-eod".split(),
+    ]
+    done = subprocess.run([*command, "--partitions", "2"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    made = {path.name for path in tmp_path.iterdir()} - {text.name}
+    made = {path.name for path in tmp_path.iterdir()} - {text.name, "model"}
     assert made == {f"my_dataset_text_document.{ending}" for ending in ("bin", "idx", "meta")}
-    dataset = IndexedDataset(tmp_path / "my_dataset_text_document")
+    dataset, tokenizer = (
+        IndexedDataset(tmp_path / "my_dataset_text_document"),
+        FileTokenizer(tmp_path / "model"),
+    )
     assert len(dataset) == 39, "an empty text is a document without a sequence"
     assert len(dataset.document_indices) == 41
-    assert bytes(dataset.get(1)[:-1].tolist()) == b"word word " and dataset.get(1)[-1] == 256
+    assert dataset.get(1).tolist() == [*tokenizer.encode("word word "), tokenizer.eod]
+    tokens = len(dataset.tokens)
     lines = done.stdout.splitlines()
     assert lines[0] == "note: --partitions has no effect: the input is cut into chunks as it is read"
-    assert lines[1].startswith("40 documents, 3,939 tokens in ") and "tokens/s, 2 workers)" in lines[1]
+    assert lines[1].startswith(f"40 documents, {tokens:,} tokens in ") and "tokens/s, 2 workers)" in lines[1]
     assert lines[2] == "1 blank lines left out"
-    assert lines[4].endswith("my_dataset_text_document: 40 documents of 0 to 196 tokens, 98.5 on average")
-    assert lines[5].split() == ["0", "tokens", "1", "███"]
+    longest = max(dataset.sequence_lengths)
+    assert lines[4].endswith(f"document: 40 documents of 0 to {longest} tokens, {tokens / 40:.1f} on average")
+    assert lines[5].split()[:3] == ["0", "tokens", "1"]
 
 
 def prepare(text: Path, tmp_path: Path, *more: str) -> int:

@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,15 @@ def test_a_packed_file_that_is_cut_short_is_named(tmp_path: Path, packed: str) -
         ValueError, match=r"x\.jsonl\S* cannot be unpacked beyond its byte \d+ .* copy it again"
     ):
         list(read_chunks([path], "file", 1000))
+
+
+def test_zstandard_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "x.txt.zst").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"x\.txt\.zst needs the package zstandard; run: pip install zstandard"
+    ):
+        list(read_chunks([tmp_path / "x.txt.zst"], "file", 10))
 
 
 def test_inputs_are_found_once_and_in_order(tmp_path: Path) -> None:

@@ -181,9 +181,13 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     assert [line.split(" ")[2] for line in outcome.bad] == ["801", "811"]
     assert run(skip=True).already_there
     (tmp_path / "x.jsonl").write_text('{"text": "other"}')
-    with pytest.raises(
-        ValueError, match=r"o_text_document\.idx exists already, from other inputs .*--overwrite"
-    ):
+    refused = r"o_text_document\.idx exists already, from other inputs .*--overwrite"
+    with pytest.raises(ValueError, match=refused):
+        run(skip=True)
+    # Not even the notes of an unfinished job that had leave to replace it change that.
+    (tmp_path / "out" / ".o.preparing").mkdir()
+    (tmp_path / "out" / ".o.preparing" / "progress.json").write_text('x\n{"fingerprint": "another"}')
+    with pytest.raises(ValueError, match=refused):
         run(skip=True)
 
 
