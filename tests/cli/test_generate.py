@@ -13,6 +13,7 @@ import pytest
 from pentatron.cli.convert import import_command
 from pentatron.cli.generate import generate_command
 from pentatron.cli.main import guarded
+from pentatron.cli.reference import reference_command
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
 from pentatron.parallel.world import single_process
 from pentatron.train import text_source
@@ -90,6 +91,18 @@ def test_the_file_says_how_a_prompt_begins(folder: Path, capsys: pytest.CaptureF
         objects(capsys, folder, "import ", *QUICK)[0]["tokens"]
         == (objects(capsys, folder, "--tokens", written, *QUICK)[0]["tokens"])
     )
+
+
+def test_the_reference_is_what_transformers_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model_path", str(folder), "--prompt", "def f(x):", "--max-new-tokens", "6"]
+    assert guarded(lambda: reference_command(words)) == 0
+    tokens, *text, command = capsys.readouterr().out.splitlines()
+    (ours,) = objects(capsys, folder, "def f(x):", *QUICK, "--greedy")
+    assert tokens == f"tokens: {','.join(map(str, ours['tokens']))}"
+    assert "\n".join(text) == f"text: def f(x):{ours['text']}"
+    assert command.endswith(f"pentatron generate {folder} 'def f(x):' --greedy --max-new-tokens 6")
+    assert guarded(lambda: reference_command(["--model_path", "nowhere", "--prompt", "a"])) == 2
+    assert "nowhere is no Hugging Face folder" in capsys.readouterr().err
 
 
 def test_an_import_says_the_same_as_its_source(
