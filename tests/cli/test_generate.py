@@ -2,6 +2,7 @@
 
 import io
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import pytest
 from pentatron.cli.convert import import_command
 from pentatron.cli.generate import generate_command
 from pentatron.cli.main import guarded
-from pentatron.cli.reference import reference_command
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
 from pentatron.parallel.world import single_process
 from pentatron.train import text_source
@@ -23,6 +23,7 @@ from tests.hf.support import save, theirs
 from tests.support import LLAMA, resolved
 
 WORDS = 280
+REFERENCE = Path(__file__).parents[2] / "examples/inference/llama_mistral/huggingface_reference.py"
 QUICK = ["--max-new-tokens", "6", "--seed", "1", "--threads", "1"]
 
 
@@ -93,16 +94,25 @@ def test_the_file_says_how_a_prompt_begins(folder: Path, capsys: pytest.CaptureF
     )
 
 
-def test_the_reference_is_what_transformers_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model_path", str(folder), "--prompt", "def f(x):", "--max-new-tokens", "6"]
-    assert guarded(lambda: reference_command(words)) == 0
-    tokens, *text, command = capsys.readouterr().out.splitlines()
+def test_the_reference_is_what_transformers_says(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reference(model: str | Path) -> tuple[object, str, str]:
+        words = ["--model_path", str(model), "--prompt", "def f(x):", "--max-new-tokens", "6"]
+        monkeypatch.setattr("sys.argv", [str(REFERENCE), *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(REFERENCE), run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    code, out, err = reference(folder)
+    assert code == 0, err
+    tokens, *text, command = out.splitlines()
     (ours,) = objects(capsys, folder, "def f(x):", *QUICK, "--greedy")
     assert tokens == f"tokens: {','.join(map(str, ours['tokens']))}"
     assert "\n".join(text) == f"text: def f(x):{ours['text']}"
     assert command.endswith(f"pentatron generate {folder} 'def f(x):' --greedy --max-new-tokens 6")
-    assert guarded(lambda: reference_command(["--model_path", "nowhere", "--prompt", "a"])) == 2
-    assert "nowhere is no Hugging Face folder" in capsys.readouterr().err
+    code, _, err = reference("nowhere")
+    assert code == 2 and "nowhere is no Hugging Face folder" in err
 
 
 def test_an_import_says_the_same_as_its_source(
