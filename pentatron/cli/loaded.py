@@ -51,12 +51,13 @@ def use_hub_folder(draft: Draft, name: str) -> None:
 
     Every process of a machine may ask: the cache's locks let one of them download, and the others find it done.
     """
-    from pentatron.hf.hub import is_hub_id, resolve_folder
+    from pentatron.hf.hub import TOKENIZER_FILES, WANTED_FILES, is_hub_id, resolve_folder
 
     written = draft.values[name]
     if written.value is None or not is_hub_id(written.value):
         return
-    folder = resolve_folder(written.value)
+    files = TOKENIZER_FILES if name == "tokenizer_model" else WANTED_FILES
+    folder = resolve_folder(written.value, files=files)
     draft.values[name] = Assigned(str(folder), written.source)
     draft.notices.append(f"{written.value} is in {folder}")
 

@@ -30,7 +30,7 @@ fingerprint). The output is the same for any number of workers, appears whole or
   --skip-bad-lines           leave out lines that are no such object, count them and name the first
 
   --tokenizer-type TYPE      {types}
-  --tokenizer-model PATH     tokenizer.json, a .model file, or the folder that holds it
+  --tokenizer-model PATH     tokenizer.json, a .model file, the folder that holds it, or a model of the hub
   --vocab-file, --merge-file PATH     GPT-2's two files
   --vocab-size N             for NullTokenizer
 
@@ -133,7 +133,7 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
             say(f"note: --{name} has no effect: {reason}")
     choice = TokenizerChoice(
         options["tokenizer-type"],
-        options["tokenizer-model"] or None,
+        _found_model(options["tokenizer-model"]) or None,
         options["vocab-size"] or None,
         options["vocab-file"] or None,
         options["merge-file"] or None,
@@ -149,6 +149,22 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
         options["overwrite"],
     )
     return job, options["log-interval"]
+
+
+def _found_model(name: str) -> str:
+    """A path stays what it is; the name of a model on the hub becomes the folder of its tokenizer."""
+    if not name or Path(name).exists():
+        return name
+    from pentatron.hf.hub import TOKENIZER_FILES, is_hub_id, resolve_folder
+
+    if not is_hub_id(name):
+        return name
+    try:
+        folder = resolve_folder(name, files=TOKENIZER_FILES)
+    except UserError as error:
+        raise UserError(f"Tokenizer not found: {error}; check --tokenizer-model.") from error
+    say(f"note: {name} is in {folder}")
+    return str(folder)
 
 
 def _given(words: Sequence[str], name: str) -> bool:

@@ -1,6 +1,7 @@
 """Names such as `Qwen/Qwen2.5-7B` where a folder is expected: downloaded once, then taken from the cache."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from pentatron.config.errors import UserError
@@ -9,6 +10,7 @@ from pentatron.parallel.world import World
 
 # Weights, settings and tokenizers; no pickles, no code, no weights in other formats.
 WANTED_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges*", "*.model", "*.jinja")
+TOKENIZER_FILES = tuple(name for name in WANTED_FILES if name != "*.safetensors")
 # Copies of the weights for other programs, in folders of their own.
 UNWANTED_FILES = ("*/*",)
 
@@ -20,7 +22,7 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
-def resolve_folder(name: str, network: bool = True) -> Path:
+def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTED_FILES) -> Path:
     """The folder of that name, or the downloaded one of that hub id; without network only if it is in the cache."""
     if not is_hub_id(name):
         if not Path(name).is_dir():
@@ -42,7 +44,7 @@ def resolve_folder(name: str, network: bool = True) -> Path:
         return Path(
             snapshot_download(
                 name,
-                allow_patterns=list(WANTED_FILES),
+                allow_patterns=list(files),
                 ignore_patterns=list(UNWANTED_FILES),
                 local_files_only=not network,
             )

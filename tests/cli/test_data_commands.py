@@ -83,6 +83,43 @@ def test_again_and_with_bad_lines(text: Path, tmp_path: Path, capsys: pytest.Cap
     assert "1 bad lines left out, the first of them:\n" in said and "line 42 is no JSON" in said
 
 
+def test_a_model_of_the_hub_gives_its_tokenizer(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def download(name: str, **how: object) -> str:
+        asked.extend((name, how["allow_patterns"]))
+        raise OSError("no route to host")
+
+    library = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(library, "snapshot_download", download)
+    words = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "Qwen/Qwen2.5-7B"]
+    assert main(["prepare", "--input", str(text), "--output-prefix", str(tmp_path / "o"), *words]) == 2
+    said = capsys.readouterr().err
+    assert "Tokenizer not found: Qwen/Qwen2.5-7B is no folder here and could not be downloaded" in said
+    assert asked[0] == "Qwen/Qwen2.5-7B" and "*.safetensors" not in asked[1]  # type: ignore[operator]
+    (tmp_path / "model").mkdir()
+    train_bpe(iter(["a b"]), 260).save(str(tmp_path / "model" / "tokenizer.json"))
+    monkeypatch.setattr(library, "snapshot_download", lambda name, **how: str(tmp_path / "model"))
+    assert (
+        main(
+            [
+                "prepare",
+                "--input",
+                str(text),
+                "--output-prefix",
+                str(tmp_path / "o"),
+                "--workers",
+                "1",
+                *words,
+            ]
+        )
+        == 0
+    )
+    assert f"note: Qwen/Qwen2.5-7B is in {tmp_path / 'model'}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
