@@ -17,7 +17,7 @@ LLAMA3 = "--rope-scaling-type llama3 --rope-scaling-original-max-position-embedd
 YARN = "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings 8"
 BIASES = "--add-qkv-bias --add-proj-bias --add-mlp-bias"
 # Sequences of 16: chunks of 4 on two context ranks, so that windows end inside and beyond them.
-WINDOWS = "--window-size 5,0 --window-attn-skip-freq [1,0,0,1]"
+WINDOWS = "--num-layers 4 --window-size 5,0 --window-attn-skip-freq [1,0,0,1]"
 NARROW = "--window-size 2,0"
 
 TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"

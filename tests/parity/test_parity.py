@@ -1,4 +1,4 @@
-"""Layouts against one process: each with one family here, with all of them in `make parity`."""
+"""Layouts against one process: enough of them here for every pair of traits to meet, all of them with all families in `make parity`."""
 
 import functools
 import itertools
@@ -42,25 +42,64 @@ def in_turn(layouts: Sequence[Layout], families: Iterable[str]) -> list[tuple[st
     return [(layout.name, family) for layout, family in zip(layouts, itertools.cycle(families))]
 
 
-CASES = in_turn(LAYOUTS, FAMILIES) + in_turn(MIXTURE_LAYOUTS, MIXTURES)
 # Pairs that must not depend on whose turn it is.
-CASES += [
-    pair
-    for pair in (
-        ("tp4", "qwen3"),
-        ("tp2 sp", "gpt"),
-        ("pp2", "qwen2.5"),
-        ("pp2 dp2 zero1", "gpt"),
-        ("cp2", "gpt"),
-        ("cp2", "llama"),
-        ("pp2 zbv", "gpt"),
-        ("pp2 zbv dp2 overlap", "qwen2.5"),
-        ("pp2 zbv dp2 zero2 overlap", "gpt"),
-        ("pp2 dualpipev dp2 zero1", "qwen2.5"),
-        ("tp2 sp pp2 dualpipev dropout", "gpt"),
-    )
-    if pair not in CASES
+FIXED = [
+    ("tp4", "qwen3"),
+    ("tp2 sp", "gpt"),
+    ("pp2", "qwen2.5"),
+    ("pp2 dp2 zero1", "gpt"),
+    ("cp2", "gpt"),
+    ("cp2", "llama"),
+    ("pp2 zbv", "gpt"),
+    ("pp2 zbv dp2 overlap", "qwen2.5"),
+    ("pp2 zbv dp2 zero2 overlap", "gpt"),
+    ("pp2 dualpipev dp2 zero1", "qwen2.5"),
+    ("tp2 sp pp2 dualpipev dropout", "gpt"),
 ]
+
+
+def traits(layout: Layout, family: str) -> set[str]:
+    """What a case exercises, read from the configuration it resolves to."""
+    config = resolved(layout.command(family), layout.ranks).config
+    grid, parallel = config.grid, config.parallel
+    found = {
+        "tp": grid.tensor > 1,
+        "sp": grid.tensor > 1 and parallel.sequence_parallel,
+        parallel.pipeline_schedule: grid.pipeline > 1,
+        "dp": grid.data > 1,
+        f"cp {parallel.cp_comm_type.replace('_', '')}": grid.context > 1,
+        f"zero{parallel.zero_stage}": grid.data * grid.context > 1,
+        "uneven": len({len(part.layers) for part in config.stages}) > 1,
+        "accumulation": config.accumulation > 1,
+        "dropout": config.model.hidden_dropout > 0,
+        f"{config.memory.recompute_granularity} recompute": bool(config.memory.recompute_granularity),
+        f"ep {config.moe.moe_token_dispatcher_type}": grid.expert > 1,
+        "etp": config.moe.num_experts is not None and grid.expert_tensor > 1,
+        "untied" if config.model.untie_embeddings_and_output_weights else "tied": True,
+    }
+    return {trait for trait, present in found.items() if present}
+
+
+def pairs_of(layout: Layout, family: str) -> list[tuple[str, str]]:
+    """Two traits at a time; the number of ranks and experts are traits too."""
+    found = traits(layout, family) | {f"{layout.ranks} ranks"}
+    return list(itertools.combinations(sorted(found | ({"experts"} if family in MIXTURES else set())), 2))
+
+
+def covering(cases: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """As few ranks as can be found quickly that let every pair of traits meet that meets in any of the cases."""
+    pairs = [set(pairs_of(named(*case), case[1])) for case in cases]
+    chosen = [number for number, case in enumerate(cases) if case in FIXED]
+    missing = set().union(*pairs).difference(*(pairs[number] for number in chosen))
+    while missing:
+        gains = [len(missing & of_case) / (1 + named(*case).ranks) for of_case, case in zip(pairs, cases)]
+        chosen.append(max(range(len(cases)), key=gains.__getitem__))
+        missing -= pairs[chosen[-1]]
+    return [cases[number] for number in sorted(chosen)]
+
+
+IN_TURN = in_turn(LAYOUTS, FAMILIES) + in_turn(MIXTURE_LAYOUTS, MIXTURES)
+CASES = covering(list(dict.fromkeys(IN_TURN + FIXED)))
 
 
 @pytest.mark.parametrize(("layout", "family"), CASES)
@@ -94,28 +133,6 @@ def test_a_rank_whose_words_are_all_padding_cuts_its_buckets_like_its_neighbours
     ranks = spread(case, "qwen2.5")
     assert failures(gaps(ranks, reference(case, "qwen2.5"))) == []
     assert disagreements(ranks) == []
-
-
-def traits(layout: Layout, family: str) -> set[str]:
-    """What a case exercises, read from the configuration it resolves to."""
-    config = resolved(layout.command(family), layout.ranks).config
-    grid, parallel = config.grid, config.parallel
-    found = {
-        "tp": grid.tensor > 1,
-        "sp": grid.tensor > 1 and parallel.sequence_parallel,
-        parallel.pipeline_schedule: grid.pipeline > 1,
-        "dp": grid.data > 1,
-        f"cp {parallel.cp_comm_type.replace('_', '')}": grid.context > 1,
-        f"zero{parallel.zero_stage}": grid.data * grid.context > 1,
-        "uneven": len({len(part.layers) for part in config.stages}) > 1,
-        "accumulation": config.accumulation > 1,
-        "dropout": config.model.hidden_dropout > 0,
-        f"{config.memory.recompute_granularity} recompute": bool(config.memory.recompute_granularity),
-        f"ep {config.moe.moe_token_dispatcher_type}": grid.expert > 1,
-        "etp": config.moe.num_experts is not None and grid.expert_tensor > 1,
-        "untied" if config.model.untie_embeddings_and_output_weights else "tied": True,
-    }
-    return {trait for trait, present in found.items() if present}
 
 
 def test_the_net_is_wide() -> None:
