@@ -70,15 +70,26 @@ class StepReader:
         self._found: tuple[str, _Overlaps] | None = None
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """The values in the type they are stored in."""
+        """The values in the type they are stored in; where one piece holds them all, a view of the file."""
         record = self.manifest.tensors[name]
+        dtype = DTYPES[record.dtype]
         if self._found is None or self._found[0] != name:
             self._found = name, _Overlaps(record.pieces)
-        values = torch.empty(size, dtype=DTYPES[record.dtype])
-        for read in _reads(self._found[1], values.dtype, Fragment(name, record.shape, start, values)):
-            with _told_if_damaged(path := self.folder / read.piece.file), torch.no_grad():
-                _read_piece(self._open(path).get_slice(read.piece.key), read.piece, [read])
+        found = list(self._found[1].find(start, size))
+        if len(found) == 1 and found[0][1] == (start, size):
+            piece = found[0][0]
+            return self._rectangle(piece, dtype, tuple(i - j for i, j in zip(start, piece.start)), size)
+        values = torch.empty(size, dtype=dtype)
+        for read in _reads(self._found[1], dtype, Fragment(name, record.shape, start, values)):
+            read.into.copy_(self._rectangle(read.piece, dtype, read.start, tuple(read.into.shape)))
         return values
+
+    def _rectangle(self, piece: StoredPiece, dtype: torch.dtype, start: Shape, size: Shape) -> Tensor:
+        path = self.folder / piece.file
+        with _told_if_damaged(path):
+            stored = self._open(path).get_slice(piece.key)
+            _check_shape(stored, piece)
+            return _slice(stored, piece, dtype, start, size)
 
     def _open(self, path: Path) -> Any:
         if path.name not in self._files:
@@ -191,12 +202,20 @@ def _told_if_damaged(path: Path) -> Iterator[None]:
 
 def _read_piece(stored: Any, piece: StoredPiece, reads: Iterable[_Read]) -> None:
     """`stored` gives any rectangle of the piece as a view of the file, of which no more is read."""
-    if tuple(stored.get_shape()) != piece.shape:
-        raise DamagedCheckpoint(f"{piece.key} is {stored.get_shape()} there, not {list(piece.shape)}")
+    _check_shape(stored, piece)
     for read in reads:
         for start, size in blocks(tuple(read.into.shape), read.into.element_size()):
-            at = (i + j for i, j in zip(read.start, start, strict=True))
-            values = stored[tuple(slice(i, i + n) for i, n in zip(at, size, strict=True))]
-            if values.dtype != read.dtype:
-                raise DamagedCheckpoint(f"{piece.key} is {values.dtype} there, not {read.dtype}")
-            region(read.into, start, size).copy_(values)
+            at = tuple(i + j for i, j in zip(read.start, start, strict=True))
+            region(read.into, start, size).copy_(_slice(stored, piece, read.dtype, at, size))
+
+
+def _check_shape(stored: Any, piece: StoredPiece) -> None:
+    if tuple(stored.get_shape()) != piece.shape:
+        raise DamagedCheckpoint(f"{piece.key} is {stored.get_shape()} there, not {list(piece.shape)}")
+
+
+def _slice(stored: Any, piece: StoredPiece, dtype: torch.dtype, start: Shape, size: Shape) -> Tensor:
+    values: Tensor = stored[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
+    if values.dtype != dtype:
+        raise DamagedCheckpoint(f"{piece.key} is {values.dtype} there, not {dtype}")
+    return values

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from pentatron.parallel.pieces import Shape, region
 
-# At most so much is copied at a time, whatever the size of a tensor.
-BLOCK_BYTES = 64 * 2**20
+# At most so much is copied at a time, whatever the size of a tensor. Larger blocks are slower: each is new memory, which the
+# kernel clears page by page, where smaller ones are used again.
+BLOCK_BYTES = 16 * 2**20
 # Steps of writing and hashing that may wait while the next block is fetched.
 _BLOCKS_AHEAD = 2
 

@@ -42,7 +42,10 @@ class CheckpointConfig:
         notice="what is not typed of the architecture always comes from what is loaded",
     )
     ckpt_format: str | None = setting(
-        None, "format of the files", choices=("torch_dist", "torch"), not_yet="Megatron's checkpoint formats"
+        None,
+        "format of the files",
+        choices=("torch_dist", "torch"),
+        notice="there is one format of checkpoints here, which any layout loads, so this changes nothing",
     )
     non_persistent_ckpt_type: str | None = setting(
         None, "local checkpoints", choices=("global", "local"), not_yet="non-persistent checkpoints"

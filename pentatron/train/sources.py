@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pentatron.checkpoint.find import refuse_other_formats
 from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest, verify_files
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
@@ -88,6 +89,7 @@ def named_source(name: str) -> Source:
     found = find_source(Path(name))
     if found is not None:
         return found
+    refuse_other_formats(Path(name))
     raise UserError(
         f"--load {name} holds no checkpoint and no Hugging Face model; check the path, or leave it out to start from scratch"
     )

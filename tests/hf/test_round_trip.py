@@ -278,6 +278,9 @@ def test_paths_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
         find_step(tmp_path / "none")
     with pytest.raises(UserError, match=r"holds no usable checkpoint .it has no step"):
         find_step(folder)
+    (tmp_path / "iter_0000500").mkdir()
+    with pytest.raises(UserError, match=r"a format of Megatron-LM, which is not read here; convert them"):
+        find_step(tmp_path)
 
 
 def test_a_damaged_step_is_not_exported(folder: Path, tmp_path: Path) -> None:

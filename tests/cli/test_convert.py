@@ -1,0 +1,191 @@
+"""`pentatron import`, `pentatron export` and tools/checkpoint/convert.py as they are typed."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentatron.checkpoint.find import find_step
+from pentatron.cli.main import guarded, main
+from pentatron.cli.megatron_convert import MODEL_SIZES, convert_command
+from tests.harness import run_distributed
+from tests.hf.support import save, theirs
+from tests.hf.test_round_trip import names, same, tensors
+from tests.train.test_loaded import train_on_a_rank
+
+ROOT = Path(__file__).parents[2]
+# As the guide has it, but for the folders.
+GUIDE = """--bf16 --model-type GPT --loader llama_mistral --saver core --target-tensor-parallel-size 2
+ --target-pipeline-parallel-size 1 --checkpoint-type hf --model-size qwen2.5 --loader-transformer-impl transformer_engine
+ --make-vocab-size-divisible-by 128"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = save(theirs("qwen2").bfloat16(), tmp_path_factory.mktemp("folder"))
+    (found / "tokenizer.json").write_text("{}")
+    (found / "tokenizer.model").write_text("its own")
+    return found
+
+
+def test_there_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(folder), str(tmp_path / "ours"), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "differ from those of transformers by at most" in said and "parameters in 17 tensors" in said
+    assert (
+        main(
+            ["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "9KB", "--verify"]
+        )
+        == 0
+    )
+    assert "differ from those of transformers" in capsys.readouterr().out
+    assert same(tensors(tmp_path / "back"), tensors(folder))
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    # Another tokenizer, and not a mixture of both.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text("[]")
+    words = ["export", str(tmp_path / "ours"), str(tmp_path / "o"), "--tokenizer", str(tmp_path / "other")]
+    assert main(words) == 0
+    assert names(tmp_path / "o") == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (tmp_path / "o" / "tokenizer.json").read_text() == "[]"
+
+
+def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run trained in bf16 without a tokenizer: both are told."""
+    assert main(["import", str(folder), str(tmp_path / "ours"), "--dtype", "fp32"]) == 0
+    step = find_step(tmp_path / "ours")[0].folder
+    for path in (tmp_path / "ours" / "huggingface").iterdir():
+        path.unlink()
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["config"]["precision"]["bf16"] = True
+    from pentatron.checkpoint.manifest import _digest
+
+    (step / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+    capsys.readouterr()
+    assert main(["export", str(step), str(tmp_path / "back")]) == 0
+    said = capsys.readouterr().out
+    assert "note: the weights are written as bf16, which the run computed with (--dtype fp32 writes" in said
+    assert "note: no tokenizer came with this model" in said
+    assert same(tensors(tmp_path / "back"), tensors(folder))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("import", "say which folder to import"),
+        ("import a", "say which folder to import"),
+        ("export a", "say which checkpoint to export"),
+        ("import a b --dtyp fp32", r"unknown flag --dtyp (did you mean --dtype?)"),
+        ("import a b --dtype int8", "--dtype int8: choose one of fp32, bf16, fp16"),
+        ("import a b --allow-narrowing", "--allow-narrowing: say to which type"),
+        ("export a b --max-shard-size many", "--max-shard-size many: write a size such as 5GB"),
+        ("import none b", "none is no folder"),
+        ("export none b", "none does not exist"),
+    ],
+)
+def test_mistakes_are_sentences(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_transformers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["import", str(folder), str(tmp_path / "ours"), "--verify"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+    assert not names(tmp_path)
+
+
+# --- convert.py ---
+
+
+def convert(words: str) -> int:
+    return guarded(lambda: convert_command(words.split()))
+
+
+def test_the_command_of_the_guide(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "checkpoint" / "convert.py"), *GUIDE.split()]
+    command += [
+        "--load-dir",
+        str(folder),
+        "--save-dir",
+        str(tmp_path / "ours"),
+        "--tokenizer-model",
+        str(folder),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stdout.splitlines() if line.startswith("note: ")]
+    assert [note.split()[1] for note in notes] == [
+        "--target-tensor-parallel-size",
+        "--make-vocab-size-divisible-by",
+        "--loader-transformer-impl",
+    ]
+    assert "loads in any layout" in notes[0]
+    found, _ = find_step(tmp_path / "ours")
+    assert {record.dtype for record in found.manifest.tensors.values()} == {"bfloat16"}
+    assert "tokenizer.model" in names(tmp_path / "ours" / "huggingface")
+    # Begun from in another layout than the one it was to be cut for, and exported again: not a byte is another.
+    words = (
+        f"--load {tmp_path / 'ours'} --finetune --ckpt-format torch_dist --pp_size 2 --bf16 --train-iters 0"
+    )
+    run_distributed(train_on_a_rank, 2, folder=tmp_path / "run", words=words)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    assert same(tensors(tmp_path / "back"), tensors(folder))
+    assert names(tmp_path / "back") == names(folder)
+
+
+def test_a_checkpoint_of_megatron_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("500")
+    assert main(f"config --load {tmp_path} --mock-data --train-iters 1".split()) == 2
+    assert "a format of Megatron-LM, which is not read here; convert them to a Hugging Face folder" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model-size llama3", "--model-size llama3 means models of type llama, but"),
+        ("--model-size qwen2.5-7B --fp16", "bf16, of which fp16 cannot hold every value"),
+        ("--model-size falcon", "--model-size falcon is not known; leave it out"),
+        ("--model-type BERT", "--model-type BERT: only GPT is possible"),
+        ("--loader mcore", "--loader mcore: only llama_mistral is possible; Hugging Face folders"),
+        ("--saver megatron", "--saver megatron: only core or mcore is possible"),
+        ("--checkpoint-type meta", "--checkpoint-type meta: only hf is possible"),
+        ("--loader-transformer-impl other", "only local or transformer_engine is possible"),
+        ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
+        ("--tokenizer-model none", "none has no tokenizer files"),
+        ("more", "convert.py takes flags alone, not 'more'"),
+    ],
+)
+def test_flags_act_or_are_refused(
+    words: str, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(f"--load-dir {folder} --save-dir {tmp_path / 'ours'} {words}") == 2
+    assert message in capsys.readouterr().err
+    assert not names(tmp_path)
+
+
+def test_sizes_of_the_guide_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the loader that the guide points to for them says them."""
+    loader = runpy.run_path(
+        str(ROOT / "tools" / "checkpoint" / "loader_llama_mistral.py"), run_name="__main__"
+    )
+    said = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert said == loader["MODEL_SIZES"] == MODEL_SIZES
+    assert {"qwen2.5": "qwen2", "llama3": "llama", "mistral": "mistral"}.items() <= said.items()
+    assert convert("--help") == 0
+    assert all(size in capsys.readouterr().out for size in ("qwen2.5",))
