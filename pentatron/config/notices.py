@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.run import table
@@ -366,6 +367,7 @@ IDLE: dict[str, Reason] = {
     "overlap_param_gather": _nothing_to_gather,
     "cp_comm_type": _whole_sequences,
     **IDLE_OF_THE_MODEL,
+    **IDLE_OF_DOCUMENTS,
     "make_vocab_size_divisible_by": _padding_is_given,
     "prefetch_factor": _no_readers,
     "split": _not_split,

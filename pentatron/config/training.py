@@ -30,6 +30,9 @@ class DataConfig:
     split: str = setting("969,30,1", "shares of training, validation and test documents")
     mock_data: bool = setting(False, "counting tokens instead of a corpus, for tests of speed")
     dataset_size: int | None = setting(None, "number of synthetic samples, when no data is given")
+    reset_position_ids: bool = setting(False, "count positions from 0 in every document of a sequence")
+    reset_attention_mask: bool = setting(False, "let a token see its own document of a sequence alone")
+    eod_mask_loss: bool = setting(False, "leave out the loss of what follows the end of a document")
     tokenizer_type: str | None = setting(
         None,
         "kind of tokenizer",

@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 
 from pentatron.config.errors import UserError
-from pentatron.data.gpt_dataset import Sample
+from pentatron.data.boundaries import Sample
 
 
 class FiniteDataset(Protocol):

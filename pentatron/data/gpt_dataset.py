@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
+from pentatron.data.boundaries import Boundaries, Sample
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.sampling import SPLIT_NAMES, build_sample_index, parse_split, split_ranges
-
-Sample = dict[str, npt.NDArray[Any]]
 
 
 class TokenSource(Protocol):
@@ -23,22 +22,23 @@ class TokenSource(Protocol):
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]: ...
 
 
-def next_token_sample(tokens: npt.NDArray[Any]) -> Sample:
-    """L + 1 tokens as inputs and labels of length L; every label counts in the loss."""
+def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = None) -> Sample:
+    """L + 1 tokens as inputs and labels of length L; every label counts in the loss, unless boundaries say otherwise."""
     ids = tokens.astype(np.int64)
-    return {
+    sample: Sample = {
         "tokens": ids[:-1],
         "labels": ids[1:],
         "loss_mask": np.ones(len(ids) - 1, dtype=np.float32),
         "position_ids": np.arange(len(ids) - 1, dtype=np.int64),
     }
+    return sample if boundaries is None else boundaries.mark(sample)
 
 
 class GPTDataset:
     """At least `num_samples` shuffled samples from `documents` (indices of sequences in `source`).
 
     With a `vocab_size`, a token outside it is refused when first read, with its place, rather than as an
-    illegal memory access in the embedding.
+    illegal memory access in the embedding. `boundaries` say what the end of a document means.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class GPTDataset:
         sequence_length: int,
         seed: int,
         vocab_size: int | None = None,
+        boundaries: Boundaries | None = None,
     ) -> None:
+        self.boundaries = boundaries
         self.source = source
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
@@ -63,7 +65,7 @@ class GPTDataset:
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
-        return next_token_sample(self._tokens(int(self.index.shuffle[i])))
+        return next_token_sample(self._tokens(int(self.index.shuffle[i])), self.boundaries)
 
     def _tokens(self, k: int) -> npt.NDArray[np.int64]:
         """The L + 1 tokens of the k-th sample in reading order, crossing documents where needed."""
@@ -99,6 +101,7 @@ def open_splits(
     sequence_length: int,
     seed: int,
     vocab_size: int | None = None,
+    boundaries: Boundaries | None = None,
 ) -> tuple[GPTDataset | None, ...]:
     """Train, valid and test over one corpus; None for a share of zero or a size of zero, one epoch for no size."""
     source = IndexedDataset(prefix, vocab_size)
@@ -114,5 +117,5 @@ def open_splits(
                 f"--split {split} leaves no document of {source.prefix} ({len(source)} sequences) to the {name} "
                 "set; give it a larger share, or 0 to do without."
             )
-        datasets.append(GPTDataset(source, documents, size, sequence_length, seed, vocab_size))
+        datasets.append(GPTDataset(source, documents, size, sequence_length, seed, vocab_size, boundaries))
     return tuple(datasets)

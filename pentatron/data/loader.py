@@ -4,8 +4,8 @@ The order of samples depends on how many were consumed, never on the number of r
 on d ranks, b × d consecutive samples make one micro-step, and rank r takes the r-th b of them.
 """
 
-from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,8 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from pentatron.config.errors import UserError
-from pentatron.data.gpt_dataset import Sample
+from pentatron.data.boundaries import DOCUMENT_STARTS, Sample
+from pentatron.layout.documents import DocumentStarts
 
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 _REMOTE_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
@@ -26,29 +28,34 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One micro-batch; every tensor is [micro batch, sequence]."""
+    """One micro-batch; every tensor is [micro batch, sequence].
+
+    `documents`: where a token is to see its own document alone, the places at which documents begin in each whole sequence. They
+    stay on the host and whole, whatever part of the tokens a rank has.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    documents: DocumentStarts | None = None
 
     @property
     def valid_tokens(self) -> torch.Tensor:
         """How many labels count in the loss, as a tensor so that a GPU need not be waited for."""
         return self.loss_mask.sum()
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Another batch with every tensor changed by a function."""
+        changed: dict[str, Any] = {name: function(getattr(self, name)) for name in _TENSORS}
+        return replace(self, **changed)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        return Batch(
-            **{
-                field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
-                for field in fields(self)
-            }
-        )
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Called by the loader: page-locked memory is what makes a non-blocking copy to the GPU one."""
-        return Batch(**{field.name: getattr(self, field.name).pin_memory() for field in fields(self)})
+        return self.map(torch.Tensor.pin_memory)
 
 
 class MicroBatchSampler:
@@ -112,13 +119,13 @@ class BatchLoader(DataLoader[Batch]):
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples into one batch."""
-    return Batch(
-        **{
-            field.name: torch.from_numpy(np.stack([sample[field.name] for sample in samples]))
-            for field in fields(Batch)
-        }
-    )
+    """Stack samples into one batch; they have documents all or none."""
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in _TENSORS
+    }
+    if DOCUMENT_STARTS in samples[0]:
+        fields["documents"] = tuple(tuple(sample[DOCUMENT_STARTS].tolist()) for sample in samples)
+    return Batch(**fields)
 
 
 def build_loader(

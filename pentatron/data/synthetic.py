@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
-from pentatron.data.gpt_dataset import Sample, next_token_sample
+from pentatron.data.boundaries import Sample
+from pentatron.data.gpt_dataset import next_token_sample
 
 ALPHABET = 64
 NOISE = 0.1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
+from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.layer_specs import block_spec
 from pentatron.nn.attention import attention_kernels
@@ -22,7 +23,7 @@ from pentatron.nn.loss import token_losses
 from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
 from pentatron.nn.rope import build_rope
-from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module
+from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_for
 from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.tensor_axis import TensorAxis
@@ -104,11 +105,13 @@ class CausalLM(nn.Module):
         received_BSD: Tensor | None = None,
         keys: DropoutKeys | None = None,
         wanted_B: Tensor | None = None,
+        documents: DocumentStarts | None = None,
     ) -> Tensor:
         """The stream for the next stage; where the head is, logits, or the loss of every token if labels are given.
 
         `received_BSD` is what the stage before made; `keys` choose what dropout drops, without them it is off. With
-        `wanted_B`, logits are those of one token of each sequence alone.
+        `wanted_B`, logits are those of one token of each sequence alone. With `documents`, a token sees those of its own document
+        alone; they are the documents of whole sequences, also where this rank has a part of each.
         """
         if self.embedding is not None:
             x_BSD = self.embedding(tokens_BS, positions_BS, keys)
@@ -118,7 +121,7 @@ class CausalLM(nn.Module):
         angles = self.rope(positions_BS) if self.rope is not None else None
         with attention_kernels(self.attention_backend):
             for part, layers in self.recompute.chunks(list(self.layers.values())):
-                x_BSD = self.recompute(part, self._through, x_BSD, layers, angles, keys)
+                x_BSD = self.recompute(part, self._through, x_BSD, layers, angles, keys, documents)
         if self.final_norm is None:
             return x_BSD
         if wanted_B is not None:
@@ -134,9 +137,10 @@ class CausalLM(nn.Module):
         layers: Sequence[nn.Module],
         angles: tuple[Tensor, Tensor] | None,
         keys: DropoutKeys | None,
+        documents: DocumentStarts | None,
     ) -> Tensor:
         for layer in layers:
-            x_BSD = layer(x_BSD, self.rope, angles, keys)
+            x_BSD = layer(x_BSD, self.rope, angles, keys, **documents_for(layer, documents))
         return x_BSD
 
     def use_recompute(self, wanted: Recompute) -> None:

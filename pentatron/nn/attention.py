@@ -10,6 +10,7 @@ from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.config.windows import window_of
+from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.ranks import Axis
 from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
@@ -17,7 +18,7 @@ from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import norm_in
 from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules, build_module
+from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules, build_module, documents_for
 from pentatron.parallel.axes import ONE_PROCESS, Axes
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -60,9 +61,11 @@ class DotProductAttention(nn.Module):
             config.window_size, config.window_attn_skip_freq, config.num_layers, layer_number
         )
 
-    def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+    def forward(
+        self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: DocumentStarts | None = None
+    ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window)
+        return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
 
 
 PLAIN_ATTENTION = SelfAttentionSubmodules(
@@ -126,15 +129,23 @@ class SelfAttention(nn.Module):
         )
 
     def forward(
-        self, x_BSD: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
+        self,
+        x_BSD: Tensor,
+        rope: RotaryEmbedding | None,
+        angles: tuple[Tensor, Tensor] | None,
+        documents: DocumentStarts | None = None,
     ) -> Tensor:
         # The values are a view of the projection's output, so keeping that keeps no more, and rotated copies need not be.
-        attended = self.recompute("core_attn", self._attend, self.linear_qkv(x_BSD), rope, angles)
+        attended = self.recompute("core_attn", self._attend, self.linear_qkv(x_BSD), rope, angles, documents)
         made: Tensor = self.linear_proj(attended)
         return made
 
     def _attend(
-        self, qkv: Tensor, rope: RotaryEmbedding | None, angles: tuple[Tensor, Tensor] | None
+        self,
+        qkv: Tensor,
+        rope: RotaryEmbedding | None,
+        angles: tuple[Tensor, Tensor] | None,
+        documents: DocumentStarts | None,
     ) -> Tensor:
         batch, length, _ = qkv.shape
         per_group = qkv.view(batch, length, self.groups, self.queries_per_group + 2, self.head_width)
@@ -143,7 +154,9 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = rope.rotate(q_BNSH, *angles), rope.rotate(k_BKSH, *angles)
-        out_BNSH: Tensor = self.core_attention(q_BNSH, k_BKSH, v_BKSH)
+        out_BNSH: Tensor = self.core_attention(
+            q_BNSH, k_BKSH, v_BKSH, **documents_for(self.core_attention, documents)
+        )
         return out_BNSH.transpose(1, 2).flatten(2)
 
 

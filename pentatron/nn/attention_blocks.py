@@ -7,7 +7,7 @@ part of the gradients, and these only need to be added.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,23 +23,31 @@ _HEAD_MULTIPLE = 8
 class Block:
     """Queries and keys by their place on this rank. `causal`: query i sees keys 0 … i of the block, else all.
 
-    `left`: and of these none that comes more than so many before key i; such a block has as many queries as keys.
+    `left`: and of these none that comes more than so many before key i. `samples` are the sequences it is about. `cuts`: in a
+    causal block, where new documents begin, whose queries see no key before.
     """
 
     queries: slice
     keys: slice
     causal: bool
     left: int | None = None
+    samples: slice = field(default_factory=lambda: slice(None))
+    cuts: tuple[int, ...] = ()
 
 
 def hidden(block: Block, device: torch.device) -> Tensor | None:
     """True where a query does not see a key; nothing if every query sees all."""
     rows, columns = (s.stop - s.start for s in (block.queries, block.keys))
     query, key = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
-    after, before = key > query, key < query - (block.left or 0)
-    if block.left is None:
-        return after if block.causal else None
-    return after | before if block.causal else before
+    unseen = key > query if block.causal else None
+    if block.left is not None:
+        before = key < query - block.left
+        unseen = before if unseen is None else unseen | before
+    if block.cuts:
+        document = torch.bucketize(key, torch.tensor(block.cuts, device=device), right=True)
+        other = document[:, None] != document
+        unseen = other if unseen is None else unseen | other
+    return unseen
 
 
 def flash_is_chosen(q_BNSH: Tensor) -> bool:
@@ -68,10 +76,12 @@ class MergedAttention:
     def add(self, keys_values: Tensor, blocks: Iterable[Block]) -> None:
         """`keys_values` is [2, B, K, S, H]."""
         for block in blocks:
-            q, (k, v) = self.q_BNSH[:, :, block.queries], keys_values[..., block.keys, :]
-            forward = flash_forward if self.flash else _plain_forward
-            out, lse, self.generator = forward(q, k, v, block)
-            merge_(self.out_BNSH[:, :, block.queries], self.lse_BNS[:, :, block.queries], out, lse)
+            rows = block.samples, slice(None), block.queries
+            q, (k, v) = self.q_BNSH[rows], keys_values[:, block.samples, :, block.keys]
+            forward = flash_forward if self.flash and _fits_flash(q, block) else _plain_forward
+            out, lse, generator = forward(q, k, v, block)
+            self.generator = generator or self.generator
+            merge_(self.out_BNSH[rows], self.lse_BNS[rows], out, lse)
 
 
 def merge_(out_BNSH: Tensor, lse_BNS: Tensor, more_BNSH: Tensor, more_lse_BNS: Tensor) -> None:
@@ -99,15 +109,24 @@ class Attended:
     ) -> None:
         """Adds the blocks' parts of the gradients."""
         for block in blocks:
-            of_queries = (self.gradient_BNSH, self.q_BNSH, self.out_BNSH)
-            gradient, q, out = (t[:, :, block.queries] for t in of_queries)
-            lse = self.lse_BNS[:, :, block.queries].contiguous()
-            k, v = keys_values[..., block.keys, :]
+            rows, columns = (
+                (block.samples, slice(None), block.queries),
+                (block.samples, slice(None), block.keys),
+            )
+            gradient, q, out = (t[rows] for t in (self.gradient_BNSH, self.q_BNSH, self.out_BNSH))
+            lse = self.lse_BNS[rows].contiguous()
+            k, v = (t[columns] for t in keys_values)
             inputs = (gradient, q, k, v, out, lse, block)
-            dq, dk, dv = flash_backward(*inputs, self.generator) if self.flash else _plain_backward(*inputs)
-            dq_BNSH[:, :, block.queries] += dq
-            d_keys_values[0, ..., block.keys, :] += dk
-            d_keys_values[1, ..., block.keys, :] += dv
+            flash = self.flash and _fits_flash(q, block)
+            dq, dk, dv = flash_backward(*inputs, self.generator) if flash else _plain_backward(*inputs)
+            dq_BNSH[rows] += dq
+            d_keys_values[0][columns] += dk
+            d_keys_values[1][columns] += dv
+
+
+def _fits_flash(q: Tensor, block: Block) -> bool:
+    """CUDA's kernel takes no mask, so the few short documents that share a block are computed in plain operations."""
+    return not (block.cuts and q.is_cuda)
 
 
 # Output, lse, and what CUDA's kernel says of its generator.
@@ -161,7 +180,7 @@ def flash_backward(
 
 
 def _mask_for_cpu(q: Tensor, block: Block) -> dict[str, Any]:
-    unseen = None if block.left is None else hidden(block, q.device)
+    unseen = None if block.left is None and not block.cuts else hidden(block, q.device)
     if unseen is None:
         return {"dropout_p": 0.0, "is_causal": block.causal}
     mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill(unseen, -math.inf)
@@ -169,8 +188,10 @@ def _mask_for_cpu(q: Tensor, block: Block) -> dict[str, Any]:
 
 
 def _window_for_cuda(block: Block) -> dict[str, int]:
-    # -1: as far as there are keys.
-    return {"window_size_left": block.left or 0, "window_size_right": 0 if block.causal else -1}
+    # The kernel counts from the last query and the last key back. -1: as far as there are keys.
+    rows, columns = (s.stop - s.start for s in (block.queries, block.keys))
+    left = (block.left or 0) + columns - rows
+    return {"window_size_left": left, "window_size_right": 0 if block.causal else -1}
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:

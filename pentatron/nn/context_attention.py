@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention_blocks import Attended, Block, MergedAttention, flash_is_chosen
+from pentatron.nn.document_blocks import in_documents
 from pentatron.nn.whole_attention import attend_whole
 from pentatron.parallel.collectives import (
     Group,
@@ -38,23 +40,27 @@ def attend(
     context: ContextAxis,
     dropout: float = 0.0,
     window: int | None = None,
+    documents: DocumentStarts | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to all tokens up to their own; there may be fewer key/value heads.
 
-    With `window`, a token sees itself and no more than so many before it.
+    With `window`, a token sees itself and no more than so many before it; with `documents`, only those of its own document. These
+    are the documents of whole sequences, which every rank knows: nothing about them is exchanged.
     """
     if window is not None and window >= context.size * q_BNSH.shape[2] - 1:
         window = None
+    if documents is not None and all(len(starts) == 1 for starts in documents):
+        documents = None
     if context.size == 1:
-        return attend_whole(q_BNSH, k_BKSH, v_BKSH, dropout, window)
+        return attend_whole(q_BNSH, k_BKSH, v_BKSH, dropout, window, documents)
     assert dropout == 0, "the rules refuse attention dropout over split sequences"
     if context.exchange == "a2a":
-        return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group, window)
+        return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group, window, documents)
     way = {"p2p": _Ring, "all_gather": _Gathered}[context.exchange]
     # The kernels of single blocks believe that a head's channels lie side by side, and do not look; rotation may make it
     # otherwise.
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
-    result: Tensor = way.apply(*rows, context, window)
+    result: Tensor = way.apply(*rows, context, window, documents)
     return result
 
 
@@ -67,9 +73,13 @@ def visible_of(source: int, rank: int, length: int) -> Block:
     return Block(whole, early, causal=False) if source < rank else Block(late, whole, causal=False)
 
 
-def visible_of_all(context: ContextAxis, length: int, window: int | None = None) -> list[Block]:
+def visible_of_all(
+    context: ContextAxis, length: int, window: int | None = None, documents: DocumentStarts | None = None
+) -> list[Block]:
     """What this rank's queries see of all keys in their order: for each chunk those before it, and itself."""
     size = length // 2
+    if documents is not None:
+        return in_documents(documents, context.chunks, range(2 * context.size), size, window)
     if window is not None:
         return in_window(context.chunks, range(2 * context.size), size, window)
     found = []
@@ -108,18 +118,19 @@ class _Ring(torch.autograd.Function):
         v_BKSH: Tensor,
         context: ContextAxis,
         window: int | None,
+        documents: DocumentStarts | None,
     ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
         keys_values = torch.stack((k_BKSH, v_BKSH))
         for step in range(context.size):
             coming = _pass_unless_last(keys_values, step, context)
-            merged.add(keys_values, _visible_at(step, context, q_BNSH.shape[2], window))
+            merged.add(keys_values, _visible_at(step, context, q_BNSH.shape[2], window, documents))
             if coming is not None:
                 keys_values = coming.wait()
-        return _keep(ctx, merged, k_BKSH, v_BKSH, context, window)
+        return _keep(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
@@ -127,7 +138,7 @@ class _Ring(torch.autograd.Function):
         collected: Passing | None = None
         for step in range(context.size):
             coming = _pass_unless_last(keys_values, step, context)
-            blocks = _visible_at(step, context, dq_BNSH.shape[2], ctx.window)
+            blocks = _visible_at(step, context, dq_BNSH.shape[2], *ctx.limits)
             # Computed apart and added to what the ranks before have collected, so that it may arrive meanwhile.
             own = torch.zeros_like(keys_values, dtype=torch.float32)
             attended.add_gradients_(dq_BNSH, own, keys_values, blocks)
@@ -138,12 +149,16 @@ class _Ring(torch.autograd.Function):
                 keys_values = coming.wait()
         assert collected is not None
         dk_BKSH, dv_BKSH = collected.wait()
-        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH.to(k_BKSH.dtype), dv_BKSH.to(k_BKSH.dtype), None, None
+        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH.to(k_BKSH.dtype), dv_BKSH.to(k_BKSH.dtype), None, None, None
 
 
-def _visible_at(step: int, context: ContextAxis, length: int, window: int | None) -> list[Block]:
+def _visible_at(
+    step: int, context: ContextAxis, length: int, window: int | None, documents: DocumentStarts | None
+) -> list[Block]:
     """After so many steps around the ring, the keys of the rank that many places before are here."""
     source = (context.rank - step) % context.size
+    if documents is not None:
+        return in_documents(documents, context.chunks, context.chunks_of(source), length // 2, window)
     if window is None:
         return [visible_of(source, context.rank, length)]
     return in_window(context.chunks, context.chunks_of(source), length // 2, window)
@@ -163,26 +178,27 @@ class _Gathered(torch.autograd.Function):
         v_BKSH: Tensor,
         context: ContextAxis,
         window: int | None,
+        documents: DocumentStarts | None,
     ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
         everything = _gather((k_BKSH, v_BKSH), context.group)
-        merged.add(everything, visible_of_all(context, q_BNSH.shape[2], window))
-        return _keep(ctx, merged, k_BKSH, v_BKSH, context, window)
+        merged.add(everything, visible_of_all(context, q_BNSH.shape[2], window, documents))
+        return _keep(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
         everything = _gather((k_BKSH, v_BKSH), context.group)
         whole = torch.zeros_like(everything, dtype=torch.float32)
-        blocks = visible_of_all(context, dq_BNSH.shape[2], ctx.window)
+        blocks = visible_of_all(context, dq_BNSH.shape[2], *ctx.limits)
         attended.add_gradients_(dq_BNSH, whole, everything, blocks)
         parts = in_parts(whole, context.size)
         own = torch.empty_like(parts[0])
         reduce_scatter_into(own, parts.flatten(0, 1), context.group)
         dk_BKSH, dv_BKSH = own.to(k_BKSH.dtype)
-        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None, None
+        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None, None, None
 
 
 def _gather(keys_values: Sequence[Tensor], group: Group) -> Tensor:
@@ -199,13 +215,13 @@ def _keep(
     k_BKSH: Tensor,
     v_BKSH: Tensor,
     context: ContextAxis,
-    window: int | None,
+    limits: tuple[int | None, DocumentStarts | None],
 ) -> Tensor:
     """Keeps what backward needs: this rank's own tensors and no other rank's."""
     out_BNSH = merged.out_BNSH.to(merged.q_BNSH.dtype)
     ctx.save_for_backward(merged.q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse_BNS)
     ctx.context, ctx.flash, ctx.generator = context, merged.flash, merged.generator
-    ctx.window = window
+    ctx.limits = limits
     return out_BNSH
 
 
@@ -215,7 +231,14 @@ def _kept(ctx: Any, gradient_BNSH: Tensor) -> tuple[Attended, Tensor, Tensor]:
     return attended, k_BKSH, v_BKSH
 
 
-def _by_heads(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: Group, window: int | None) -> Tensor:
+def _by_heads(
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    group: Group,
+    window: int | None,
+    documents: DocumentStarts | None,
+) -> Tensor:
     ranks = group.size
     if k_BKSH.shape[1] % ranks:
         # Fewer heads than ranks: several ranks get a copy of the one their queries need.
@@ -225,7 +248,7 @@ def _by_heads(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: Group, wind
     together = torch.cat(for_each, dim=2).flatten(1, 2)
     exchanged: Tensor = _HeadsOfAllTokens.apply(together, group)
     q_BNSH, k_BKSH, v_BKSH = exchanged.split([t.shape[2] for t in for_each], dim=1)
-    attended = attend_whole(q_BNSH, k_BKSH, v_BKSH, window=window)
+    attended = attend_whole(q_BNSH, k_BKSH, v_BKSH, window=window, documents=documents)
     result: Tensor = _TokensOfAllHeads.apply(attended, group)
     return result
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pentatron.config.errors import UserError
+from pentatron.layout.documents import DocumentStarts
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,27 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
             "give its constructor these parameters, or **kwargs"
         ) from None
     return made_by(*args, **named)
+
+
+def documents_for(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
+    """Documents as an argument of a module that attends or holds what does; none where sequences are not divided.
+
+    So modules of users need know of documents only where there are any, and those that do not are refused then.
+    """
+    if documents is None:
+        return {}
+    if not _takes_documents(type(module).forward):
+        raise UserError(
+            f"--reset-attention-mask would be lost in {type(module).__name__}: its forward has no parameter documents; add "
+            "documents=None there and hand it on to the attention inside, or leave the flag out"
+        )
+    return {"documents": documents}
+
+
+@functools.cache
+def _takes_documents(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters
+    return "documents" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def import_named(module: str, name: str, what: str) -> Any:

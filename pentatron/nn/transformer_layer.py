@@ -5,12 +5,13 @@ from functools import partial
 from torch import Tensor, nn
 
 from pentatron.config.model import TransformerConfig
+from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
 from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module
+from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module, documents_for
 from pentatron.parallel.axes import ONE_PROCESS, Axes
 
 
@@ -51,8 +52,10 @@ class TransformerLayer(nn.Module):
         rope: RotaryEmbedding | None,
         angles: tuple[Tensor, Tensor] | None,
         keys: DropoutKeys | None,
+        documents: DocumentStarts | None = None,
     ) -> Tensor:
-        attended = self.attention(self.recompute("layernorm", self.input_norm, x_BSD), rope, angles)
+        normed = self.recompute("layernorm", self.input_norm, x_BSD)
+        attended = self.attention(normed, rope, angles, **documents_for(self.attention, documents))
         x_BSD = self.add_attention(attended, x_BSD, keys, self.first_site, self.dropout)
         part = "" if isinstance(self.mlp, MoE) else "mlp"
         made = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))

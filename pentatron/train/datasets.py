@@ -1,17 +1,21 @@
 """The training and validation samples a configuration asks for."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
+from pentatron.data.boundaries import Boundaries
 from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpus
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import GPTDataset, open_splits
 from pentatron.data.indexed import IndexedDataset, pair_paths
 from pentatron.data.inspect import refuse_other_tokenizer
 from pentatron.data.loader import SampleSource
+from pentatron.data.sidecar import read_sidecar
 from pentatron.data.synthetic import SyntheticDataset, mock_indexed
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.monitor.display import Display
@@ -41,7 +45,9 @@ def build_datasets(config: RunConfig, world: World, data_folder: Path, display: 
         else:
             prefix, tokenizer = Path(data.data_path[0]), configured_tokenizer(data, vocabulary)
             fingerprint = _fingerprint(prefix)
-        splits = open_splits(prefix, data.split, (train_samples, valid_samples, 0), length, seed, vocabulary)
+        boundaries = _boundaries(data, lambda: _end_of_document(prefix, tokenizer))
+        sizes = (train_samples, valid_samples, 0)
+        splits = open_splits(prefix, data.split, sizes, length, seed, vocabulary, boundaries)
         train, valid = splits[0], splits[1]
         assert train is not None, "the rules refuse a split without a training share"
         if tokenizer is not None and isinstance(train.source, IndexedDataset):
@@ -50,8 +56,9 @@ def build_datasets(config: RunConfig, world: World, data_folder: Path, display: 
     assert vocabulary is not None
     if data.mock_data:
         source = mock_indexed(vocabulary)
+        ends = _boundaries(data, lambda: source.eod)
         return Datasets(
-            GPTDataset(source, range(len(source)), train_samples, length, seed),
+            GPTDataset(source, range(len(source)), train_samples, length, seed, boundaries=ends),
             None,
             None,
             f"mock {vocabulary}",
@@ -70,6 +77,25 @@ def wanted_samples(config: RunConfig) -> tuple[int, int]:
     assert train.train_iters is not None and train.global_batch_size is not None
     valid = train.eval_iters * train.global_batch_size if train.eval_interval else 0
     return max(1, train.train_iters) * train.global_batch_size, valid
+
+
+def _boundaries(data: DataConfig, eod: Callable[[], int]) -> Boundaries | None:
+    wishes = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    return Boundaries(eod(), *wishes) if any(wishes) else None
+
+
+def _end_of_document(prefix: Path, tokenizer: Tokenizer | None) -> int:
+    """The tokenizer that was named knows, or the one the data was prepared with."""
+    if tokenizer is not None:
+        return tokenizer.eod
+    sidecar = read_sidecar(prefix)
+    known = None if sidecar is None else sidecar.facts.tokenizer
+    if known is None or known.eod is None:
+        raise UserError(
+            f"which token ends a document of {prefix} is not known, and --reset-position-ids, --reset-attention-mask and "
+            "--eod-mask-loss ask for it; name the tokenizer the data was prepared with (--tokenizer-type, --tokenizer-model)"
+        )
+    return known.eod
 
 
 def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:

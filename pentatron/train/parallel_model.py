@@ -1,7 +1,7 @@
 """The model as it is spread over ranks: the stages this rank holds, and how a step runs through them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,10 +47,7 @@ class ParallelModel:
 
     def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """Of micro-batches of whole sequences, the tokens this rank computes, with their labels and positions."""
-        return [
-            Batch(**{f.name: self.axes.context.own_sequence(getattr(batch, f.name)) for f in fields(Batch)})
-            for batch in batches
-        ]
+        return [batch.map(self.axes.context.own_sequence) for batch in batches]
 
     def dropout_keys(self, batches: Sequence[Batch], step: int) -> list[DropoutKeys | None]:
         """For every micro-batch what its dropout is drawn from, or None where there is no dropout."""
@@ -116,7 +113,12 @@ class MicroBatches:
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         batch = self.batches[micro_batch]
         made: Tensor = self.model.stages[stage](
-            batch.tokens, batch.position_ids, batch.labels, received, self.keys[micro_batch]
+            batch.tokens,
+            batch.position_ids,
+            batch.labels,
+            received,
+            self.keys[micro_batch],
+            documents=batch.documents,
         )
         if stage < self.model.config.placement.stages - 1:
             return made

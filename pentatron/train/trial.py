@@ -5,10 +5,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pentatron.config.run import RunConfig
+from pentatron.data.boundaries import Boundaries
 from pentatron.data.loader import build_loader
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.nn.init import normal_region
@@ -22,10 +24,16 @@ from pentatron.train.step import train_step, validation_loss
 
 
 class UnevenMasks:
-    """Samples whose number of valid tokens differs widely, so that a mean of means is not the mean."""
+    """Samples whose number of valid tokens differs widely, so that a mean of means is not the mean.
 
-    def __init__(self, samples: int, vocabulary: int, length: int) -> None:
+    With `boundaries`, most have several documents: of one token and more, and ending in other places in every sample.
+    """
+
+    def __init__(
+        self, samples: int, vocabulary: int, length: int, boundaries: Boundaries | None = None
+    ) -> None:
         self.source = SyntheticDataset(samples, vocabulary, length, seed=3)
+        self.boundaries = boundaries
 
     def __len__(self) -> int:
         return len(self.source)
@@ -35,7 +43,12 @@ class UnevenMasks:
         mask = sample["loss_mask"].copy()
         mask[: (index * 7) % (len(mask) - 1)] = 0
         sample["loss_mask"] = mask
-        return sample
+        if self.boundaries is None:
+            return sample
+        places = np.arange(len(mask))
+        ends = (places * places + 3 * index) % 7 == 1
+        sample["tokens"] = np.where(ends, self.boundaries.eod, sample["tokens"])
+        return self.boundaries.mark(sample)
 
 
 def run_trial(config: RunConfig, world: World) -> Trajectory:
@@ -89,8 +102,11 @@ def follow(
 
 def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
     assert config.train.micro_batch_size and config.train.global_batch_size and config.model.vocab_size
+    data, vocabulary = config.data, config.model.vocab_size
+    wishes = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    boundaries = Boundaries(vocabulary - 1, *wishes) if any(wishes) else None
     samples = UnevenMasks(
-        2 * STEPS * config.train.global_batch_size, config.model.vocab_size, config.model.seq_length
+        2 * STEPS * config.train.global_batch_size, vocabulary, config.model.seq_length, boundaries
     )
     loader = build_loader(samples, consumed, config.train.micro_batch_size, world.data.rank, world.data.size)
     return (batch.to(world.device) for batch in loader)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from pentatron.data.boundaries import Sample
 from pentatron.data.epochs import EpochShuffle
-from pentatron.data.gpt_dataset import Sample, open_splits
+from pentatron.data.gpt_dataset import open_splits
 from pentatron.data.loader import Batch, MicroBatchSampler, build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.synthetic import SyntheticDataset

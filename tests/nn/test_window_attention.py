@@ -72,7 +72,9 @@ def test_a_window_that_covers_the_sequence_needs_no_mask(monkeypatch: pytest.Mon
     asked: list[int | None] = []
     whole = attention_module.attend_whole
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, window: int | None = None) -> Tensor:
+    def watched(
+        q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None, documents: None
+    ) -> Tensor:
         asked.append(window)
         return whole(q, k, v, dropout, window)
 

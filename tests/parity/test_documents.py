@@ -1,0 +1,178 @@
+"""Documents inside sequences meet every axis: against one process, and against each document by itself."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+
+from pentatron.data.boundaries import Boundaries
+from pentatron.data.gpt_dataset import next_token_sample
+from pentatron.data.loader import Batch, collate
+from pentatron.layout.documents import DocumentStarts
+from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.nn import context_attention
+from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model
+from pentatron.train.step import validation_loss
+from tests.harness import run_distributed
+from tests.parity.cases import FAMILIES, Layout
+from tests.parity.test_parity import TIMEOUT, on_one_process, reference, spread
+from tests.parity.trajectory import here, on_a_rank
+from tests.support import resolved
+
+RESET = "--reset-position-ids --reset-attention-mask"
+ALL = f"{RESET} --eod-mask-loss"
+NARROW = "--window-size 3,0"
+TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+SP = "--sequence-parallel"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+CORE = "--recompute-granularity selective --recompute-modules core_attn"
+
+LAYOUTS = (
+    (Layout("tp2 sp core_attn", 2, f"{TP} {SP} {CORE}", both=ALL, micro_batch=4), "llama"),
+    (Layout("pp2", 2, PP, both=ALL, micro_batch=4), "gpt"),
+    (Layout("cp2 p2p full", 2, f"{CP} {FULL}", both=f"{ALL} {NARROW}", micro_batch=8), "llama"),
+    (Layout("cp2 a2a", 2, f"{CP} --cp-comm-type a2a", both="--reset-attention-mask", micro_batch=4), "gpt"),
+    (Layout("dp2 zero3", 2, "--zero-stage 3", both=ALL, micro_batch=4), "llama"),
+    (Layout("tp2 cp2 all_gather", 4, f"{TP} {CP} --cp-comm-type all_gather", both=ALL), "llama"),
+)
+
+
+@pytest.mark.parametrize(("layout", "family"), LAYOUTS, ids=lambda given: getattr(given, "name", given))
+def test_a_layout_computes_the_same_numbers(layout: Layout, family: str) -> None:
+    ranks = spread(layout, family)
+    assert failures(gaps(ranks, reference(layout, family))) == []
+    assert disagreements(ranks) == []
+
+
+def unmasked_later_stages() -> None:
+    """Only the stage that embeds tokens knows of documents."""
+    forward = CausalLM.forward
+
+    def forgetful(self: CausalLM, *given: Any, **named: Any) -> torch.Tensor:
+        if self.embedding is None:
+            named.pop("documents")
+        return forward(self, *given, **named)
+
+    CausalLM.forward = forgetful  # type: ignore[method-assign]
+
+
+def unmasked_in_the_ring() -> None:
+    context_attention.in_documents = lambda documents, queries, keys, size, window: (
+        context_attention.in_window(queries, keys, size, 1000 if window is None else window)
+    )
+
+
+def own_tokens_cut_documents() -> None:
+    """Documents of the tokens of a rank, as if these were a sequence of their own."""
+    own_tokens = ParallelModel.own_tokens
+
+    def cut(self: ParallelModel, batches: Sequence[Batch]) -> list[Batch]:
+        ranks = self.axes.context.size
+        return [dataclasses.replace(b, documents=_divided(b, ranks)) for b in own_tokens(self, batches)]
+
+    ParallelModel.own_tokens = cut  # type: ignore[method-assign]
+
+
+def _divided(batch: Batch, ranks: int) -> DocumentStarts:
+    return tuple(tuple(sorted({start // ranks for start in starts})) for starts in batch.documents or ())
+
+
+MISTAKES = {
+    "unmasked_later_stages": (unmasked_later_stages, "pp2"),
+    "unmasked_in_the_ring": (unmasked_in_the_ring, "cp2 p2p full"),
+    "own_tokens_cut_documents": (own_tokens_cut_documents, "cp2 a2a"),
+}
+
+
+def with_a_mistake(words: str, mistake: str) -> Trajectory:
+    MISTAKES[mistake][0]()
+    return on_a_rank(words)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_caught(mistake: str) -> None:
+    (found,) = (pair for pair in LAYOUTS if pair[0].name == MISTAKES[mistake][1])
+    layout, family = found
+    words = layout.command(family)
+    ranks = run_distributed(with_a_mistake, layout.ranks, timeout=TIMEOUT, words=words, mistake=mistake)
+    assert failures(gaps(ranks, reference(layout, family))) != []
+
+
+@pytest.mark.parametrize("flag", ALL.split())
+def test_a_flag_that_is_left_out_is_seen(flag: str) -> None:
+    """Each by itself. Learned positions: rotary ones are relative, so inside documents it is the same where they begin."""
+    others = " ".join(word for word in ALL.split() if word != flag)
+    expected = on_one_process(Layout("", 1, "", both=ALL).alone("gpt"))
+    assert failures(gaps([on_one_process(Layout("", 1, "", both=others).alone("gpt"))], expected)) != []
+
+
+EOD = 60
+LENGTHS = ((5, 1, 10), (16,), (1, 1, 3, 11), (9, 7))
+
+
+def documents() -> list[list[npt.NDArray[np.int64]]]:
+    """For every sample its documents, each ending with EOD, that fill the sequence."""
+    draw = np.random.default_rng(4)
+    return [[np.append(draw.integers(0, EOD, n - 1), EOD) for n in lengths] for lengths in LENGTHS]
+
+
+def packed() -> Batch:
+    boundaries = Boundaries(EOD, reset_positions=True, reset_attention=True, mask_loss=True)
+    return collate(
+        [next_token_sample(np.append(np.concatenate(sample), 0), boundaries) for sample in documents()]
+    )
+
+
+def built(words: str) -> CausalLM:
+    config = resolved(words).config
+    return build_model(config.model, config.run.seed, torch.device("cpu"))
+
+
+def one_by_one(words: str) -> list[list[float]]:
+    """The loss of every token of every document, run alone; that of what follows its end is nobody's."""
+    model = built(words)
+    found = []
+    for sample in documents():
+        losses: list[float] = []
+        for document in sample:
+            tokens = torch.from_numpy(document)[None]
+            positions, labels = torch.arange(len(document))[None], torch.roll(tokens, -1, 1)
+            losses += [*model(tokens, positions, labels)[0, :-1].tolist(), 0.0]
+        found.append(losses)
+    return found
+
+
+WORDS = "--num-layers 2 --num-attention-heads 4"
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("more", ["", NARROW])
+def test_packed_documents_have_the_losses_of_each_by_itself(family: str, more: str) -> None:
+    words = f"{WORDS} {FAMILIES[family]} --hidden-dropout 0 {more}"
+    model, batch = built(words), packed()
+    found = model(batch.tokens, batch.position_ids, batch.labels, documents=batch.documents) * batch.loss_mask
+    assert found.sum() > 100
+    torch.testing.assert_close(found, torch.tensor(one_by_one(words)), rtol=2e-6, atol=2e-6)
+    unmasked = model(batch.tokens, batch.position_ids, batch.labels) * batch.loss_mask
+    assert (unmasked - found).abs().max() > 1e-3
+
+
+def mean_loss_of_packed(words: str) -> float:
+    config = resolved(words, dist.get_world_size()).config
+    return validation_loss(build_parallel_model(config, here(config)), [packed()], 1)
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
+def test_packed_documents_on_context_ranks_have_the_mean_of_each_by_itself(exchange: str) -> None:
+    words = f"{WORDS} {FAMILIES['llama']}"
+    expected = np.concatenate(one_by_one(words))
+    mean = expected.sum() / np.count_nonzero(expected)
+    spread_words = f"{words} {CP} --cp-comm-type {exchange} --micro-batch-size 4 --global-batch-size 4"
+    found = run_distributed(mean_loss_of_packed, 2, timeout=TIMEOUT, words=spread_words)
+    assert found == pytest.approx([mean] * 2, rel=1e-6)
