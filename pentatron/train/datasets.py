@@ -15,7 +15,6 @@ from pentatron.data.gpt_dataset import GPTDataset, open_splits
 from pentatron.data.indexed import IndexedDataset, pair_paths
 from pentatron.data.inspect import refuse_other_tokenizer
 from pentatron.data.loader import SampleSource
-from pentatron.data.sidecar import read_sidecar
 from pentatron.data.synthetic import SyntheticDataset, mock_indexed
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.monitor.display import Display
@@ -88,8 +87,8 @@ def _end_of_document(prefix: Path, tokenizer: Tokenizer | None) -> int:
     """The tokenizer that was named knows, or the one the data was prepared with."""
     if tokenizer is not None:
         return tokenizer.eod
-    sidecar = read_sidecar(prefix)
-    known = None if sidecar is None else sidecar.facts.tokenizer
+    facts = IndexedDataset(prefix).facts
+    known = None if facts is None else facts.tokenizer
     if known is None or known.eod is None:
         raise UserError(
             f"which token ends a document of {prefix} is not known, and --reset-position-ids, --reset-attention-mask and "

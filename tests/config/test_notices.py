@@ -135,6 +135,10 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ("split", f"{LEAST} --split 9,1,0", f"{FILES} --split 9,1,0", ONE, ONE),
     ("corpus_bytes", f"{LEAST} --corpus-bytes 9", "--preset demo --corpus-bytes 9", ONE, Facts(2, 2)),
     ("dataset_size", f"{LEAST} --dataset-size 9", SYNTHETIC, ONE, ONE),
+    *(
+        (flag[2:].replace("-", "_"), f"{SYNTHETIC} {flag}", f"{FILES} {flag}", ONE, ONE)
+        for flag in ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+    ),
     ("epochs", f"{FILES} --epochs 2", f"{SYNTHETIC} --epochs 2", ONE, ONE),
     ("eval_interval", f"{LEAST} --eval-interval 5", f"{LEAST} --eval-interval 0", ONE, ONE),
     ("eval_interval", f"{FILES} --split 1,0,0 --eval-interval 5", f"{FILES} --eval-interval 5", ONE, ONE),

@@ -20,6 +20,7 @@ from pentatron.nn.spec import (
     ModuleSpec,
     SelfAttentionSubmodules,
     build_module,
+    documents_for,
 )
 
 
@@ -113,6 +114,25 @@ def test_attention_of_a_table() -> None:
     later[:, 3:] += 1
     made, other = attention(x, None, None), attention(later, None, None)
     assert torch.equal(made[:, :3], other[:, :3]) and not torch.allclose(made[:, 3:], other[:, 3:])
+
+
+class Ignorant(DotProductAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(q, k, v)
+
+
+def test_attention_that_does_not_know_documents_is_refused_where_there_are_any() -> None:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2)
+    attention = SelfAttention(config)
+    attention.core_attention.__class__ = Ignorant
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        attention(x, None, None)
+        with pytest.raises(
+            UserError, match=r"--reset-attention-mask would be lost in Ignorant: .* documents=None"
+        ):
+            attention(x, None, None, ((0, 2), (0,)))
+    assert documents_for(IdentityOp(), ((0,),)) == {"documents": ((0,),)}, "nothing to lose"
 
 
 def test_other_masks_are_refused() -> None:
