@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity families fuzz fuzz-data bench-harness bench-pipeline bench-data clean
+.PHONY: help setup demo test check format contract parity families fuzz fuzz-data bench-harness bench-pipeline bench-data bench-convert clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -66,6 +66,9 @@ bench-pipeline: $(READY) ## cost of the pipeline per micro-batch against torch's
 
 bench-data: $(READY) ## rate and memory of pentatron prepare against the tokenizers library
 	@$(BIN)/python bench/data.py $(ARGS)
+
+bench-convert: $(READY) ## rate and memory of import and export against a plain copy
+	@$(BIN)/python bench/convert.py $(ARGS)
 
 clean: ## remove .venv and caches (runs/ is kept)
 	rm -rf $(VENV) .ruff_cache .mypy_cache build *.egg-info

@@ -1,7 +1,9 @@
 """`pentatron import`, `pentatron export` and tools/checkpoint/convert.py as they are typed."""
 
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 from pentatron.checkpoint.find import find_step
 from pentatron.cli.main import guarded, main
 from pentatron.cli.megatron_convert import MODEL_SIZES, convert_command
+from pentatron.monitor import display
+from pentatron.monitor.display import Silent
 from tests.harness import run_distributed
 from tests.hf.support import save, theirs
 from tests.hf.test_round_trip import names, same, tensors
@@ -104,6 +108,25 @@ def test_without_transformers(
     assert main(["import", str(folder), str(tmp_path / "ours"), "--verify"]) == 2
     assert "pip install transformers" in capsys.readouterr().err
     assert not names(tmp_path)
+
+
+class Terminated(Silent):
+    """SIGTERM in the middle."""
+
+    def work(self, what: str, done: int, total: int, facts: str = "") -> None:
+        if 2 * done > total:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(display, "open_display", lambda mode: Terminated())
+    assert main(["import", str(folder), str(tmp_path / "ours")]) == 130
+    assert "ours was not made and nothing is left of it" in capsys.readouterr().err
+    assert not names(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # --- convert.py ---
