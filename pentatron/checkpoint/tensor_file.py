@@ -24,7 +24,9 @@ from pentatron.parallel.pieces import Shape, region
 # kernel clears page by page, where smaller ones are used again.
 BLOCK_BYTES = 16 * 2**20
 # Steps of writing and hashing that may wait while the next block is fetched.
-_BLOCKS_AHEAD = 2
+_BLOCKS_AHEAD = 4
+# What is written goes to the disk in portions of about this size.
+_FLUSH_BYTES = 128 * 2**20
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -67,19 +69,35 @@ Read = Callable[[str, Shape, Shape], Tensor]
 
 
 class _Writer:
-    """Writes and hashes in two threads, as both can go on while the next block is fetched."""
+    """Writes and hashes in two threads, as both can go on while the next block is fetched.
+
+    A third one sends to the disk what was written, so that little is left to wait for in the end.
+    """
 
     def __init__(self, file: BinaryIO, hashed: bool) -> None:
         self.file, self.digest, self.bytes = file, hashlib.sha256() if hashed else None, 0
-        self._writing, self._hashing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._writing, self._hashing, self._flushing = (ThreadPoolExecutor(1) for _ in range(3))
         self._pending: collections.deque[Future[Any]] = collections.deque()
+        self._flush: Future[None] | None = None
+        self._unflushed = 0
 
     def write(self, data: bytes | memoryview) -> None:
         self._wait(_BLOCKS_AHEAD)
-        self._pending.append(self._writing.submit(self.file.write, data))
+        self._pending.append(self._writing.submit(self._put, data))
         if self.digest is not None:
             self._pending.append(self._hashing.submit(self.digest.update, data))
         self.bytes += len(data)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self._unflushed += len(data)
+        if self._unflushed >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
+            self._check_flush()
+            self._flush, self._unflushed = self._flushing.submit(os.fsync, self.file.fileno()), 0
+
+    def _check_flush(self) -> None:
+        if self._flush is not None:
+            self._flush.result()
 
     def _wait(self, left: int) -> None:
         while len(self._pending) > left:
@@ -88,11 +106,12 @@ class _Writer:
     def finish(self) -> str:
         """Waits until everything is written; the sum of it, if there is to be one."""
         self._wait(0)
+        self._check_flush()
         return self.digest.hexdigest() if self.digest is not None else ""
 
     def close(self) -> None:
-        self._writing.shutdown(cancel_futures=True)
-        self._hashing.shutdown(cancel_futures=True)
+        for threads in (self._writing, self._hashing, self._flushing):
+            threads.shutdown(cancel_futures=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
