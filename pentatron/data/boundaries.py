@@ -1,10 +1,13 @@
 """What the end of a document means inside a sample: three wishes, each by itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from pentatron.config.training import DataConfig
 
 Sample = dict[str, npt.NDArray[Any]]
 
@@ -33,6 +36,12 @@ class Boundaries:
         if self.reset_attention:
             marked[DOCUMENT_STARTS] = begins
         return marked
+
+
+def boundaries_of(data: DataConfig, eod: Callable[[], int]) -> Boundaries | None:
+    """What the settings wish for; the end of a document is asked for only if they do."""
+    wishes = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    return Boundaries(eod(), *wishes) if any(wishes) else None
 
 
 def positions_in_documents(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:

@@ -119,12 +119,13 @@ class BatchLoader(DataLoader[Batch]):
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples into one batch; they have documents all or none."""
+    """Stack samples into one batch; beside others that have documents, a sample without is one document."""
     fields: dict[str, Any] = {
         name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in _TENSORS
     }
-    if DOCUMENT_STARTS in samples[0]:
-        fields["documents"] = tuple(tuple(sample[DOCUMENT_STARTS].tolist()) for sample in samples)
+    if any(DOCUMENT_STARTS in sample for sample in samples):
+        whole = np.zeros(1, np.int64)
+        fields["documents"] = tuple(tuple(s.get(DOCUMENT_STARTS, whole).tolist()) for s in samples)
     return Batch(**fields)
 
 

@@ -1,14 +1,13 @@
 """The training and validation samples a configuration asks for."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
-from pentatron.data.boundaries import Boundaries
+from pentatron.data.boundaries import boundaries_of
 from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpus
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import GPTDataset, open_splits
@@ -44,7 +43,7 @@ def build_datasets(config: RunConfig, world: World, data_folder: Path, display: 
         else:
             prefix, tokenizer = Path(data.data_path[0]), configured_tokenizer(data, vocabulary)
             fingerprint = _fingerprint(prefix)
-        boundaries = _boundaries(data, lambda: _end_of_document(prefix, tokenizer))
+        boundaries = boundaries_of(data, lambda: _end_of_document(prefix, tokenizer))
         sizes = (train_samples, valid_samples, 0)
         splits = open_splits(prefix, data.split, sizes, length, seed, vocabulary, boundaries)
         train, valid = splits[0], splits[1]
@@ -55,7 +54,7 @@ def build_datasets(config: RunConfig, world: World, data_folder: Path, display: 
     assert vocabulary is not None
     if data.mock_data:
         source = mock_indexed(vocabulary)
-        ends = _boundaries(data, lambda: source.eod)
+        ends = boundaries_of(data, lambda: source.eod)
         return Datasets(
             GPTDataset(source, range(len(source)), train_samples, length, seed, boundaries=ends),
             None,
@@ -76,11 +75,6 @@ def wanted_samples(config: RunConfig) -> tuple[int, int]:
     assert train.train_iters is not None and train.global_batch_size is not None
     valid = train.eval_iters * train.global_batch_size if train.eval_interval else 0
     return max(1, train.train_iters) * train.global_batch_size, valid
-
-
-def _boundaries(data: DataConfig, eod: Callable[[], int]) -> Boundaries | None:
-    wishes = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    return Boundaries(eod(), *wishes) if any(wishes) else None
 
 
 def _end_of_document(prefix: Path, tokenizer: Tokenizer | None) -> int:

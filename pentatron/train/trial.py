@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pentatron.config.run import RunConfig
-from pentatron.data.boundaries import Boundaries
+from pentatron.data.boundaries import Boundaries, boundaries_of
 from pentatron.data.loader import build_loader
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.nn.init import normal_region
@@ -102,9 +102,8 @@ def follow(
 
 def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
     assert config.train.micro_batch_size and config.train.global_batch_size and config.model.vocab_size
-    data, vocabulary = config.data, config.model.vocab_size
-    wishes = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    boundaries = Boundaries(vocabulary - 1, *wishes) if any(wishes) else None
+    vocabulary = config.model.vocab_size
+    boundaries = boundaries_of(config.data, lambda: vocabulary - 1)
     samples = UnevenMasks(
         2 * STEPS * config.train.global_batch_size, vocabulary, config.model.seq_length, boundaries
     )

@@ -11,7 +11,7 @@ import torch
 
 from pentatron.data.boundaries import DOCUMENT_STARTS, Boundaries
 from pentatron.data.gpt_dataset import next_token_sample
-from pentatron.data.loader import Batch, build_loader
+from pentatron.data.loader import Batch, build_loader, collate
 
 EOD = 9
 TOKENS = np.array([1, EOD, EOD, 4, 5, 6, EOD, 8, EOD])
@@ -68,6 +68,7 @@ def test_a_batch_keeps_documents_whole_and_on_the_host() -> None:
     for workers in (0, 1):
         batch = next(iter(build_loader(samples, 0, 2, 0, 1, num_workers=workers)))
         assert batch.documents == ((0, 2, 3, 7), (0, 1, 3, 4))
+    assert collate([next_token_sample(TOKENS), samples[1]]).documents == ((0,), (0, 1, 3, 4))
     half = batch.to("meta").map(lambda tensor: tensor[:, :4])
     assert half.tokens.shape == (2, 4) and half.documents == batch.documents
     assert Batch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids).documents is None

@@ -129,6 +129,7 @@ def draw(seed: int, number: int) -> Case:
         *_recompute(dice, experts, layers // (axes.pipeline * virtual)),
         *_batch(dice, axes, kind),
         f"--seed {dice.number(0, 10**6)}",
+        *(dice.some(_DOCUMENTS, 3) if dice.often(0.25) else ()),
     ]
     return Case(ranks, tuple(traits))
 
@@ -223,6 +224,7 @@ def _windows(dice: Dice, layers: int) -> Iterable[str]:
             yield f"--window-attn-skip-freq {dice.of('2', '3', f'[{listed}]')}"
 
 
+_DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 _SINGLE_BIASES = ("--add-qkv-bias", "--add-proj-bias", "--add-mlp-bias")
 
 

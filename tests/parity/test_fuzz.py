@@ -44,6 +44,7 @@ def traits(config: RunConfig) -> set[tuple[str, object]]:
         ("position_embedding_type", "yarn"): config.model.rope_scaling_type == "yarn",
         ("rope_scaling_type", config.model.rope_scaling_type): True,
         ("window", bool(config.model.window_size)): grid.context > 1,
+        ("documents", config.data.reset_attention_mask): grid.context > 1,
         ("bias of the projection", config.model.add_proj_bias): grid.tensor > 1,
         ("bias of MLPs", config.model.add_mlp_bias): grid.tensor > 1,
         ("normalization", config.model.normalization): True,
@@ -88,7 +89,7 @@ def test_a_few_hundred_draws_cover_everything_and_few_are_refused() -> None:
     ).split()
     assert {(name, value) for name in settings for value in available(name)} <= seen
     switches = (
-        "window|bias of the projection|bias of MLPs|sequence_parallel|tied|uneven|written out|several kinds of balancing|experts cut otherwise|capacity|expert bias|"
+        "window|documents|bias of the projection|bias of MLPs|sequence_parallel|tied|uneven|written out|several kinds of balancing|experts cut otherwise|capacity|expert bias|"
         "groups of experts|shared expert|gate"
     ).split("|")
     assert {(name, on) for name in switches for on in (True, False)} <= seen
