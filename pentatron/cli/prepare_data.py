@@ -193,9 +193,9 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
             f"{', going on after an interruption' if outcome.resumed else ''}"
         )
         if counts.blank_lines:
-            say(f"{counts.blank_lines:,} blank lines left out")
+            say(f"{_lines(counts.blank_lines, 'blank')} left out")
         if counts.bad_lines:
-            say(f"{counts.bad_lines:,} bad lines left out, the first of them:")
+            say(f"{_lines(counts.bad_lines, 'bad')} left out, the first:")
             for line in outcome.bad:
                 say(f"  {line}")
     for prefix in job.outputs:
@@ -206,6 +206,10 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
             f"{mean:,.1f} on average"
         )
         say("\n".join(lengths.lines()))
+
+
+def _lines(count: int, kind: str) -> str:
+    return f"{count:,} {kind} line{'' if count == 1 else 's'}"
 
 
 # --- progress ---

@@ -49,7 +49,7 @@ def test_the_guides_script_makes_exactly_these_files(text: Path, tmp_path: Path)
     lines = done.stdout.splitlines()
     assert lines[0] == "note: --partitions has no effect: the input is cut into chunks as it is read"
     assert lines[1].startswith(f"40 documents, {tokens:,} tokens in ") and "tokens/s, 2 workers)" in lines[1]
-    assert lines[2] == "1 blank lines left out"
+    assert lines[2] == "1 blank line left out"
     longest = max(dataset.sequence_lengths)
     assert lines[4].endswith(f"document: 40 documents of 0 to {longest} tokens, {tokens / 40:.1f} on average")
     assert lines[5].split()[:3] == ["0", "tokens", "1"]
@@ -80,7 +80,7 @@ def test_again_and_with_bad_lines(text: Path, tmp_path: Path, capsys: pytest.Cap
     assert "my_data.jsonl line 42 is no JSON object" in capsys.readouterr().err
     assert prepare(text, tmp_path, "--overwrite", "--skip-bad-lines") == 0
     said = capsys.readouterr().out
-    assert "1 bad lines left out, the first of them:\n" in said and "line 42 is no JSON" in said
+    assert "1 bad line left out, the first:\n" in said and "line 42 is no JSON" in said
 
 
 def test_a_model_of_the_hub_gives_its_tokenizer(
