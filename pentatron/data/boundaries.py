@@ -26,13 +26,17 @@ class Boundaries:
 
     def mark(self, sample: Sample) -> Sample:
         """The sample with what was wished: only where the input is the end of a document, never the label."""
-        ends = sample["tokens"] == self.eod
-        begins = np.concatenate(([0], np.flatnonzero(ends[:-1]) + 1))
+        length = len(sample["tokens"])
+        ends = np.flatnonzero(sample["tokens"] == self.eod)
+        begins = np.zeros(len(ends) + 1, np.int64)
+        begins[1:] = ends + 1
+        begins = begins[begins < length]
         marked = dict(sample)
         if self.mask_loss:
-            marked["loss_mask"] = np.where(ends, np.float32(0), sample["loss_mask"])
+            marked["loss_mask"] = sample["loss_mask"].copy()
+            marked["loss_mask"][ends] = 0
         if self.reset_positions:
-            marked["position_ids"] = positions_in_documents(begins, len(ends))
+            marked["position_ids"] = positions_in_documents(begins, length)
         if self.reset_attention:
             marked[DOCUMENT_STARTS] = begins
         return marked
@@ -46,5 +50,8 @@ def boundaries_of(data: DataConfig, eod: Callable[[], int]) -> Boundaries | None
 
 def positions_in_documents(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
     """Positions that count from 0 in every document."""
-    lengths = np.diff(begins, append=length)
-    return np.arange(length, dtype=np.int64) - np.repeat(begins, lengths)
+    positions = np.ones(length, np.int64)
+    positions[0] = 0
+    # Each document begins one position further than the one before had come, back at 0.
+    positions[begins[1:]] = 1 - np.diff(begins)
+    return np.cumsum(positions)

@@ -11,6 +11,7 @@ from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.config.run import RunConfig
+from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.init import draw_weights
@@ -82,6 +83,7 @@ class GPTModel(CausalLM):
         axes = ONE_PROCESS if pg_collection is None else pg_collection.axes
         super().__init__(core, core.moe, part, axes, core.attention_backend, transformer_layer_spec)
         self.config = core
+        self.split_sequences = axes.context.size > 1
         draw_weights(held_parameters(self), core.seed, core.init_method_std)
 
     def forward(  # type: ignore[override]
@@ -94,11 +96,18 @@ class GPTModel(CausalLM):
     ) -> Tensor:
         """The loss of every token with labels, logits without; of a stage without head, the stream for the next one.
 
-        Attention is causal; a mask that says so (True: hidden) is accepted, but looking at it takes time: None is better.
+        Attention is causal; a mask (True: hidden) may say so, or that tokens see their own document of a sequence alone, but looking
+        at it takes time: without documents None is better.
         """
+        documents = None
         if attention_mask is not None:
-            _require_causal(attention_mask, input_ids.shape[1])
-        return super().forward(input_ids, position_ids, labels, received_BSD)
+            documents = _documents_of(attention_mask, *input_ids.shape)
+            if documents is not None and self.split_sequences:
+                raise UserError(
+                    "with context parallelism attention_mask tells the documents of a part of each sequence; pass None, and the "
+                    "places where documents begin as CausalLM.forward(..., documents=...)"
+                )
+        return super().forward(input_ids, position_ids, labels, received_BSD, documents=documents)
 
 
 def _part(
@@ -132,9 +141,26 @@ def _part(
     return part
 
 
-def _require_causal(mask: Tensor, length: int) -> None:
-    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
-    if mask.shape[-2:] != causal.shape or not bool((mask.bool() == causal).all()):
-        raise UserError(
-            "attention_mask is not the causal one (True above the diagonal); other masks are not available, pass None"
-        )
+def _documents_of(mask: Tensor, batch: int, length: int) -> DocumentStarts | None:
+    """Where documents begin so that a causal mask hides all before one's own; None where there is but one in each sequence."""
+    if mask.shape[-2:] != (length, length) or mask.numel() not in (length**2, batch * length**2):
+        raise _other_mask()
+    hidden = mask.bool().reshape(-1, length, length)
+    place = torch.arange(length, device=mask.device)
+    first = (~hidden).int().argmax(-1)
+    begins = first == place
+    # The last place up to here at which a document begins.
+    own = torch.where(begins, place, 0).cummax(-1).values
+    if not torch.equal(hidden, (place > place[:, None]) | (place < own[:, :, None])):
+        raise _other_mask()
+    starts = tuple(tuple(row.nonzero().flatten().tolist()) for row in begins.cpu())
+    if all(len(row) == 1 for row in starts):
+        return None
+    return starts if len(starts) == batch else starts * batch
+
+
+def _other_mask() -> UserError:
+    return UserError(
+        "attention_mask is neither the causal one (True above the diagonal) nor one that also hides all documents before one's "
+        "own; other masks are not available, pass None"
+    )

@@ -235,14 +235,27 @@ def test_arguments_count_more_than_the_configuration() -> None:
     assert {"head.weight", "embedding.position.weight"} <= names and model.rope is None
 
 
-def test_only_the_causal_mask_is_taken() -> None:
+def test_masks_may_be_causal_or_of_documents() -> None:
     model = model_provider(gpt_builder, config=resolved("").config)
     tokens, positions, _ = batch()
     causal = torch.ones(1, 1, 16, 16).triu(1).bool()
     assert torch.equal(model(tokens, positions, causal), model(tokens, positions, None))
-    documents = causal.clone()
-    documents[..., 8:, :8] = True
-    with pytest.raises(UserError, match="attention_mask is not the causal one"):
+    documents = causal.repeat(len(tokens), 1, 1, 1)
+    documents[0, :, 8:, :8] = True
+    documents[0, :, 9:, :9] = True
+    starts = ((0, 8, 9), *((0,) for _ in tokens[1:]))
+    expected = CausalLM.forward(model, tokens, positions, documents=starts)
+    assert torch.equal(model(tokens, positions, documents), expected)
+    assert not torch.equal(expected, model(tokens, positions, None))
+    window, padding, bidirectional = causal.clone(), documents.clone(), torch.zeros_like(causal)
+    window[..., 8, 0], padding[..., 3] = True, True
+    for other in (window, padding, bidirectional, causal[..., :8, :8]):
+        with pytest.raises(
+            UserError, match=r"attention_mask is neither the causal one .* nor one that also hides"
+        ):
+            model(tokens, positions, other)
+    model.split_sequences = True
+    with pytest.raises(UserError, match="tells the documents of a part of each sequence"):
         model(tokens, positions, documents)
 
 
