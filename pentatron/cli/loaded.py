@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentatron.config.data_sources import names_files
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.flags import Assigned
 from pentatron.config.loaded import adopt
@@ -71,7 +72,7 @@ def _learn_tokenizer(draft: Draft, folder: Path) -> None:
     """The tokenizer of the model, where text may be met and nobody named one."""
     settings = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     named = any(draft[name] is not None for name in settings)
-    if named or not draft["data_path"] or not (folder / _TOKENIZER).is_file():
+    if named or not names_files(draft) or not (folder / _TOKENIZER).is_file():
         return
     draft.values["tokenizer_model"] = Assigned(str(folder), f"loaded from {folder}")
     draft.notices.append(f"tokenizer from {folder}")

@@ -38,7 +38,7 @@ class Draft:
     @property
     def is_synthetic(self) -> bool:
         """Whether the samples are made up, `--dataset-size` of them."""
-        named = any(self[name] for name in ("corpus", "data_path", "mock_data"))
+        named = any(self[name] for name in ("corpus", "data_path", "train_data_path", "mock_data"))
         return not named and self["dataset_size"] is not None
 
     def source(self, name: str) -> str:

@@ -115,11 +115,12 @@ def _parse(path: Path, text: str) -> Any:
     if path.suffix == ".json":
         return json.loads(text, object_pairs_hook=_without_repeats)
     if path.suffix in (".yaml", ".yml", ""):
-        return _parse_yaml(text)
+        return parse_yaml(text)
     raise UserError("is neither .yaml, .toml nor .json")
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
+    """YAML without repeated keys; raises what the library raises."""
     try:
         import yaml
     except ImportError:

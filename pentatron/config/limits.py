@@ -50,7 +50,7 @@ LIMITS: dict[str, Limit] = {
         (
             "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate "
             "yarn_mscale yarn_mscale_all_dim num_workers train_iters eval_interval eval_iters lr min_lr "
-            "lr_warmup_iters weight_decay clip_grad local_rank"
+            "lr_warmup_iters weight_decay clip_grad local_rank mid_level_dataset_surplus"
         ).split(),
         ZERO_OR_MORE,
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from pentatron.config.data_notices import IDLE_OF_DATA
 from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
@@ -151,83 +152,6 @@ def _padding_is_given(draft: Draft, facts: Facts) -> str:
     )
 
 
-def _no_readers(draft: Draft, facts: Facts) -> str:
-    nobody = draft["num_workers"] == 0
-    return "there are no reader processes (--num-workers 0), so nothing is read ahead" if nobody else ""
-
-
-def _not_split(draft: Draft, facts: Facts) -> str:
-    made = not draft["data_path"] and not draft["corpus"]
-    return "synthetic data is not split, so this changes nothing" if made else ""
-
-
-def _no_corpus(draft: Draft, facts: Facts) -> str:
-    return "there is no --corpus, so this changes nothing" if not draft["corpus"] else ""
-
-
-def _other_data(draft: Draft, facts: Facts) -> str:
-    named = [table()[n].flag for n in ("corpus", "data_path", "mock_data") if draft[n]]
-    return f"the data comes from {named[0]}, so no synthetic samples are made" if named else ""
-
-
-def _unknown_epochs(draft: Draft, facts: Facts) -> str:
-    if draft.is_synthetic:
-        return ""
-    return f"the length of an epoch is not known before the data is read; --train-iters {draft['train_iters']} decides"
-
-
-def _eval_interval(draft: Draft, facts: Facts) -> str:
-    if draft["eval_interval"] == 0:
-        return ""
-    if draft["eval_iters"] == 0:
-        return "there are no validation steps (--eval-iters 0)"
-    return _no_validation_data(draft)
-
-
-def _eval_iters(draft: Draft, facts: Facts) -> str:
-    if draft["eval_iters"] == 0:
-        return ""
-    if draft["eval_interval"] == 0:
-        return "there is no validation (--eval-interval 0)"
-    return _no_validation_data(draft)
-
-
-def _no_validation_data(draft: Draft) -> str:
-    if draft["mock_data"]:
-        return "mock data has no validation part, so nothing is validated"
-    shares = [float(share) for share in draft["split"].split(",")]
-    no_share = len(shares) < 2 or shares[1] == 0
-    from_files = draft["data_path"] or draft["corpus"]
-    return f"--split {draft['split']} leaves nothing to validate" if from_files and no_share else ""
-
-
-def _no_tokenizer(draft: Draft, facts: Facts) -> str:
-    named = draft["corpus"] or (draft["data_path"] and (draft["tokenizer_type"] or draft["tokenizer_model"]))
-    return "" if named else "no tokenizer is known, so no text can be continued"
-
-
-def _no_sample(draft: Draft, facts: Facts) -> str:
-    return (
-        "there is no --sample-prompt to continue"
-        if draft["sample_prompt"] is None
-        else _no_tokenizer(draft, facts)
-    )
-
-
-def _tokenizer_unused(draft: Draft, facts: Facts) -> str:
-    if draft["corpus"]:
-        return "the corpus gets a tokenizer of its own"
-    used = draft["data_path"] or draft.source("vocab_size").startswith("derived: tokenizer")
-    return "" if used else "synthetic data is tokens already, and --vocab-size is given"
-
-
-def _gpt2_files_unused(draft: Draft, facts: Facts) -> str:
-    kind = draft["tokenizer_type"] or ("HuggingFaceTokenizer" if draft["tokenizer_model"] else None)
-    if kind is not None and kind != "GPT2BPETokenizer":
-        return f"only GPT2BPETokenizer reads it, and the tokenizer is a {kind}"
-    return _tokenizer_unused(draft, facts)
-
-
 def _no_decay(draft: Draft, facts: Facts) -> str:
     constant = draft["lr_decay_style"] == "constant"
     return "the learning rate does not decay (--lr-decay-style constant)" if constant else ""
@@ -369,17 +293,7 @@ IDLE: dict[str, Reason] = {
     **IDLE_OF_THE_MODEL,
     **IDLE_OF_DOCUMENTS,
     "make_vocab_size_divisible_by": _padding_is_given,
-    "prefetch_factor": _no_readers,
-    "split": _not_split,
-    "corpus_bytes": _no_corpus,
-    "dataset_size": _other_data,
-    "epochs": _unknown_epochs,
-    "eval_interval": _eval_interval,
-    "eval_iters": _eval_iters,
-    "sample_prompt": _no_tokenizer,
-    "sample_tokens": _no_sample,
-    **dict.fromkeys(("tokenizer_type", "tokenizer_model"), _tokenizer_unused),
-    **dict.fromkeys(("vocab_file", "merge_file"), _gpt2_files_unused),
+    **IDLE_OF_DATA,
     "min_lr": _no_decay,
     "lr_decay_iters": _no_decay_nor_fraction,
     "ddp_bucket_size": _bucketless,

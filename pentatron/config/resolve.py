@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pentatron.config.data_sources import read_data_files
 from pentatron.config.derive import derive
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
@@ -17,7 +18,10 @@ from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
 
 # Who names data or a starting point does not want the demo underneath.
-_REPLACES_DEMO = ("preset", "config", "data_path", "mock_data", "dataset_size", "load", "corpus")
+_REPLACES_DEMO = (
+    *("preset", "config", "load", "corpus", "mock_data", "dataset_size"),
+    *("data_path", "train_data_path", "data_path_config", "data_args_path", "per_split_data_args_path"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     values |= {name: Assigned(value, f"default of {entry.name}") for name, value in entry.defaults.items()}
     if preset is not None:
         values |= _preset(preset)
-    return Draft({**values, **written}, list(flags.notices))
+    draft = Draft({**values, **written}, list(flags.notices))
+    read_data_files(draft)
+    return draft
 
 
 def _preset(name: str) -> dict[str, Assigned]:

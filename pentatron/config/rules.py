@@ -5,7 +5,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pentatron.config.address import meeting_point
+from pentatron.config.data_sources import NAMED, Blend, names_files
 from pentatron.config.draft import Facts
+from pentatron.config.errors import UserError
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.moe_rules import MOE_RULES
@@ -102,7 +104,7 @@ def _tokenizer(v: Values, facts: Facts) -> str | None:
         ),
     }
     kind = v["tokenizer_type"]
-    if kind not in files or not v["data_path"] or v["tokenizer_model"] is not None:
+    if kind not in files or not names_files(v) or v["tokenizer_model"] is not None:
         return None
     return f"--tokenizer-type {kind} needs --tokenizer-model, a folder that has a {files[kind]}"
 
@@ -119,7 +121,7 @@ def _precision(v: Values, facts: Facts) -> str | None:
 
 
 def _data(v: Values, facts: Facts) -> str | None:
-    sources = [table()[n].flag for n in ("corpus", "data_path", "mock_data") if v[n]]
+    sources = [table()[n].flag for n in ("corpus", "data_path", "train_data_path", "mock_data") if v[n]]
     if len(sources) > 1:
         return f"{' and '.join(sources)} are different sources of data; choose one"
     if not sources and v["dataset_size"] is None:
@@ -131,9 +133,19 @@ def _data(v: Values, facts: Facts) -> str | None:
 
 
 def _blend(v: Values, facts: Facts) -> str | None:
-    if len(v["data_path"]) <= 1:
+    for name in NAMED:
+        if v[name]:
+            try:
+                Blend.parse(v[name], table()[name].flag)
+            except UserError as error:
+                return str(error)
+    return None
+
+
+def _per_split(v: Values, facts: Facts) -> str | None:
+    if not v["valid_data_path"] or v["train_data_path"]:
         return None
-    return f"--data-path with {len(v['data_path'])} words needs blends, which this version does not have yet; give one prefix"
+    return "--valid-data-path needs --train-data-path beside it; give both, or --data-path for all splits"
 
 
 def _split(v: Values, facts: Facts) -> str | None:
@@ -188,6 +200,7 @@ RULES: tuple[Rule, ...] = (
     _precision,
     _data,
     _blend,
+    _per_split,
     _split,
     _how_long,
     _warmup,

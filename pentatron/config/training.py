@@ -16,16 +16,27 @@ class DataConfig:
     )
     corpus_bytes: int = setting(8_000_000, "how much of the corpus to take")
     data_path: tuple[str, ...] = setting(
-        (), "prefix of a .bin/.idx pair (weight prefix weight prefix ... is not available yet)"
+        (), "prefix of a .bin/.idx pair, or several (P1 P2 … or, with weights, W1 P1 W2 P2 …)"
+    )
+    train_data_path: tuple[str, ...] = setting(
+        (), "the same for training alone, with --valid-data-path for validation; then nothing is split"
+    )
+    valid_data_path: tuple[str, ...] = setting((), "the same for validation alone")
+    test_data_path: tuple[str, ...] = setting(
+        (), "the same for tests", notice="nothing is tested after training, so these files are not read"
     )
     data_path_config: str | None = setting(
-        None, "blend described in a YAML file", not_yet="blends from a file"
+        None, "YAML file with entries {weight: W, path: P}, for all splits or under train, valid, test"
     )
-    data_args_path: str | None = setting(
-        None, "file with the words of --data-path", not_yet="blends from a file"
-    )
+    data_args_path: str | None = setting(None, "file with the words of --data-path")
     per_split_data_args_path: str | None = setting(
-        None, "JSON file with one --data-path for each split", not_yet="blends from a file"
+        None, "JSON file with one --data-path for each of train, valid, test"
+    )
+    mid_level_dataset_surplus: float = setting(
+        0.005, "share of samples that a dataset with a weight is built for beyond what it should give"
+    )
+    data_cache_path: str | None = setting(
+        None, "folder for the orders of samples (in the run's folder, and only if they are large)"
     )
     split: str = setting("969,30,1", "shares of training, validation and test documents")
     mock_data: bool = setting(False, "counting tokens instead of a corpus, for tests of speed")
@@ -48,9 +59,10 @@ class DataConfig:
     prefetch_factor: int = setting(2, "batches each of them reads ahead")
     dataloader_type: str = setting(
         "single",
-        "order of samples",
+        "order of samples: for the whole run at once, or shuffled anew in every epoch",
         choices=("single", "cyclic", "external"),
-        not_yet="other orders of samples than single",
+        not_yet="a loader of your own",
+        available=("single", "cyclic"),
     )
     sft: bool = setting(False, "supervised fine-tuning on conversations", not_yet="supervised fine-tuning")
 

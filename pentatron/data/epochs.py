@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
@@ -35,8 +36,23 @@ class EpochShuffle:
         if index < 0:
             raise IndexError(f"sample {index} of an endless dataset")
         epoch, place = divmod(index, len(self.dataset))
+        return self.dataset[int(self._order_of(epoch)[place])]
+
+    def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Which dataset each of these samples comes from, if the repeated one is made of several."""
+        of_each = getattr(self.dataset, "origins", None)
+        found = np.zeros(len(samples), dtype=np.int16)
+        if of_each is None:
+            return found
+        epochs, places = np.divmod(samples, len(self.dataset))
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            found[here] = of_each(self._order_of(epoch)[places[here]])
+        return found
+
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch != self._epoch:
             # RandomState, not Generator: its stream never changes between NumPy versions.
             random = np.random.RandomState([self.seed, epoch])
             self._order, self._epoch = random.permutation(len(self.dataset)), epoch
-        return self.dataset[int(self._order[place])]
+        return self._order

@@ -1,5 +1,6 @@
 """Samples for next-token prediction, cut from a corpus of documents laid end to end."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,8 +10,9 @@ import numpy.typing as npt
 
 from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Boundaries, Sample
+from pentatron.data.index_cache import Arrays, IndexCache, digest_of
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.sampling import SPLIT_NAMES, build_sample_index, parse_split, split_ranges
+from pentatron.data.sampling import SPLIT_NAMES, SampleIndex, build_sample_index, parse_split, split_ranges
 
 
 class TokenSource(Protocol):
@@ -35,8 +37,10 @@ def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = 
 
 
 class GPTDataset:
-    """At least `num_samples` shuffled samples from `documents` (indices of sequences in `source`).
+    """At least `num_samples` shuffled samples from `documents` (indices of sequences in `source`), or one epoch.
 
+    An order depends on the number of samples it is built for. `later` numbers that it does not reach are reached by appending
+    epochs in orders of their own, so that what came before stays as it is.
     With a `vocab_size`, a token outside it is refused when first read, with its place, rather than as an
     illegal memory access in the embedding. `boundaries` say what the end of a document means.
     """
@@ -50,30 +54,71 @@ class GPTDataset:
         seed: int,
         vocab_size: int | None = None,
         boundaries: Boundaries | None = None,
+        later: Sequence[int] = (),
+        cache: IndexCache | None = None,
     ) -> None:
         self.boundaries = boundaries
         self.source = source
+        self.documents = documents
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
-        self.index = build_sample_index(
-            source.sequence_lengths, documents, num_samples, sequence_length, seed
-        )
+        cache = cache or IndexCache()
+        self.parts = [self._build(num_samples, seed, cache)]
+        self.ends = [len(self.parts[0])]
+        for number in later:
+            if number > len(self):
+                # Another stream for each part, and none of them that of another run's seed.
+                self.parts.append(self._build(number - len(self), [seed, len(self.parts)], cache))
+                self.ends.append(self.ends[-1] + len(self.parts[-1]))
+
+    @property
+    def index(self) -> SampleIndex:
+        """The order that was built first."""
+        return self.parts[0]
+
+    def _build(self, num_samples: int | None, seed: int | Sequence[int], cache: IndexCache) -> SampleIndex:
+        lengths, documents = self.source.sequence_lengths, self.documents
+        built: list[SampleIndex] = []
+
+        def build() -> Arrays:
+            built.append(build_sample_index(lengths, documents, num_samples, self.sequence_length, seed))
+            return built[0].arrays()
+
+        if cache.folder is None:
+            build()
+            return built[0]
+        key = {
+            "lengths": digest_of(lengths[documents.start : documents.stop]),
+            "documents": [documents.start, documents.stop],
+            "samples": num_samples,
+            "sequence_length": self.sequence_length,
+            "seed": seed,
+        }
+        arrays = cache.get(key, len(documents) + (num_samples or 0), build)
+        return built[0] if built else SampleIndex.from_arrays(arrays)
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.ends[-1]
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
-        return next_token_sample(self._tokens(int(self.index.shuffle[i])), self.boundaries)
+        part = bisect_right(self.ends, i)
+        index = self.parts[part]
+        within = i - (self.ends[part] - len(index))
+        return next_token_sample(self._tokens(index, int(index.shuffle[within])), self.boundaries)
 
-    def _tokens(self, k: int) -> npt.NDArray[np.int64]:
+    def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Which dataset each of these samples comes from: there is one."""
+        return np.zeros(len(samples), dtype=np.int16)
+
+    def _tokens(self, index: SampleIndex, k: int) -> npt.NDArray[np.int64]:
         """The L + 1 tokens of the k-th sample in reading order, crossing documents where needed."""
-        (position, offset), (last_position, last_offset) = self.index.starts[k : k + 2].tolist()
+        (position, offset), (last_position, last_offset) = index.starts[k : k + 2].tolist()
         tokens = np.empty(self.sequence_length + 1, dtype=np.int64)
         filled = 0
         while position <= last_position:
-            document = int(self.index.documents[position])
+            document = int(index.documents[position])
             length = last_offset + 1 - offset if position == last_position else None
             part = self.source.get(document, offset, length)
             self._check(part, document, offset)
@@ -94,6 +139,19 @@ class GPTDataset:
             )
 
 
+def documents_of(source: IndexedDataset, split: str) -> tuple[range | None, ...]:
+    """The sequences of train, valid and test; None for a share of zero."""
+    return split_ranges(parse_split(split), len(source))
+
+
+def require_documents(source: IndexedDataset, documents: range, split: str, name: str) -> None:
+    if not len(documents):
+        raise UserError(
+            f"--split {split} leaves no document of {source.prefix} ({len(source)} sequences) to the {name} "
+            "set; give it a larger share, or 0 to do without."
+        )
+
+
 def open_splits(
     prefix: Path | str,
     split: str,
@@ -106,16 +164,10 @@ def open_splits(
     """Train, valid and test over one corpus; None for a share of zero or a size of zero, one epoch for no size."""
     source = IndexedDataset(prefix, vocab_size)
     datasets: list[GPTDataset | None] = []
-    for name, documents, size in zip(
-        SPLIT_NAMES, split_ranges(parse_split(split), len(source)), sizes, strict=True
-    ):
+    for name, documents, size in zip(SPLIT_NAMES, documents_of(source, split), sizes, strict=True):
         if documents is None or size == 0:
             datasets.append(None)
             continue
-        if not len(documents):
-            raise UserError(
-                f"--split {split} leaves no document of {source.prefix} ({len(source)} sequences) to the {name} "
-                "set; give it a larger share, or 0 to do without."
-            )
+        require_documents(source, documents, split, name)
         datasets.append(GPTDataset(source, documents, size, sequence_length, seed, vocab_size, boundaries))
     return tuple(datasets)

@@ -5,7 +5,7 @@ Everything depends on the lengths, the number of samples asked for, the sample l
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pentatron.config.errors import UserError
 
-IntArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer]
 
 SPLIT_NAMES = ("train", "valid", "test")
 # A last epoch that is needed for less than this share is shuffled on its own, so that the documents it repeats
@@ -64,13 +64,23 @@ class SampleIndex:
     def __len__(self) -> int:
         return len(self.shuffle)
 
+    def arrays(self) -> dict[str, npt.NDArray[np.integer]]:
+        """All of it, for a file."""
+        facts = np.array([self.epochs, self.separate_final_epoch], dtype=np.int64)
+        return {"facts": facts, "documents": self.documents, "starts": self.starts, "shuffle": self.shuffle}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.integer]]) -> "SampleIndex":
+        epochs, separate = arrays["facts"].tolist()
+        return cls(epochs, bool(separate), arrays["documents"], arrays["starts"], arrays["shuffle"])
+
 
 def build_sample_index(
     lengths: npt.NDArray[np.integer],
     documents: range,
     num_samples: int | None,
     sequence_length: int,
-    seed: int,
+    seed: int | Sequence[int],
 ) -> SampleIndex:
     """Cut `documents` (indices into `lengths`) into at least `num_samples` samples, or one epoch without a number."""
     if sequence_length < 1 or (num_samples is not None and num_samples < 1):
@@ -80,10 +90,7 @@ def build_sample_index(
     tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
     least = 1 if num_samples is not None else sequence_length + 1
     if tokens < least:
-        raise UserError(
-            f"Sequences {documents.start} to {documents.stop} hold {tokens} tokens where {least} are needed; "
-            "use more data or another --split."
-        )
+        raise _too_short(documents, tokens, least)
     wanted = 0 if num_samples is None else num_samples * sequence_length + 1
     epochs = max(1, -(-wanted // tokens))
     # One token more than the samples: the last label.
@@ -105,6 +112,21 @@ def build_sample_index(
     )
 
 
+def epoch_samples(lengths: npt.NDArray[np.integer], documents: range, sequence_length: int) -> int:
+    """How many samples one epoch of these documents has."""
+    tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    if tokens <= sequence_length:
+        raise _too_short(documents, tokens, sequence_length + 1)
+    return (tokens - 1) // sequence_length
+
+
+def _too_short(documents: range, tokens: int, least: int) -> UserError:
+    return UserError(
+        f"Sequences {documents.start} to {documents.stop} hold {tokens} tokens where {least} are needed; "
+        "use more data or another --split."
+    )
+
+
 def _is_final_epoch_separate(from_final: int, per_epoch: int, epochs: int) -> bool:
     if epochs == 1:
         return False
@@ -113,7 +135,7 @@ def _is_final_epoch_separate(from_final: int, per_epoch: int, epochs: int) -> bo
 
 
 def _document_order(documents: range, epochs: int, separate: bool, random: np.random.RandomState) -> IntArray:
-    once = np.arange(documents.start, documents.stop, dtype=np.int64)
+    once = np.arange(documents.start, documents.stop, dtype=_small_type(documents.stop))
     parts = [np.tile(once, epochs - 1), once] if separate else [np.tile(once, epochs)]
     for part in parts:
         random.shuffle(part)
@@ -122,16 +144,29 @@ def _document_order(documents: range, epochs: int, separate: bool, random: np.ra
 
 def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_length: int) -> IntArray:
     """Rows (position, offset) of the tokens 0, L, 2L … in documents of these lengths laid end to end."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    tokens = np.arange(samples + 1, dtype=np.int64) * sequence_length
-    # The first end beyond a token belongs to the document that holds it; empty documents are never chosen.
-    positions = np.searchsorted(ends, tokens, side="right")
-    offsets = tokens - (ends[positions] - lengths[positions])
-    return np.stack([positions, offsets], axis=1)
+    begins = np.cumsum(lengths, dtype=np.int64)
+    # How many samples start before each document ends; so many documents end at or before the start of sample k as
+    # have a number of k at most, and that many positions lie before its own. Empty documents are never chosen.
+    before = (begins + (sequence_length - 1)) // sequence_length
+    positions = np.cumsum(np.bincount(before, minlength=samples + 1)[: samples + 1])
+    begins -= lengths
+    offsets = np.arange(samples + 1, dtype=np.int64)
+    offsets *= sequence_length
+    offsets -= begins[positions]
+    starts = np.empty((samples + 1, 2), dtype=_small_type(max(len(lengths), int(lengths.max()))))
+    starts[:, 0], starts[:, 1] = positions, offsets
+    return starts
 
 
 def _sample_order(total: int, first_part: int, random: np.random.RandomState) -> IntArray:
-    parts = [np.arange(first_part, dtype=np.int64), np.arange(first_part, total, dtype=np.int64)]
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
+    small = total < 2**32
+    order: IntArray = np.arange(total, dtype=np.uint32) if small else np.arange(total, dtype=np.int64)
+    # Slices are views: each part is shuffled where it lies.
+    random.shuffle(order[:first_part])
+    random.shuffle(order[first_part:])
+    return order
+
+
+def _small_type(largest: int) -> type[np.integer]:
+    """Half the memory and the time where it suffices."""
+    return np.int32 if largest < 2**31 else np.int64

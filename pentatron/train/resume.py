@@ -31,9 +31,18 @@ T = TypeVar("T")
 
 # These belong to the machine or to the output, not to the numbers a run computes.
 _FREE_SECTIONS = frozenset({"launch", "log", "checkpoint", "parallel"})
-_DRAW_THE_ORDER = frozenset({"train_iters", "global_batch_size", "seed", "split", "seq_length"})
+_DRAW_THE_ORDER = frozenset({"seed", "split", "seq_length", "dataloader_type", "mid_level_dataset_surplus"})
 _FREE_SETTINGS = frozenset(
-    {"preset", "config", "run_dir", "fresh", "sample_prompt", "sample_tokens", "padded_vocab_size"}
+    {
+        "preset",
+        "config",
+        "run_dir",
+        "fresh",
+        "sample_prompt",
+        "sample_tokens",
+        "padded_vocab_size",
+        "data_cache_path",
+    }
 )
 _MODEL_SIZE = "_model_parallel_size"
 # They choose what is taken from what is loaded.
@@ -191,6 +200,10 @@ class _Start:
     def _go_on(self, found: Found, optimizer: bool, random: bool) -> tuple[TrainState, list[str]]:
         """Loads a step to go on from it; returns where the run stands and which settings have changed."""
         state = TrainState.from_json(found.manifest.run_state)
+        if not state.ordered_for:
+            # Checkpoints that do not say so had their order built for the length of their run.
+            saved = saved_settings(found)
+            state.ordered_for = [max(1, saved["train_iters"]) * saved["global_batch_size"]]
 
         def load() -> None:
             # Each rank judges the data it sees itself: on another machine that may be other data.
@@ -244,9 +257,7 @@ def _changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     if before != now:
         changes.insert(0, f"the checkpoint was made on {before}; it goes on on {now}")
     if any(name in _DRAW_THE_ORDER for _, name, _, _ in different):
-        changes.append(
-            "samples are ordered for the length of a run: from here on the order may be another one"
-        )
+        changes.append("these settings draw the order of samples: from here on the order may be another one")
     return changes
 
 

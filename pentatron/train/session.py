@@ -16,7 +16,7 @@ from pentatron.monitor.metrics import MetricsFile
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
-from pentatron.train.datasets import build_datasets
+from pentatron.train.datasets import arrange, open_data
 from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
@@ -84,15 +84,17 @@ def _run(
     for notice in resolved.notices:
         display.say(f"note: {notice}")
     torch.manual_seed(config.run.seed + world.everyone.rank)
-    datasets = on_some_ranks(
-        True, lambda: build_datasets(config, world, folder.data, display), world.everyone
-    )
-    assert datasets is not None
+    data = on_some_ranks(True, lambda: open_data(config, world, folder.data, display), world.everyone)
+    assert data is not None
     model = build_parallel_model(config, world)
     optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
-    began = starting_point(resolved, world, model, optimizer, store, datasets.fingerprint)
+    began = starting_point(resolved, world, model, optimizer, store, data.fingerprint)
     state = began.state
+    datasets = on_some_ranks(
+        True, lambda: arrange(data, config, world, state, folder.data, display), world.everyone
+    )
+    assert datasets is not None
     output = on_some_ranks(
         True, lambda: _open_output(resolved, world, folder, display, began, cleanup), world.everyone
     )

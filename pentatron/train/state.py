@@ -1,7 +1,7 @@
 """Where a run stands."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -13,6 +13,10 @@ class TrainState:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     data_fingerprint: str = ""
+    # How many samples the order was built for, first and each time the run was made longer: it grows, and never changes.
+    ordered_for: list[int] = field(default_factory=list)
+    # How many samples came from each dataset.
+    drawn: dict[str, int] = field(default_factory=dict)
     # The step at which the optimizer's state was new: Adam counts its updates from there.
     optimizer_since: int = 0
 

@@ -95,7 +95,7 @@ class Trainer:
             result = train_step(self.model, self.optimizer, micro_batches, rate, self.state.step)
             self._refuse_bad_numbers(result)
             self.state.step += 1
-            self.state.consumed_samples += self.batch_size
+            self._count_samples()
             self.state.consumed_tokens += result.tokens
             report = self._report(result, rate, time.perf_counter() - started)
             self._show(report)
@@ -117,6 +117,12 @@ class Trainer:
         if verdict == _BAD_DATA:
             raise_together(problem, self.world.everyone)
         return drawn, signal.Signals(verdict) if verdict else None
+
+    def _count_samples(self) -> None:
+        before = self.state.consumed_samples
+        self.state.consumed_samples += self.batch_size
+        for name, count in self.datasets.drawn(before, self.state.consumed_samples).items():
+            self.state.drawn[name] = self.state.drawn.get(name, 0) + count
 
     def save(self) -> None:
         """Saves this step, unless it is saved already."""

@@ -19,6 +19,7 @@ INSTANCES = "--num-distributed-optimizer-instances 2"
 TORCHRUN = Facts(2, 2, 2, "torchrun", True)
 SLURM = Facts(2, 2, 2, "Slurm", False)
 FILES = "--data-path a --vocab-size 100 --train-iters 10"
+OWN_FILES = "--train-data-path a --vocab-size 100 --train-iters 10"
 INTERLEAVED = f"{LEAST} --pp_size 2 --virtual-pipeline-model-parallel-size 2 --num-microbatches 4"
 GROUPED = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 EXPERTS = f"{LEAST} --num-experts 4"
@@ -140,7 +141,29 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         for flag in ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
     ),
     ("epochs", f"{FILES} --epochs 2", f"{SYNTHETIC} --epochs 2", ONE, ONE),
-    ("eval_interval", f"{LEAST} --eval-interval 5", f"{LEAST} --eval-interval 0", ONE, ONE),
+    ("split", f"{OWN_FILES} --split 9,1,0", f"{FILES} --split 9,1,0", ONE, ONE),
+    ("data_cache_path", f"{SYNTHETIC} --data-cache-path a", f"{FILES} --data-cache-path a", ONE, ONE),
+    (
+        "dataloader_type",
+        f"{SYNTHETIC} --dataloader-type cyclic",
+        f"{FILES} --dataloader-type cyclic",
+        ONE,
+        ONE,
+    ),
+    (
+        "mid_level_dataset_surplus",
+        f"{FILES} --mid-level-dataset-surplus 0.1",
+        f"{FILES} --mid-level-dataset-surplus 0.1 --data-path 1 a 2 b",
+        ONE,
+        ONE,
+    ),
+    (
+        "eval_interval",
+        f"{OWN_FILES} --eval-interval 5",
+        f"{OWN_FILES} --eval-interval 5 --valid-data-path b",
+        ONE,
+        ONE,
+    ),
     ("eval_interval", f"{FILES} --split 1,0,0 --eval-interval 5", f"{FILES} --eval-interval 5", ONE, ONE),
     (
         "eval_interval",
@@ -156,7 +179,8 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
         ONE,
     ),
-    ("eval_iters", f"{LEAST} --eval-iters 5", f"{LEAST} --eval-iters 0", ONE, ONE),
+    ("eval_iters", f"{OWN_FILES} --eval-iters 5", f"{OWN_FILES} --eval-iters 0", ONE, ONE),
+    ("eval_iters", f"{LEAST} --eval-interval 0 --eval-iters 5", f"{LEAST} --eval-iters 5", ONE, ONE),
     ("eval_iters", f"{FILES} --eval-iters 5 --eval-interval 0", f"{FILES} --eval-iters 5", ONE, ONE),
     ("eval_iters", f"{FILES} --eval-iters 5 --split 1", f"{SYNTHETIC} --eval-iters 5", ONE, ONE),
     (

@@ -88,7 +88,6 @@ def test_random_cases_match_the_walker() -> None:
             np.testing.assert_array_equal(
                 getattr(ours, name), getattr(reference, name), f"{name} of case {case}"
             )
-            assert getattr(ours, name).dtype == np.int64
     assert 20 < separated < 180, "both kinds of last epoch must be among the cases"
 
 
@@ -144,7 +143,7 @@ def test_a_million_samples_are_quick_and_as_ever() -> None:
     elapsed = time.perf_counter() - begin
     digest = hashlib.sha256()
     for part in (index.documents, index.starts, index.shuffle):
-        digest.update(part.tobytes())
+        digest.update(part.astype(np.int64).tobytes())
     assert digest.hexdigest() == "0be629fbf9edd137629e24e0bd228e4f224c5af169f3fa51e6efeaa2474bd29f"
     assert elapsed < 3
 

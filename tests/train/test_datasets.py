@@ -12,7 +12,8 @@ from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import ByteTokenizer, identify
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import Datasets, build_datasets
+from pentatron.train.datasets import Datasets, arrange, open_data
+from pentatron.train.state import TrainState
 
 TEXT = "What the model sees is what was written. "
 
@@ -26,12 +27,12 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "x"
 
 
-def build(prefix: Path, words: str) -> Datasets:
+def build(prefix: Path, words: str, state: TrainState | None = None) -> Datasets:
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --train-iters 3 --nproc-per-node 1"
     found = prepare(f"--data-path {prefix} {shape} --device cpu --global-batch-size 4 {words}".split(), TRAIN)
-    return build_datasets(
-        found.resolved.config, single_process(torch.device("cpu")), prefix.parent, open_display("off")
-    )
+    config, world, display = found.resolved.config, single_process(torch.device("cpu")), open_display("off")
+    opened = open_data(config, world, prefix.parent, display)
+    return arrange(opened, config, world, state or TrainState(), prefix.parent, display)
 
 
 def test_the_tokenizer_must_be_the_one_that_made_the_data(prefix: Path) -> None:

@@ -14,7 +14,8 @@ from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sidecar import TokenizerIdentity, sidecar_path
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import build_datasets
+from pentatron.train.datasets import arrange, open_data
+from pentatron.train.state import TrainState
 from tests.support import resolved
 
 FLAGS = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
@@ -29,7 +30,9 @@ def write(prefix: Path, tokenizer: TokenizerIdentity | None = None) -> None:
 
 def train_samples(words: str, folder: Path) -> GPTDataset:
     config = resolved(f"--vocab-size 257 --eval-interval 0 {words}").config
-    train = build_datasets(config, single_process(torch.device("cpu")), folder, Silent()).train
+    world = single_process(torch.device("cpu"))
+    opened = open_data(config, world, folder, Silent())
+    train = arrange(opened, config, world, TrainState(), folder, Silent()).train
     assert isinstance(train, GPTDataset)
     return train
 

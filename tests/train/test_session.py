@@ -356,12 +356,12 @@ def test_other_data_on_one_rank_is_one_sentence_on_both(tmp_path: Path) -> None:
     run_training(settings(tmp_path / "a", "--train-iters 2", 2), world_here(), True)
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            build = session_module.build_datasets
+            build = session_module.open_data
 
             def other(*arguments: Any) -> Any:
                 return dataclasses.replace(build(*arguments), fingerprint="other data")
 
-            patched.setattr(session_module, "build_datasets", other)
+            patched.setattr(session_module, "open_data", other)
         with pytest.raises(AgreedError, match="the data is not what"):
             run_training(settings(tmp_path / "a", "", 2), world_here(), True)
 

@@ -1,0 +1,126 @@
+"""Why a setting of data, validation or tokenizers has nothing to act on."""
+
+from collections.abc import Callable
+
+from pentatron.config.data_sources import NAMED, Blend, names_files
+from pentatron.config.draft import Draft, Facts
+from pentatron.config.errors import UserError
+from pentatron.config.run import table
+
+
+def _no_readers(draft: Draft, facts: Facts) -> str:
+    nobody = draft["num_workers"] == 0
+    return "there are no reader processes (--num-workers 0), so nothing is read ahead" if nobody else ""
+
+
+def _not_split(draft: Draft, facts: Facts) -> str:
+    if draft["train_data_path"]:
+        return "each split has files of its own (--train-data-path), so nothing is split"
+    if draft["mock_data"]:
+        return "mock data is split in three equal parts"
+    made = not draft["data_path"] and not draft["corpus"]
+    return "synthetic data is not split, so this changes nothing" if made else ""
+
+
+def _no_corpus(draft: Draft, facts: Facts) -> str:
+    return "there is no --corpus, so this changes nothing" if not draft["corpus"] else ""
+
+
+def _other_data(draft: Draft, facts: Facts) -> str:
+    named = [table()[n].flag for n in ("corpus", "data_path", "train_data_path", "mock_data") if draft[n]]
+    return f"the data comes from {named[0]}, so no synthetic samples are made" if named else ""
+
+
+def _unknown_epochs(draft: Draft, facts: Facts) -> str:
+    if draft.is_synthetic:
+        return ""
+    return f"the length of an epoch is not known before the data is read; --train-iters {draft['train_iters']} decides"
+
+
+def _eval_interval(draft: Draft, facts: Facts) -> str:
+    if draft["eval_interval"] == 0:
+        return ""
+    if draft["eval_iters"] == 0:
+        return "there are no validation steps (--eval-iters 0)"
+    return _no_validation_data(draft)
+
+
+def _eval_iters(draft: Draft, facts: Facts) -> str:
+    if draft["eval_iters"] == 0:
+        return ""
+    if draft["eval_interval"] == 0:
+        return "there is no validation (--eval-interval 0)"
+    return _no_validation_data(draft)
+
+
+def _no_validation_data(draft: Draft) -> str:
+    if draft["train_data_path"]:
+        return "" if draft["valid_data_path"] else "there is no --valid-data-path, so nothing is validated"
+    shares = [float(share) for share in draft["split"].split(",")]
+    no_share = len(shares) < 2 or shares[1] == 0
+    from_files = draft["data_path"] or draft["corpus"]
+    return f"--split {draft['split']} leaves nothing to validate" if from_files and no_share else ""
+
+
+def _no_tokenizer(draft: Draft, facts: Facts) -> str:
+    named = draft["corpus"] or (names_files(draft) and (draft["tokenizer_type"] or draft["tokenizer_model"]))
+    return "" if named else "no tokenizer is known, so no text can be continued"
+
+
+def _no_sample(draft: Draft, facts: Facts) -> str:
+    return (
+        "there is no --sample-prompt to continue"
+        if draft["sample_prompt"] is None
+        else _no_tokenizer(draft, facts)
+    )
+
+
+def _tokenizer_unused(draft: Draft, facts: Facts) -> str:
+    if draft["corpus"]:
+        return "the corpus gets a tokenizer of its own"
+    used = names_files(draft) or draft.source("vocab_size").startswith("derived: tokenizer")
+    return "" if used else "synthetic data is tokens already, and --vocab-size is given"
+
+
+def _gpt2_files_unused(draft: Draft, facts: Facts) -> str:
+    kind = draft["tokenizer_type"] or ("HuggingFaceTokenizer" if draft["tokenizer_model"] else None)
+    if kind is not None and kind != "GPT2BPETokenizer":
+        return f"only GPT2BPETokenizer reads it, and the tokenizer is a {kind}"
+    return _tokenizer_unused(draft, facts)
+
+
+def _no_order(draft: Draft, facts: Facts) -> str:
+    return "synthetic samples need no order that could be kept" if draft.is_synthetic else ""
+
+
+def _always_cyclic(draft: Draft, facts: Facts) -> str:
+    cyclic = draft["dataloader_type"] == "cyclic"
+    return (
+        "synthetic samples are always shuffled anew in every epoch" if cyclic and draft.is_synthetic else ""
+    )
+
+
+def _no_weights(draft: Draft, facts: Facts) -> str:
+    try:
+        weighted = any(Blend.parse(draft[name]).weights for name in NAMED if draft[name])
+    except UserError:
+        return ""
+    return "" if weighted else "no data has a weight, so nothing is built with a surplus"
+
+
+IDLE_OF_DATA: dict[str, Callable[[Draft, Facts], str]] = {
+    "prefetch_factor": _no_readers,
+    "split": _not_split,
+    "corpus_bytes": _no_corpus,
+    "dataset_size": _other_data,
+    "epochs": _unknown_epochs,
+    "eval_interval": _eval_interval,
+    "eval_iters": _eval_iters,
+    "sample_prompt": _no_tokenizer,
+    "sample_tokens": _no_sample,
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model"), _tokenizer_unused),
+    **dict.fromkeys(("vocab_file", "merge_file"), _gpt2_files_unused),
+    "data_cache_path": _no_order,
+    "dataloader_type": _always_cyclic,
+    "mid_level_dataset_surplus": _no_weights,
+}

@@ -1,0 +1,145 @@
+"""Orders of samples kept as files: built once on a machine, mapped by all its processes, good without a shared file system.
+
+A file is named after a hash of everything that determines it, so a changed corpus, seed or number finds another file. It appears
+whole or not at all, carries a checksum, and is never needed: whoever cannot read or write it builds the same arrays in memory.
+
+    magic (8 bytes) · length of the header (uint64) · header (JSON: arrays, bytes, crc32) · arrays, each at a multiple of 64
+"""
+
+import hashlib
+import json
+import secrets
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pentatron.data.atomic import TEMPORARY_SUFFIX, commit
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+MAGIC = b"PTORDER1"
+ENDING = ".order"
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 64
+_CHUNK = 1 << 24
+
+
+class DamagedIndex(Exception):
+    """What is wrong with a file, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class IndexCache:
+    """A folder for orders, or none. `builds`: this process writes what is missing; the others read it afterwards.
+
+    Orders of less than `least_entries` are built faster than they are found, so no file is made of them.
+    """
+
+    folder: Path | None = None
+    builds: bool = True
+    least_entries: int = 0
+    say: Callable[[str], None] = lambda text: None
+
+    def get(self, key: Mapping[str, Any], entries: int, build: Callable[[], Arrays]) -> Arrays:
+        """The arrays that `key` determines, from the file or from `build`."""
+        if self.folder is None or entries < self.least_entries:
+            return build()
+        path = self.folder / f"{digest(key)}{ENDING}"
+        try:
+            return read_arrays(path, verify=self.builds)
+        except FileNotFoundError:
+            pass
+        except (DamagedIndex, OSError) as problem:
+            if self.builds:
+                self.say(f"the order of samples in {path} cannot be used ({problem}); it is built again")
+        arrays = build()
+        if self.builds:
+            try:
+                write_arrays(path, arrays)
+            except OSError as problem:
+                self.say(f"{self.folder} cannot be written ({problem.strerror}); orders are kept in memory")
+        return arrays
+
+
+def digest(key: Mapping[str, Any]) -> str:
+    text = json.dumps({"version": MAGIC.decode(), **key}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def digest_of(array: npt.NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
+
+def write_arrays(path: Path, arrays: Arrays) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    offset, checksum, described = 0, 0, {}
+    for name, array in arrays.items():
+        padding = -offset % _ALIGNMENT
+        offset += padding
+        checksum = _crc(array, zlib.crc32(bytes(padding), checksum))
+        described[name] = {"type": array.dtype.str, "shape": array.shape, "at": offset}
+        offset += array.nbytes
+    header = json.dumps({"arrays": described, "bytes": offset, "crc32": checksum}).encode()
+    header += b" " * (-(len(MAGIC) + _LENGTH.size + len(header)) % _ALIGNMENT)
+    # Machines that share the folder may write the same file at the same time: the name must be nobody else's.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(MAGIC + _LENGTH.pack(len(header)) + header)
+            written = 0
+            for array in arrays.values():
+                padding = -written % _ALIGNMENT
+                file.write(bytes(padding))
+                file.write(np.ascontiguousarray(array).data)
+                written += padding + array.nbytes
+        commit(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_arrays(path: Path, verify: bool) -> Arrays:
+    """Maps the arrays; with `verify` every byte is compared with the checksum first."""
+    size = path.stat().st_size
+    before = len(MAGIC) + _LENGTH.size
+    with path.open("rb") as file:
+        start = file.read(before)
+        if len(start) < before or not start.startswith(MAGIC):
+            raise DamagedIndex("it does not begin as such a file does")
+        length = _LENGTH.unpack(start[len(MAGIC) :])[0]
+        if length > size:
+            raise DamagedIndex("its header is longer than the file")
+        header = file.read(length)
+    try:
+        said = json.loads(header)
+        arrays, total, checksum = said["arrays"], int(said["bytes"]), int(said["crc32"])
+    except (ValueError, KeyError, TypeError):
+        raise DamagedIndex("its header cannot be read") from None
+    begin = before + length
+    if size != begin + total:
+        raise DamagedIndex(f"it has {size} bytes where {begin + total} are expected")
+    content = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)[begin:]
+    if verify and _crc(content, 0) != checksum:
+        raise DamagedIndex("its checksum is wrong")
+    try:
+        return {
+            name: np.ndarray(tuple(a["shape"]), np.dtype(a["type"]), content, a["at"])
+            for name, a in arrays.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedIndex("its header does not fit its content") from None
+
+
+def _crc(array: npt.NDArray[Any], running: int) -> int:
+    # An empty view cannot be cast.
+    if not array.nbytes:
+        return running
+    view = np.ascontiguousarray(array).data.cast("B")
+    for at in range(0, len(view), _CHUNK):
+        running = zlib.crc32(view[at : at + _CHUNK], running)
+    return running

@@ -1,0 +1,170 @@
+"""The order of samples over a whole run: several corpora and ranks, interrupted, made longer, kept in files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import pentatron.data.index_cache as cache_module
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import UserError
+from pentatron.data.loader import build_loader
+from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.layout.ranks import Grid
+from pentatron.monitor.display import Silent
+from pentatron.parallel.world import connect, single_process
+from pentatron.train.datasets import Datasets, arrange, open_data
+from pentatron.train.session import run_training
+from pentatron.train.state import TrainState
+from tests.harness import distributed
+from tests.support import LLAMA, resolved
+
+RUN = f"{LLAMA} --train-iters 6 --save-interval 2 --eval-interval 3 --eval-iters 1 --keep-checkpoints 9"
+
+
+def write_corpora(folder: Path) -> str:
+    """Two corpora of other tokens; the words of a blend of them. Six steps need three epochs of the second."""
+    draw = np.random.default_rng(0)
+    for name, count, low in (("a", 60, 0), ("b", 9, 30)):
+        with IndexedDatasetWriter(folder / name, "uint16") as writer:
+            for _ in range(count):
+                writer.add_document(low + draw.integers(0, 30, size=draw.integers(5, 30)))
+    return f"--data-path 2 {folder / 'a'} 1 {folder / 'b'} --split 8,2"
+
+
+def run(folder: Path, words: str, world: Any = None, size: int = 1) -> None:
+    run_training(resolved(f"{RUN} --run-dir {folder} {words}", size), world or single_process(), True)
+
+
+def newest(folder: Path) -> tuple[TrainState, dict[str, str]]:
+    found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True, set_aside=True)
+    assert found is not None
+    files = {name: record.sha256 for name, record in found.manifest.files.items()}
+    return TrainState.from_json(found.manifest.run_state), files
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def laid_out(tmp_path: Path, words: str, state: TrainState | None = None) -> Datasets:
+    config = resolved(f"{RUN} --run-dir {tmp_path} {words}").config
+    world = single_process(torch.device("cpu"))
+    opened = open_data(config, world, tmp_path, Silent())
+    return arrange(opened, config, world, state if state is not None else TrainState(), tmp_path, Silent())
+
+
+def tokens(datasets: Datasets, count: int) -> list[list[int]]:
+    return [datasets.train[i]["tokens"].tolist() for i in range(count)]
+
+
+def test_a_resumed_run_reads_on_where_it_stopped(tmp_path: Path) -> None:
+    """The files are the same to the byte, so the samples were; the counts of each corpus are among them."""
+    words = write_corpora(tmp_path)
+    run(tmp_path / "whole", words)
+    state, files = newest(tmp_path / "whole")
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert state.drawn == {a: 32, b: 16} and state.ordered_for == [48]
+    run(tmp_path / "parts", words)
+    # As if it had been killed after step 2, in the middle of the first epoch.
+    for step in ("step-00000004", "step-00000006"):
+        folder = tmp_path / "parts" / "checkpoints" / step
+        folder.rename(tmp_path / step)
+    run(tmp_path / "parts", words)
+    assert newest(tmp_path / "parts") == (state, files)
+
+
+def test_a_run_made_longer_goes_on_in_its_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = write_corpora(tmp_path)
+    run(tmp_path / "a1", f"{words} --train-iters 4 --lr-decay-iters 9")
+    before = losses(tmp_path / "a1")
+    capsys.readouterr()
+    run(tmp_path / "a1", f"{words} --train-iters 8 --lr-decay-iters 9")
+    said = capsys.readouterr().out
+    assert "samples were ordered for a run of 32; they keep that order" in said
+    assert "from here on the order may be another one" not in said
+    state, _ = newest(tmp_path / "a1")
+    assert state.ordered_for == [32, 64] and sum(state.drawn.values()) == 64
+    assert losses(tmp_path / "a1")[:4] == before
+    grown = laid_out(tmp_path, f"{words} --train-iters 8", TrainState(ordered_for=[32]))
+    assert tokens(grown, 32) == tokens(laid_out(tmp_path, f"{words} --train-iters 4"), 32)
+    assert tokens(grown, 32) != tokens(laid_out(tmp_path, f"{words} --train-iters 8"), 32)
+    # A shorter one, or another batch, does not change it either.
+    for other in ("--train-iters 2", "--train-iters 8 --global-batch-size 4"):
+        assert tokens(laid_out(tmp_path, f"{words} {other}", TrainState(ordered_for=[32, 64])), 64) == tokens(
+            grown, 64
+        )
+
+
+def test_a_changed_blend_is_refused(tmp_path: Path) -> None:
+    words = write_corpora(tmp_path)
+    run(tmp_path / "r", f"{words} --train-iters 2")
+    for other in (words.replace("2 /", "3 /"), f"--data-path {tmp_path / 'a'}"):
+        with pytest.raises(UserError, match="the data is not what"):
+            run(tmp_path / "r", other)
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_ranks_share_the_samples_of_one_process(tmp_path: Path, kind: str, weighted: bool) -> None:
+    words = write_corpora(tmp_path)
+    if not weighted:
+        words = words.replace(" 2 /", " /").replace(" 1 /", " /")
+    datasets = laid_out(tmp_path, f"{words} --dataloader-type {kind} --train-iters 30")
+    # From the middle of an epoch on, over its end.
+    start = 40
+
+    def steps(ranks: int) -> list[list[list[int]]]:
+        loaders = [
+            iter(build_loader(datasets.train, start, 8 // ranks, rank, ranks)) for rank in range(ranks)
+        ]
+        return [[row for loader in loaders for row in next(loader).tokens.tolist()] for _ in range(12)]
+
+    assert steps(1) == steps(2) == steps(4)
+    longer = laid_out(
+        tmp_path, f"{words} --dataloader-type {kind} --train-iters 60", TrainState(ordered_for=[240])
+    )
+    assert tokens(longer, 240) == tokens(datasets, 240)
+    assert sum(datasets.drawn(start, 200).values()) == 160
+
+
+def test_files_of_each_split(tmp_path: Path) -> None:
+    write_corpora(tmp_path)
+    a, b = tmp_path / "a", tmp_path / "b"
+    datasets = laid_out(tmp_path, f"--train-data-path {a} --valid-data-path 7 {b}")
+    assert datasets.names == (str(a),) and datasets.valid is not None
+    # The first corpus has the tokens below 30, the second those above.
+    assert max(max(row) for row in tokens(datasets, 48)) < 30
+    assert min(datasets.valid[i]["tokens"].min() for i in range(8)) >= 30
+    assert laid_out(tmp_path, f"--train-data-path {a}").valid is None
+
+
+@distributed(world=2)
+def test_one_rank_of_a_machine_builds_for_all(tmp_path: Path) -> None:
+    """Both ranks train on what one process trains on; only the first of the machine writes files."""
+    rank = dist.get_rank()
+    world = connect(Grid(data=2), rank, rank, torch.device("cpu"))
+    if rank == 0:
+        write_corpora(tmp_path)
+        run(tmp_path / "one", _words(tmp_path))
+    dist.barrier()
+    written: list[Path] = []
+    original = cache_module.write_arrays
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            cache_module, "write_arrays", lambda path, a: (written.append(path), original(path, a))
+        )
+        run(tmp_path / "two", f"{_words(tmp_path)} --data-cache-path {tmp_path / 'cache'}", world, 2)
+    # Two corpora for training, two for validation, and the order of each blend.
+    assert len(written) == (6 if rank == 0 else 0)
+    assert len(list((tmp_path / "cache").iterdir())) == 6
+    if rank == 0:
+        assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def _words(folder: Path) -> str:
+    return f"--data-path 2 {folder / 'a'} 1 {folder / 'b'} --split 8,2"
