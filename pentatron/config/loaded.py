@@ -9,6 +9,7 @@ from pentatron.config.moe_layers import moe_layers
 from pentatron.config.notices import IDLE
 from pentatron.config.resolve import foreseen
 from pentatron.config.run import table
+from pentatron.config.windows import window_of
 
 # They are among the settings of the architecture but leave no trace in weights: a run chooses them anew.
 FREE = frozenset(
@@ -47,6 +48,9 @@ _FOLLOW = frozenset(
     }
 )
 _POSITIONS = "max_position_embeddings"
+# Each of these says something only with the other.
+_WINDOWS = ("window_size", "window_attn_skip_freq")
+_MSCALES = ("yarn_mscale", "yarn_mscale_all_dim")
 # Names a function to be run, so it is never taken from a file: only the user can give it.
 _CODE = "spec"
 
@@ -78,6 +82,12 @@ def _differ(name: str, loaded: Mapping[str, Any], values: Mapping[str, Any]) -> 
     if name == "ffn_hidden_size" and loaded["num_experts"] and all(_layers(loaded)):
         # Every layer has experts, which have a width of their own.
         return False
+    if name in _WINDOWS:
+        # Not whether they act at this length of sequences: the model is saved with them, and may go on with longer ones.
+        return _windows(loaded) != _windows({**loaded, **{n: values[n] for n in _WINDOWS}})
+    if name in _MSCALES:
+        either = ({**values, **loaded}, {**values, **loaded, **{n: values[n] for n in _MSCALES}})
+        return not all(_is_idle(name, one) for one in either)
     both = [{**values, **loaded, name: value} for value in (before, now)]
     return not any(_is_idle(name, one) for one in both)
 
@@ -87,6 +97,15 @@ def _layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
         return moe_layers(values["moe_layer_freq"], values["num_layers"])
     except ValueError:
         return (False,)
+
+
+def _windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Of every layer; what cannot be read is like nothing else, and complained of elsewhere."""
+    window, skip, count = (values[name] for name in (*_WINDOWS, "num_layers"))
+    try:
+        return tuple(window_of(window, skip, count, number) for number in range(1, count + 1))
+    except ValueError:
+        return ()
 
 
 def _is_idle(name: str, values: Mapping[str, Any]) -> bool:

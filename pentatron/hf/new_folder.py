@@ -21,34 +21,28 @@ def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
         raise UserError(
             f"{wanted} exists already and nothing is overwritten; name a new folder, or remove it"
         )
-    made: list[Path] = []
+    temporary = final.parent / f".{final.name}.{secrets.token_hex(4)}"
+    parents = [folder for folder in final.parents if not folder.exists()]
     try:
-        made = _make_parents(final)
+        final.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(final)
         _require_space(final, needs_bytes)
-        with _locked(final.parent / f".{final.name}.{secrets.token_hex(4)}") as temporary:
-            made.append(temporary)
+        with _locked(temporary):
             yield temporary
             sync_folder(temporary)
             temporary.rename(final)
             sync_folder(final.parent)
     except BaseException as error:
-        for folder in reversed(made):
-            # A parent stays if somebody else has begun to use it.
-            shutil.rmtree(folder, ignore_errors=True) if folder == made[-1] else _remove_if_empty(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        for folder in parents:
+            # It stays if somebody else has begun to use it.
+            _remove_if_empty(folder)
         if isinstance(error, OSError):
             reason = f"{error.filename or wanted}: {error.strerror or error}"
             raise UserError(
                 f"{wanted} could not be written ({reason}; {_free(final) / 2**20:,.0f} MiB free); nothing was left behind"
             ) from None
         raise
-
-
-def _make_parents(final: Path) -> list[Path]:
-    """The folders above that were missing, from the top down."""
-    missing = [folder for folder in final.parents if not folder.exists()]
-    final.parent.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -72,13 +66,13 @@ def _free(path: Path) -> int:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
+def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder and holds it. The kernel lets go of it with the process, which tells leftovers from work."""
     folder.mkdir()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _lock(descriptor)
-        yield folder
+        yield
     finally:
         os.close(descriptor)
 

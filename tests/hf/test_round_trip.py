@@ -266,6 +266,19 @@ def test_leftovers_of_the_killed_are_removed_and_work_of_others_is_not(tmp_path:
     assert names(tmp_path) == [foreign.name, "ours"]
 
 
+def test_a_parent_that_others_use_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbour, usage = tmp_path / "new" / "neighbour", shutil.disk_usage(tmp_path)
+
+    def asked(path: Path) -> object:
+        neighbour.mkdir(parents=True, exist_ok=True)
+        return usage
+
+    monkeypatch.setattr(shutil, "disk_usage", asked)
+    with pytest.raises(UserError, match="would take"), new_folder(tmp_path / "new" / "ours", 10**18):
+        pass
+    assert neighbour.is_dir()
+
+
 # --- what can be exported ---
 
 

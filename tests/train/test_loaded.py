@@ -24,7 +24,9 @@ from pentatron.cli.main import main
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.loaded import architecture, differences
 from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.run import table
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, region
 from pentatron.parallel.world import connect, single_process
@@ -190,6 +192,25 @@ def test_words_that_say_the_same_are_no_contradiction(models: dict[str, Path], t
     assert prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 {same}").config.model.num_layers == 2
     every = "--moe-layer-freq [1]*2 --ffn-hidden-size 99"
     prepared(tmp_path, f"--load {models['qwen3_moe']} --train-iters 2 {every}")
+
+
+def test_windows_and_factors_of_another_model_are_a_contradiction() -> None:
+    """Also where a window covers the sequences of this run: what the run saves would be another model."""
+    base = {name: item.default for name, item in table().items()} | {"position_embedding_type": "rope"}
+    base |= {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "seq_length": 2048}
+
+    def found(loaded: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        return differences(architecture(base | loaded), base | now)
+
+    narrow, wide = {"window_size": (1023, 0)}, {"window_size": (4095, 0)}
+    for loaded, now in ((wide, narrow), (narrow, wide), (wide, {}), ({}, wide)):
+        assert found(loaded, now) == ["window_size"]
+    assert found(narrow, {**narrow, "window_attn_skip_freq": "2"}) == ["window_attn_skip_freq"]
+    everything = {"window_size": (-1, 0), "window_attn_skip_freq": "2"}
+    assert found({}, everything) == found(narrow, {**narrow, "window_attn_skip_freq": "[1]*4"}) == []
+    scales = {"yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.5}
+    assert found(scales, {**scales, "yarn_mscale": 0.0}) == ["yarn_mscale"]
+    assert found({}, scales) == list(scales) and found({}, {"yarn_mscale": 0.7}) == []
 
 
 def test_a_folder_that_holds_nothing_is_refused(tmp_path: Path) -> None:
