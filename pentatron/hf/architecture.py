@@ -32,8 +32,8 @@ _BIASES = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
 def model_type_of(config: Mapping[str, Any]) -> str:
     """The family a config.json names; refuses one that is not known here."""
     found = config.get("model_type")
-    if found in FAMILIES:
-        return str(found)
+    if isinstance(found, str) and found in FAMILIES:
+        return found
     known = ", ".join(FAMILIES)
     if found is None:
         raise UserError(f"config.json has no model_type; write which it is: {known}")
@@ -101,7 +101,7 @@ def config_of(
     Keys of `original` that change nothing (tokens, names) are kept.
     """
     wanted = _said_by(model, moe)
-    first = [original["model_type"]] if original and original.get("model_type") in FAMILIES else []
+    first = [name for name in FAMILIES if original and name == original.get("model_type")]
     differences: dict[str, list[str]] = {}
     for model_type in dict.fromkeys([*first, *FAMILIES]):
         config = _written(model_type, FAMILIES[model_type], wanted)

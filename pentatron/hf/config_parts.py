@@ -126,17 +126,17 @@ class Rotary:
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         older, newer = config.get("rope_scaling", dict), config.get("rope_parameters", dict)
-        for name in (older or {}).keys() & (newer or {}).keys():
-            if older[name] != newer[name]:
-                raise Problem(
-                    f"config.json has {name} {older[name]!r} in rope_scaling and {newer[name]!r} in rope_parameters; make them equal"
-                )
         key = "rope_scaling" if older else "rope_parameters"
         rope = ConfigReader(older or newer or {}, f"{key} in config.json")
         within, beside = rope.get("rope_theta", float), config.get("rope_theta", float)
         if within is not None and beside is not None and within != beside:
             raise Problem(f"config.json has rope_theta {beside!r} and {within!r} in {key}; make them equal")
-        settings["rotary_base"] = within or beside or self.theta
+        base = next(theta for theta in (within, beside, self.theta) if theta is not None)
+        if base == 0:
+            raise Problem("config.json has rope_theta 0, but it must be more than 0")
+        settings["rotary_base"] = base
+        if older and newer:
+            self._agree(older, newer, base)
         rope.require("partial_rotary_factor", (1.0,))
         kind = rope.one_of(("rope_type", "type"), str, "default")
         if kind != "default":
@@ -149,6 +149,16 @@ class Rotary:
             raise Problem(f"{rope.where} has a factor but no rope_type; write which kind of scaling it is")
         for name, value in rope.unread().items():
             raise Problem(f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}")
+
+    def _agree(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
+        """As in transformers, the older one counts alone, so the newer one must not say more."""
+        kind = older.get("rope_type", older.get("type"))
+        known = {**older, "rope_type": kind, "type": kind, "rope_theta": base}
+        for name, value in newer.items():
+            if value != known.get(name):
+                raise Problem(
+                    f"config.json has {name} {known.get(name)!r} in rope_scaling and {value!r} in rope_parameters; make them equal"
+                )
 
     def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
         required, keys = SCALINGS[kind]

@@ -90,7 +90,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is not JSON ({error}); it is damaged: download or save the model again"
         ) from None

@@ -167,6 +167,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 4.0}},
         "factor 2.0 in rope_scaling and 4.0 in rope_parameters",
     ),
+    "two kinds of scaling": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        "rope_type 'linear' in rope_scaling and 'default' in rope_parameters",
+    ),
+    "a base beside another scaling": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
+        "rope_theta 10000.0 in rope_scaling and 500000.0 in rope_parameters",
+    ),
+    "no base": ("llama", {"rope_theta": 0}, "rope_theta 0, but it must be more than 0"),
     "partly rotated": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "not a number": ("llama", {"hidden_size": "4096"}, "hidden_size '4096', but it must be a whole number"),
     "true is no number": ("llama", {"hidden_size": True}, "hidden_size True, but it must be a whole number"),
@@ -217,6 +228,7 @@ def test_all_problems_come_at_once() -> None:
         ({}, "no model_type"),
         ({"model_type": "qwen_2"}, "did you mean qwen2?"),
         ({"model_type": "bert"}, "known here are gpt2"),
+        ({"model_type": ["llama"]}, "known here are gpt2"),
     ],
 )
 def test_unknown_families_are_refused_with_those_that_are_known(

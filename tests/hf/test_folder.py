@@ -82,6 +82,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "is not a folder"),
     "no config": (lambda f: (f / CONFIG).unlink(), "no config.json"),
     "config is no JSON": (lambda f: (f / CONFIG).write_text("{"), "is not JSON"),
+    "config has an endless number": (lambda f: (f / CONFIG).write_text("9" * 5000), "is not JSON"),
     "config is a list": (lambda f: (f / CONFIG).write_text("[]"), "not a JSON object"),
     "no weights": (no_weights, "neither model.safetensors nor"),
     "pickle": (only_pickled, "pytorch_model.bin alone.*save_pretrained"),
