@@ -94,10 +94,10 @@ def _no_order(draft: Draft, facts: Facts) -> str:
 
 
 def _always_cyclic(draft: Draft, facts: Facts) -> str:
-    cyclic = draft["dataloader_type"] == "cyclic"
-    return (
-        "synthetic samples are always shuffled anew in every epoch" if cyclic and draft.is_synthetic else ""
-    )
+    if draft["dataloader_type"] != "cyclic" or not (draft.is_synthetic or draft["sft"]):
+        return ""
+    what = "conversations" if draft["sft"] else "synthetic samples"
+    return f"{what} are always shuffled anew in every epoch"
 
 
 def _no_weights(draft: Draft, facts: Facts) -> str:

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from pentatron.config.draft import Draft, Facts
+from pentatron.config.sft_rules import documents_of_conversations
 
 
 def _no_documents(draft: Draft, facts: Facts) -> str:
     if draft["corpus"] or draft["data_path"] or draft["mock_data"]:
-        return ""
+        return documents_of_conversations(draft)
     return "synthetic samples are one document each, so this changes nothing"
 
 

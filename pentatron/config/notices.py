@@ -7,6 +7,7 @@ from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.run import table
+from pentatron.config.sft_rules import IDLE_OF_SFT
 from pentatron.layout.schedules import takes_groups
 
 # Why a setting has nothing to act on, or nothing at all where it acts.
@@ -292,6 +293,7 @@ IDLE: dict[str, Reason] = {
     "cp_comm_type": _whole_sequences,
     **IDLE_OF_THE_MODEL,
     **IDLE_OF_DOCUMENTS,
+    **IDLE_OF_SFT,
     "make_vocab_size_divisible_by": _padding_is_given,
     **IDLE_OF_DATA,
     "min_lr": _no_decay,

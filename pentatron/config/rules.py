@@ -13,6 +13,7 @@ from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.run import table
+from pentatron.config.sft_rules import SFT_RULES
 from pentatron.config.zero_rules import ZERO_RULES
 from pentatron.layout.divisors import divisors, either
 
@@ -134,7 +135,7 @@ def _data(v: Values, facts: Facts) -> str | None:
 
 def _blend(v: Values, facts: Facts) -> str | None:
     for name in NAMED:
-        if v[name]:
+        if v[name] and not v["sft"]:
             try:
                 Blend.parse(v[name], table()[name].flag)
             except UserError as error:
@@ -190,6 +191,7 @@ RULES: tuple[Rule, ...] = (
     *MOE_RULES,
     *ZERO_RULES,
     *POSITION_RULES,
+    *SFT_RULES,
     _meeting_point,
     _groups,
     _grouping,

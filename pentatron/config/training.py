@@ -64,7 +64,21 @@ class DataConfig:
         not_yet="a loader of your own",
         available=("single", "cyclic"),
     )
-    sft: bool = setting(False, "supervised fine-tuning on conversations", not_yet="supervised fine-tuning")
+    sft: bool = setting(False, "fine-tune on the answers of conversations (--data-path FILE.jsonl)")
+    sft_packing: bool = setting(False, "put several conversations into a sequence, each seeing itself alone")
+    sft_tokenizer_prompt_format: str = setting(
+        "default",
+        "how conversations are written: by the chat template, or texts as they are (identity)",
+        choices=("default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"),
+        not_yet="prompt formats by name (--chat-template FILE takes any template)",
+        available=("default", "identity"),
+    )
+    chat_template: str | None = setting(
+        None, "file with a Jinja template to use instead of that of the tokenizer's folder"
+    )
+    sft_date: str = setting(
+        "2024-07-26", "the day a chat template is told that asks for today, the same in every run"
+    )
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def prepare_python_corpus(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     report = progress or (lambda stage, done, total: None)
-    with _only_one(folder):
+    with only_one(folder):
         sources = _read_sources(max_bytes, report)
         recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
         identity = {**recipe, "sources_sha256": sources.fingerprint}
@@ -200,7 +200,7 @@ def _is_generated(path: Path) -> bool:
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path) -> Iterator[None]:
     """A second preparation of the same folder waits for the first, and then finds its result."""
     with (folder / ".lock").open("w") as file:
         # Closing the file gives the lock back, also when the process is killed.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pentatron.config.errors import UserError
+from pentatron.data.plain_tokenizers import BYTE_VALUES, ByteTokenizer, NullTokenizer
 from pentatron.data.sidecar import TokenizerIdentity
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 # Looked for, in this order, where the folder of a tokenizer does not say which token ends a document.
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
-BYTE_VALUES = 256
 TOKENIZER_TYPES = (
     *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer"),
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
@@ -92,6 +92,11 @@ class _LibraryTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and for each the characters it stands for."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
 
     def encode_as_configured(self, text: str) -> list[int]:
         """Ids of the text with whatever the file itself puts around it, such as an id that begins every text."""
@@ -214,61 +219,6 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode(list(ids))
         return text
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as ids, and one more id for the end of a document: works on any text without a file."""
-
-    kind = "ByteTokenizer"
-    vocab_size = BYTE_VALUES + 1
-    eod = BYTE_VALUES
-
-    def vocabulary(self) -> dict[str, int]:
-        return {}
-
-    def probe(self) -> list[int]:
-        return []
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token for token in ids if token != self.eod).decode(errors="replace")
-
-
-class NullTokenizer:
-    """Text that already is ids, as numbers between spaces; the end of a document is one id more than asked for."""
-
-    kind = "NullTokenizer"
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size + 1
-        self.eod = vocab_size
-
-    def vocabulary(self) -> dict[str, int]:
-        return {}
-
-    def probe(self) -> list[int]:
-        return []
-
-    def encode(self, text: str) -> list[int]:
-        words = text.split()
-        wrong = next((word for word in words if not (word.isdecimal() and int(word) < self.vocab_size)), None)
-        if wrong is not None:
-            raise UserError(
-                f"NullTokenizer reads numbers below {self.vocab_size}, found '{wrong[:40]}'; "
-                "choose another --tokenizer-type for text."
-            )
-        return [int(word) for word in words]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(str(token) for token in ids)
 
 
 @dataclass(frozen=True)

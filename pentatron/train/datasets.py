@@ -30,6 +30,7 @@ from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.train.sft import build_conversations
 from pentatron.train.state import TrainState
 
 # As Megatron splits its mock data, whatever --split says.
@@ -83,6 +84,8 @@ class OpenedData:
 
 def open_data(config: RunConfig, world: World, data_folder: Path, display: Display) -> OpenedData:
     data = config.data
+    if data.sft:
+        return _open_conversations(config, world, data_folder, display)
     if data.corpus is not None:
         prepared = _prepare_corpus(config, world, data_folder, display)
         tokenizer = FileTokenizer(prepared.tokenizer_path)
@@ -216,6 +219,20 @@ def _laid_out(
         return train, None
     # Always the same samples, however long the run is: losses of several validations can then be compared.
     return train, build_blend(members[1], weights[1], [valid_samples], recipe)
+
+
+def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
+    tokenizer = configured_tokenizer(config.data, config.model.vocab_size)
+    assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
+    cache = config.data.data_cache_path
+    place = folder if cache is None else Path(cache)
+    (train, valid, _), fingerprint = build_conversations(config, tokenizer, world, place, display)
+    assert train is not None, "conversations to train on are there, or refused"
+    validated = valid if wanted_samples(config)[1] else None
+    names = config.data.data_path
+    return OpenedData(
+        lambda _, __: (train, validated), tokenizer, names, fingerprint, depends_on_length=False
+    )
 
 
 def _open_mock(config: RunConfig) -> OpenedData:

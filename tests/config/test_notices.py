@@ -10,6 +10,7 @@ from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.notices import IDLE
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import table
+from pentatron.config.sft_rules import IDLE_OF_SFT
 from tests.config.builders import LEAST, about, notices, other_value
 
 ONE = Facts(1)
@@ -314,7 +315,9 @@ def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts
 
 def test_every_idle_reason_has_a_case() -> None:
     """Those of the model are in test_model_settings.py."""
-    elsewhere = {n for n, s in table().items() if s.section == "moe"} | set(IDLE_OF_THE_MODEL)
+    elsewhere = (
+        {n for n, s in table().items() if s.section == "moe"} | set(IDLE_OF_THE_MODEL) | set(IDLE_OF_SFT)
+    )
     assert set(IDLE) - elsewhere == {case[0] for case in CASES} - elsewhere
 
 

@@ -9,6 +9,7 @@ from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.rules import RULES, problems_of
 from pentatron.config.run import table
+from pentatron.config.sft_rules import SFT_RULES
 from tests.config.builders import not_built, problems, resolved
 
 ONE = Facts(1)
@@ -270,8 +271,8 @@ def test_what_is_missing(rule: str, least: str, sentence: str, help: str) -> Non
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py."""
-    elsewhere = {rule.__name__ for rule in (*MOE_RULES, *POSITION_RULES)}
+    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py, about chats in train/test_sft.py."""
+    elsewhere = {rule.__name__ for rule in (*MOE_RULES, *POSITION_RULES, *SFT_RULES)}
     named = {case[0] for case in CASES} | {case[0] for case in MISSING}
     assert named == {rule.__name__ for rule in RULES} - elsewhere
 

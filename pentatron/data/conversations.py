@@ -1,0 +1,249 @@
+"""Conversations to learn from: lines of JSON in, tokens out, with a mark on those that the model is to say."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from pentatron.config.errors import UserError
+from pentatron.data.chat_template import ChatTemplate, Message, Span
+from pentatron.data.inputs import JSON_LINES, is_json, read_chunks
+from pentatron.data.tokenizer import Tokenizer
+
+CHUNK_BYTES = 1 << 20
+ASSISTANT = "assistant"
+FORMS = '{"messages": [{"role": ..., "content": ...}]}, {"input": ..., "output": ...} or {"prompt": ..., "completion": ...}'
+# Parts of a question in other layouts of data: leaving them out in silence would change what is asked.
+PARTS_OF_A_QUESTION = ("instruction", "history", "context")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`learned` are the messages whose words the model is to say; `plain`: the texts follow each other as they are."""
+
+    messages: tuple[Message, ...]
+    learned: tuple[int, ...]
+    tools: Any = None
+    plain: bool = False
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A text, the parts of it to learn, and whether a token that ends a document comes after it."""
+
+    text: str
+    learned: tuple[Span, ...]
+    ends_document: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    ids: list[int]
+    learned: npt.NDArray[np.bool_]
+
+
+@runtime_checkable
+class _Locating(Protocol):
+    """A tokenizer that tells which characters each token stands for."""
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[Span]]: ...
+
+
+class Writer:
+    """Conversations as tokens. Without a template, texts follow each other as they are and a document ends behind them."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer, self.template = tokenizer, template
+
+    def encode(self, conversation: Conversation) -> list[Tokens]:
+        """One sample, or one for each answer where the template writes an earlier answer differently once others follow."""
+        if conversation.plain or self.template is None:
+            texts = [_laid_end_to_end(conversation)]
+        else:
+            texts = apply_template(self.template, conversation)
+        return [self._tokens(text) for text in texts]
+
+    def _tokens(self, text: MarkedText) -> Tokens:
+        try:
+            text.text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"holds half a surrogate pair, which is no character ({error.reason})") from None
+        ids, learned = encode_marked(self.tokenizer, text.text, text.learned)
+        if text.ends_document:
+            ends_answer = bool(text.learned) and text.learned[-1][1] == len(text.text)
+            ids, learned = [*ids, self.tokenizer.eod], np.append(learned, ends_answer)
+        if not learned[1:].any():
+            raise UserError("has no answer to learn from")
+        return Tokens(ids, learned)
+
+
+def apply_template(template: ChatTemplate, conversation: Conversation) -> list[MarkedText]:
+    """The answers are what the template marks, or what it adds to the text that asks for them."""
+    messages, tools = conversation.messages, conversation.tools
+    whole = template.render(messages, tools)
+    if whole.generated is not None:
+        wanted = conversation.learned == tuple(answers_of(messages))
+        if not wanted:
+            raise UserError("leaves out answers, which a template with {% generation %} marks cannot do")
+        return [MarkedText(whole.text, whole.generated)]
+    spans: list[tuple[str, Span]] = []
+    for place in conversation.learned:
+        before = template.render(messages[:place], tools, answer_follows=True).text
+        after = template.render(messages[: place + 1], tools).text
+        if not after.startswith(before):
+            raise UserError(
+                f"cannot be cut into question and answer: {template.origin} writes the text before message {place + 1} differently "
+                "once the answer is there; put {% generation %} marks around answers in a copy of it and name that with --chat-template FILE"
+            )
+        spans.append((after, (len(before), len(after))))
+    if all(whole.text.startswith(text) for text, _ in spans):
+        return [MarkedText(whole.text, tuple(span for _, span in spans))]
+    # Each answer is learned after the text that will stand before it when the model is asked.
+    return [MarkedText(text, (span,)) for text, span in spans]
+
+
+def _laid_end_to_end(conversation: Conversation) -> MarkedText:
+    text, spans = "", []
+    for place, message in enumerate(conversation.messages):
+        content = message["content"]
+        if not isinstance(content, str):
+            raise UserError(f"message {place + 1} has no plain text; only a chat template can write it")
+        if place in conversation.learned:
+            spans.append((len(text), len(text) + len(content)))
+        text += content
+    return MarkedText(text, tuple(spans), ends_document=True)
+
+
+def encode_marked(
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span]
+) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    """The tokens of a whole text, and which of them have a character in a span."""
+    if isinstance(tokenizer, _Locating):
+        ids, places = tokenizer.encode_with_places(text)
+        inside = np.zeros(len(text) + 1, np.int64)
+        for begin, end in spans:
+            inside[begin + 1 : end + 1] = 1
+        before = np.cumsum(inside)
+        begins, ends = np.array(places, np.int64).reshape(-1, 2).T
+        # A space may be cut from the front of a token until nothing is left of it.
+        begins = np.where(begins < ends, begins, np.maximum(ends - 1, 0))
+        return ids, before[ends] > before[begins]
+    ids = tokenizer.encode(text)
+    if len(spans) != 1 or spans[0][1] != len(text):
+        raise UserError(
+            f"{tokenizer.kind} does not tell where its tokens stand in a text, so answers cannot be told from questions; "
+            "use a tokenizer.json"
+        )
+    question = tokenizer.encode(text[: spans[0][0]])
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, question)))
+    return ids, np.arange(len(ids)) >= same
+
+
+def answers_of(messages: Sequence[Message]) -> list[int]:
+    return [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+
+
+def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
+    """Every line of a file of JSON lines: its number, its conversation, and the bytes of the file read up to it."""
+    if not path.is_file():
+        raise UserError(
+            f"there is no file {path}; with --sft, --data-path takes one file of JSON lines: {FORMS}"
+        )
+    if not is_json(path):
+        raise UserError(f"{path} is plain text, and --sft reads JSON lines: {FORMS}")
+    for chunk in read_chunks([path], JSON_LINES, CHUNK_BYTES):
+        for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
+            if line.strip():
+                with at_line(path, number):
+                    found = parse_conversation(line)
+                yield number, found, chunk.read
+
+
+@contextmanager
+def at_line(path: Path, number: int) -> Iterator[None]:
+    """Says in which line a mistake was found."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"Line {number} of {path} {str(error).rstrip('.')}.") from None
+
+
+def parse_conversation(line: bytes | str) -> Conversation:
+    """One line, in any of the layouts; what could be lost in silence is refused."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"is not an object; it should be {FORMS}")
+    layouts = [name for name in ("messages", "output", "completion") if name in found]
+    if len(layouts) != 1:
+        raise UserError(
+            f"has {' and '.join(layouts)}, which are different layouts; keep one"
+            if layouts
+            else f"has the keys {', '.join(map(str, found)) or 'none'}; it should be {FORMS}"
+        )
+    if layouts == ["messages"]:
+        return _chat(found["messages"], found.get("tools"))
+    if layouts == ["output"]:
+        return _input_and_output(found)
+    return _prompt_and_completion(found)
+
+
+def _chat(written: Any, tools: Any, before: int = 0) -> Conversation:
+    """With `before`, answers among that many first messages belong to the question."""
+    if not isinstance(written, list) or not written:
+        raise UserError("has messages that are not a list of at least one message")
+    for place, message in enumerate(written, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f'has no role in message {place}; each is {{"role": ..., "content": ...}}')
+        content = message.get("content")
+        calls = content is None and "tool_calls" in message
+        if not (isinstance(content, str | list) or calls):
+            raise UserError(f"has no content in message {place} ({message['role']})")
+    answers = [place for place in answers_of(written) if place >= before]
+    learned = [place for place in answers if _weight(written[place], place) != 0]
+    if not learned:
+        raise UserError(f"has no answer to learn from: no message has the role {ASSISTANT}")
+    return Conversation(tuple(written), tuple(learned), tools)
+
+
+def _weight(message: Message, place: int) -> int:
+    """Some layouts say 0 for answers that are there to be read only."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise UserError(f"has the weight {weight} in message {place + 1}; it can be 0 or 1")
+    return int(weight)
+
+
+def _input_and_output(found: Mapping[str, Any]) -> Conversation:
+    other = [name for name in PARTS_OF_A_QUESTION if found.get(name)]
+    if other:
+        raise UserError(
+            f"has {other[0]} beside input and output, and how they make one question is not said; write them as messages"
+        )
+    texts = [("system", found["system"])] if found.get("system") is not None else []
+    texts += [("user", found.get("input")), (ASSISTANT, found["output"])]
+    for role, text in texts:
+        if not isinstance(text, str):
+            name = {"user": "input", ASSISTANT: "output"}.get(role, role)
+            raise UserError(f"has no text as {name}")
+    messages = tuple({"role": role, "content": text} for role, text in texts)
+    return Conversation(messages, (len(messages) - 1,))
+
+
+def _prompt_and_completion(found: Mapping[str, Any]) -> Conversation:
+    """Texts stay as they are; lists of messages are one conversation whose end is learned."""
+    prompt, completion = found.get("prompt"), found["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _chat([*prompt, *completion], found.get("tools"), before=len(prompt))
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise UserError("has prompt and completion that are not both texts or both lists of messages")
+    messages = ({"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion})
+    return Conversation(messages, (1,), plain=True)

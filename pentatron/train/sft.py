@@ -1,0 +1,147 @@
+"""The conversations that a configuration with `--sft` asks for."""
+
+import datetime
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pentatron.config.errors import UserError
+from pentatron.config.run import RunConfig
+from pentatron.config.training import DataConfig
+from pentatron.data.corpus import only_one
+from pentatron.data.epochs import EpochShuffle
+from pentatron.data.indexed import IndexedDataset, pair_paths
+from pentatron.data.sampling import parse_split, split_ranges
+from pentatron.data.tokenizer import Tokenizer, identify
+from pentatron.monitor.display import Display
+from pentatron.parallel.collectives import on_some_ranks
+from pentatron.parallel.world import World
+
+if TYPE_CHECKING:
+    from pentatron.data.chat_template import ChatTemplate
+    from pentatron.data.sft import SFTDataset
+
+# Raise this when conversations become other tokens, so that those tokenized before are tokenized again.
+RECIPE = 1
+IDENTITY = "identity"
+
+
+def build_conversations(
+    config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
+) -> tuple[tuple[EpochShuffle | None, ...], str]:
+    """Training, validation and test conversations, each endless, and a fingerprint of what they are made of."""
+    from pentatron.data.conversations import Writer
+    from pentatron.data.sft import SFTDataset, write_conversations
+
+    data = config.data
+    path = Path(data.data_path[0])
+    template = find_template(data, tokenizer)
+    recipe = [RECIPE, asdict(identify(tokenizer)), None]
+    if template is not None:
+        recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
+    what = hashlib.sha256(repr(recipe).encode())
+    what.update(_content(path).encode())
+    prefix = folder / f"sft-{what.hexdigest()[:16]}"
+
+    def prepare() -> bool:
+        folder.mkdir(parents=True, exist_ok=True)
+        with only_one(folder):
+            if not all(file.exists() for file in pair_paths(prefix)):
+                writer = Writer(tokenizer, template)
+                write_conversations(
+                    path, prefix, writer, lambda done, total: display.work("tokenize", done, total)
+                )
+        return True
+
+    on_some_ranks(world.local_rank == 0, prepare, world.everyone)
+    source = IndexedDataset(prefix, config.model.vocab_size)
+    conversations = len(source.document_indices) - 1
+    datasets: list[EpochShuffle | None] = []
+    for name, part in zip(
+        ("training", "validation", "test"), split_ranges(parse_split(data.split), conversations)
+    ):
+        rows = SFTDataset(source, part or range(0), config.model.seq_length, data.sft_packing)
+        if len(rows) == 0:
+            if name == "training":
+                raise UserError(_nothing_left(path, data.split, part or range(0), rows))
+            if name == "validation" and part is not None and config.train.eval_interval:
+                display.say(
+                    f"note: --split {data.split} leaves no conversation of {conversations} to validate with"
+                )
+            datasets.append(None)
+            continue
+        if part is not None and name != "test":
+            display.say(_report(name, rows, len(part), data.sft_packing))
+        datasets.append(EpochShuffle(rows, config.run.seed))
+    return tuple(datasets), f"sft {what.hexdigest()} {'packed' if data.sft_packing else 'padded'}"
+
+
+def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | None":
+    """The template to write conversations with; None if their texts are to follow each other as they are."""
+    if data.sft_tokenizer_prompt_format == IDENTITY:
+        return None
+    try:
+        from pentatron.data.chat_template import (
+            ChatTemplate,
+            find_chat_template,
+            read_template,
+            special_tokens,
+        )
+    except ImportError as error:
+        raise UserError("Chat templates need the package jinja2; run: pip install jinja2") from error
+    folder = getattr(tokenizer, "path", None)
+    folder = None if folder is None else Path(folder).parent
+    if data.chat_template is not None:
+        file = Path(data.chat_template)
+        found: tuple[str, Path] | None = read_template(file), file
+    else:
+        found = None if folder is None else find_chat_template(folder)
+    if found is None:
+        where = "the tokenizer has no folder" if folder is None else f"{folder} has no chat template"
+        raise UserError(
+            f"{where}, which would say how a conversation becomes a text; name one with --chat-template FILE, or let texts follow each "
+            f"other as they are with --sft-tokenizer-prompt-format {IDENTITY}"
+        )
+    words = {} if folder is None else special_tokens(folder)
+    day = datetime.date.fromisoformat(data.sft_date)
+    return ChatTemplate(found[0], words, day, f"the chat template of {found[1]}").check()
+
+
+def _report(name: str, rows: "SFTDataset", conversations: int, packed: bool) -> str:
+    cut, length = rows.shortened, rows.sequence_length
+    answers = len(rows.samples) + cut.without_answer
+    several = (
+        f" (as {answers} samples, one for each answer, where the template changes earlier ones)"
+        if answers > conversations
+        else ""
+    )
+    form = "packed into" if packed else "padded to"
+    text = (
+        f"{name}: {conversations} conversations{several} {form} {len(rows)} sequences of {length} tokens, "
+        f"{rows.filled / (len(rows) * length):.0%} filled"
+    )
+    if not cut.samples:
+        return text
+    without = (
+        f", and {cut.without_answer} of them are left out because no answer was left"
+        if cut.without_answer
+        else ""
+    )
+    return f"{text}; {cut.samples} are longer and were cut at their end (the longest has {cut.longest} tokens){without}"
+
+
+def _nothing_left(path: Path, split: str, part: range, rows: "SFTDataset") -> str:
+    if not len(part):
+        return f"--split {split} leaves no conversation of {path} to train on; give it a larger share"
+    return (
+        f"No conversation of {path} has an answer within {rows.sequence_length} tokens; raise --seq-length "
+        f"(the longest has {rows.shortened.longest} tokens)"
+    )
+
+
+def _content(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,238 @@
+"""Fine-tuning on conversations: packed and padded are the same training, and what does not fit is told."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pentatron.config.draft import Facts
+from pentatron.config.entry import TRAIN
+from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.data.boundaries import DOCUMENT_STARTS
+from pentatron.data.index_cache import IndexCache
+from pentatron.data.loader import build_loader, collate
+from pentatron.data.plain_tokenizers import ByteTokenizer
+from pentatron.data.sft import pack
+from pentatron.monitor.display import Silent
+from pentatron.parallel.world import single_process
+from pentatron.train.datasets import Datasets, OpenedData, arrange, open_data
+from pentatron.train.parallel_model import build_parallel_model
+from pentatron.train.state import TrainState
+from pentatron.train.trial import reveal
+from tests.data.chats import CHATML, tokenizer_folder
+
+CPU = torch.device("cpu")
+LENGTH = 48
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --train-iters 4 --global-batch-size 2".split()
+)
+
+
+class Said(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def lines(count: int = 30) -> list[dict[str, Any]]:
+    return [{"input": "ask" * (i % 4 + 1), "output": f"say {i}" + "!" * (i * 7 % 11)} for i in range(count)]
+
+
+def write(path: Path, conversations: list[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in conversations), encoding="utf-8")
+    return path
+
+
+def resolved(path: Path, *words: str, length: int = LENGTH) -> Resolved:
+    bytes_as_they_are = ["--tokenizer-type", "ByteTokenizer", "--sft-tokenizer-prompt-format", "identity"]
+    tokenizer = [] if "--tokenizer-model" in words else [*bytes_as_they_are, "--vocab-size", "257"]
+    data = [
+        "--sft",
+        "--data-path",
+        str(path),
+        "--seq-length",
+        str(length),
+        "--split",
+        "1",
+        "--eval-iters",
+        "0",
+    ]
+    return resolve(gather([*MODEL, *data, *tokenizer, *words], TRAIN), Facts(1))
+
+
+def opened(
+    path: Path, folder: Path, *words: str, length: int = LENGTH, said: Said | None = None
+) -> OpenedData:
+    config = resolved(path, *words, length=length).config
+    return open_data(config, single_process(CPU), folder, said or Said())
+
+
+def build(path: Path, folder: Path, *words: str, length: int = LENGTH, said: Said | None = None) -> Datasets:
+    found, config = opened(path, folder, *words, length=length, said=said), resolved(path, *words).config
+    return arrange(found, config, single_process(CPU), TrainState(), folder, Said())
+
+
+def test_packed_and_padded_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", lines())
+    sums, gradients = [], []
+    for words in ([], ["--sft-packing"]):
+        datasets = build(path, tmp_path / "data", *words)
+        rows: Any = datasets.train
+        epoch = [rows.dataset[i] for i in range(len(rows.dataset))]
+        torch.manual_seed(0)
+        model = build_parallel_model(resolved(path, *words).config, single_process(CPU))
+        reveal(model)
+        (stage,) = model.stages.values()
+        total = torch.zeros(())
+        for first in range(0, len(epoch), 4):
+            batch = collate(epoch[first : first + 4])
+            losses = stage(batch.tokens, batch.position_ids, batch.labels, documents=batch.documents)
+            total = total + (losses * batch.loss_mask).sum()
+        if batch.documents is not None:
+            # The control: who sees the conversations before it answers otherwise.
+            mixed = stage(batch.tokens, batch.position_ids, batch.labels)
+            assert not torch.allclose(mixed, losses, atol=1e-3)
+        total.backward()
+        sums.append((len(epoch), sum(row["loss_mask"].sum() for row in epoch), total.item()))
+        gradients.append({name: p.grad.clone() for name, p in stage.named_parameters()})
+    (padded_rows, padded_labels, padded), (packed_rows, packed_labels, packed) = sums
+    assert packed_rows < padded_rows / 2 and packed_labels == padded_labels
+    assert packed == pytest.approx(padded, rel=1e-6)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_every_conversation_is_packed_once_with_its_own_positions(tmp_path: Path) -> None:
+    said = Said()
+    path = write(tmp_path / "chats.jsonl", lines())
+    rows: Any = build(path, tmp_path / "data", "--sft-packing", said=said).train
+    found: Counter[str] = Counter()
+    for i in range(len(rows.dataset)):
+        row = rows.dataset[i]
+        for begin, end in zip(row[DOCUMENT_STARTS], [*row[DOCUMENT_STARTS][1:], LENGTH]):
+            np.testing.assert_array_equal(row["position_ids"][begin:end], np.arange(end - begin))
+            part = slice(begin, end)
+            if not row["loss_mask"][part].any():
+                # Padding, which nobody recognises by its id.
+                assert end == LENGTH and not row["tokens"][part].any()
+                continue
+            np.testing.assert_array_equal(row["labels"][begin : end - 1], row["tokens"][begin + 1 : end])
+            answer = row["labels"][part][row["loss_mask"][part] == 1]
+            assert answer[-1] == ByteTokenizer.eod
+            found[bytes(answer[:-1].tolist()).decode()] += 1
+    assert found == Counter(line["output"] for line in lines())
+    (line,) = [line for line in said.lines if line.startswith("training")]
+    filled = 100 * sum(len(c["input"] + c["output"]) for c in lines()) / (len(rows.dataset) * LENGTH)
+    assert f"30 conversations packed into {len(rows.dataset)} sequences" in line and f"{filled:.0f}%" in line
+
+
+def test_the_order_does_not_depend_on_ranks_and_goes_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", lines(7))
+    rows: Any = build(path, tmp_path / "data").train
+
+    def read(consumed: int, micro: int, ranks: int, samples: int) -> list[list[int]]:
+        loaders = [iter(build_loader(rows, consumed, micro, rank, ranks)) for rank in range(ranks)]
+        batches = [next(loader).tokens for _ in range(samples // (micro * ranks)) for loader in loaders]
+        found: list[list[int]] = torch.cat(batches).tolist()
+        return found
+
+    whole = read(0, 2, 1, 16)
+    assert read(0, 1, 4, 16) == whole and read(8, 2, 2, 8) == whole[8:]
+    # Each epoch has every conversation, in another order.
+    assert sorted(whole[:7]) == sorted(whole[7:14]) and whole[:7] != whole[7:14]
+    other: Any = build(path, tmp_path / "data", "--seed", "7").train
+    assert [other[i]["tokens"].tolist() for i in range(7)] != whole[:7]
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    long = [{"input": "q" * 60, "output": "lost"}, {"input": "q" * 40, "output": "cut" * 9}]
+    path = write(tmp_path / "chats.jsonl", [*lines(3), *long])
+    said = Said()
+    for words in ([], ["--sft-packing"]):
+        rows: Any = build(path, tmp_path / "data", *words, said=said).train
+        cut = [r for r in map(rows.dataset.__getitem__, range(len(rows.dataset))) if ord("q") in r["tokens"]]
+        assert len(cut) == 1
+        assert bytes(cut[0]["labels"][cut[0]["loss_mask"] == 1].tolist()) == b"cutcutcut"
+        assert (
+            "2 are longer and were cut at their end (the longest has 68 tokens), and 1 of them are"
+            in said.lines[-1]
+        )
+    with pytest.raises(UserError, match=r"No conversation .* within 2 tokens; raise --seq-length"):
+        build(write(path, long), tmp_path / "data", length=2)
+
+
+def test_mistakes_name_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"input": "a", "output": "b"}\n\n{"input": "a"}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"Line 3 of .*chats.jsonl has the keys input"):
+        build(path, tmp_path / "data")
+    assert not list((tmp_path / "data").glob("sft-*"))
+    write(path, [{"input": "a", "output": "b"}, {"input": "\ud800", "output": "b"}])
+    with pytest.raises(UserError, match=r"Line 2 of .*chats.jsonl holds half a surrogate pair"):
+        build(path, tmp_path / "data")
+    folder = tokenizer_folder(tmp_path / "model", "{{ raise_exception('never') }}")
+    with pytest.raises(UserError, match=r"Line 1 of .* the chat template of .*jinja says: never"):
+        build(path, tmp_path / "data", "--tokenizer-model", str(folder), "--vocab-size", "400")
+    bare = tokenizer_folder(tmp_path / "bare", None)
+    with pytest.raises(UserError, match=r"has no chat template.*--chat-template FILE"):
+        build(path, tmp_path / "data", "--tokenizer-model", str(bare), "--vocab-size", "400")
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(UserError, match="holds no conversation"):
+        build(path, tmp_path / "data")
+    with pytest.raises(UserError, match="there is no file"):
+        build(tmp_path / "none.jsonl", tmp_path / "data")
+
+
+def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", lines(3))
+    folder = tokenizer_folder(tmp_path / "model", CHATML)
+    named = ["--tokenizer-model", str(folder), "--vocab-size", "400"]
+    other = tmp_path / "other.jinja"
+    other.write_text("{% for m in messages %}{{ m.content }}|{% endfor %}", encoding="utf-8")
+    own = opened(path, tmp_path / "data", *named)
+    changed = opened(path, tmp_path / "data", *named, "--chat-template", str(other))
+    again = opened(path, tmp_path / "elsewhere", *named)
+    texts = []
+    for found in (own, changed):
+        assert found.tokenizer is not None
+        texts.append(found.tokenizer.decode(found.order([4], IndexCache())[0][0]["tokens"].tolist()))
+    assert texts[0].startswith("<|im_start|>user\n") and "|say" in texts[1]
+    assert own.fingerprint == again.fingerprint != changed.fingerprint
+
+
+def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", lines(3))
+    notices = "\n".join(resolved(path, "--reset-attention-mask", "--chat-template", "x").notices)
+    assert "--reset-attention-mask: with --sft a conversation is a document by itself" in notices
+    assert "--chat-template x: texts follow each other as they are" in notices
+    without = [*MODEL, "--seq-length", "8", "--vocab-size", "9", "--mock-data", "--sft-packing"]
+    assert "--sft-packing: there are no conversations" in "\n".join(
+        resolve(gather(without, TRAIN), Facts(1)).notices
+    )
+    for words, reason in (
+        (["--data-path", "a.jsonl"], "--data-path a.jsonl is text"),
+        (
+            ["--sft", "--data-path", "1", "a.jsonl", "1", "b.jsonl"],
+            "one file of conversations, found 4 words",
+        ),
+        (["--sft", "--data-path", "a.jsonl"], "--sft needs a tokenizer"),
+        (["--sft-tokenizer-prompt-format", "nemotron-h-aligned"], "--chat-template FILE takes any template"),
+        (["--sft-date", "today"], "is no day"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            resolve(gather([*MODEL, "--seq-length", "8", "--vocab-size", "9", *words], TRAIN), Facts(1))
+
+
+def test_packing_wastes_little() -> None:
+    lengths = np.random.RandomState(3).randint(1, 500, size=3000)
+    rows = pack(lengths, 1000)
+    sums = np.add.reduceat(lengths[rows.members], rows.bounds[:-1])
+    assert sorted(rows.members.tolist()) == list(range(3000)) and sums.max() <= 1000
+    assert len(sums) <= -(-lengths.sum() // 1000) + 1
