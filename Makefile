@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity families fuzz fuzz-data bench-harness bench-pipeline bench-data bench-convert clean
+.PHONY: help setup demo test check format contract parity families sweep fuzz fuzz-data bench-harness bench-pipeline bench-data bench-convert clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ families: $(READY) ## every family of Hugging Face models against transformers, 
 
 parity: $(READY) ## every layout against one process, write docs/parity.md; a corner: ARGS="--only tp2"
 	@$(BIN)/python scripts/parity.py $(ARGS)
+
+sweep: $(READY) ## what make test leaves out of its longer series, such as the other thirty pairs of layouts
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal -m sweep $(ARGS)
 
 fuzz: $(READY) ## N random models in random layouts against one process; more: ARGS="--seed 2 --minutes 10 --only zbv"
 	@$(BIN)/python scripts/fuzz.py --cases $(N) $(ARGS)
