@@ -136,6 +136,9 @@ def _words(content: Any, flag: str) -> tuple[str, ...]:
             words += [str(entry[key]) for key in ("weight", "path") if key in entry]
         else:
             words.append(str(entry))
+    weighted = {"weight" in entry for entry in entries if isinstance(entry, dict)}
+    if len(weighted) > 1:
+        raise UserError(f"{flag} mixes entries with and without a weight; give each one, or none")
     Blend.parse(words, flag)
     return tuple(words)
 
