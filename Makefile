@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity families sweep fuzz fuzz-data bench-harness bench-pipeline bench-data bench-convert clean
+.PHONY: help setup demo test check format contract parity families sweep fuzz fuzz-data bench-harness bench-pipeline bench-data bench-order bench-convert clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ bench-pipeline: $(READY) ## cost of the pipeline per micro-batch against torch's
 
 bench-data: $(READY) ## rate and memory of pentatron prepare against the tokenizers library
 	@$(BIN)/python bench/data.py $(ARGS)
+
+bench-order: $(READY) ## building, finding and reading orders of samples, against megatron-core
+	@$(BIN)/python bench/order.py $(ARGS)
 
 bench-convert: $(READY) ## rate and memory of import and export against a plain copy
 	@$(BIN)/python bench/convert.py $(ARGS)
