@@ -24,7 +24,7 @@ from tests.support import LLAMA, resolved
 
 WORDS = 280
 REFERENCE = Path(__file__).parents[2] / "examples/inference/llama_mistral/huggingface_reference.py"
-QUICK = ["--max-new-tokens", "6", "--seed", "1", "--threads", "1"]
+QUICK = ["--max-new-tokens", "6", "--seed", "1", "--threads", "1", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
