@@ -15,26 +15,34 @@ A PREFIX is the name of a .bin/.idx pair without its ending.
   describe PREFIX ... [--json]          sizes, type, documents, lengths, tokenizer
   verify PREFIX ... [--vocab-size N]    structure, every checksum, every token below the vocabulary; ends with code 1 if anything is wrong
   merge OUT PREFIX ... [--overwrite]    the documents of several pairs, one after another, as the pair OUT
+  show --data-path PREFIX [...]         the samples that training with the same settings reads; `pentatron data show --help`
   seal PREFIX ...                       write checksums (.meta) for pairs that another program made or changed
 """
-PLANNED = ("show",)
 
 
 def data_command(words: Sequence[str]) -> int:
+    if words[:1] == ["show"]:
+        return _show(words[1:])
     if not words or words[0] in ("--help", "-h", "help") or "--help" in words:
         say(USAGE)
         return 0
     command, rest = words[0], words[1:]
-    if command in PLANNED:
-        raise UserError(
-            f"pentatron data {command} is not available yet in this version; `pentatron data --help` lists what is"
-        )
     if command not in COMMANDS:
-        guess = did_you_mean(command, [*COMMANDS, *PLANNED])
+        guess = did_you_mean(command, [*COMMANDS, "show"])
         raise UserError(
             f"unknown command 'data {command}'{guess}; `pentatron data --help` lists the commands"
         )
     return COMMANDS[command](rest)
+
+
+def _show(words: Sequence[str]) -> int:
+    from pentatron.cli.data_show import USAGE as SHOW_USAGE
+    from pentatron.cli.data_show import show
+
+    if not words or "--help" in words or "-h" in words:
+        say(SHOW_USAGE)
+        return 0
+    return show(words)
 
 
 def _describe(words: Sequence[str]) -> int:

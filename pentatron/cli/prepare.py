@@ -26,8 +26,8 @@ def prepare(words: Sequence[str], entry: EntryPoint) -> Prepared:
     """Reads, completes and checks the configuration; raises every problem at once."""
     worker = find_worker(os.environ)
     draft = gather(words, entry)
-    _find_tokenizer(draft)
-    _learn_vocabulary(draft)
+    find_tokenizer(draft)
+    learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
     facts = _facts(draft, worker)
     # As a run does: who names something to load wants to go on from it.
@@ -56,7 +56,7 @@ def _processes_by_device(device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _find_tokenizer(draft: Draft) -> None:
+def find_tokenizer(draft: Draft) -> None:
     """A tokenizer may be that of a model on the hub."""
     name = draft["tokenizer_model"]
     if name is None or Path(name).exists():
@@ -70,7 +70,7 @@ def _find_tokenizer(draft: Draft) -> None:
         draft.wrong[wrong] = f"Tokenizer not found: {error}; check --tokenizer-model"
 
 
-def _learn_vocabulary(draft: Draft) -> None:
+def learn_vocabulary(draft: Draft) -> None:
     """A named tokenizer knows its vocabulary; nobody should have to type it."""
     if draft["vocab_size"] is not None or draft["padded_vocab_size"] is not None:
         return

@@ -194,7 +194,7 @@ def test_describe_verify_merge_seal(pairs: list[Path], capsys: pytest.CaptureFix
 def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data"]) == 0
     for words, message in (
-        ("show x", "pentatron data show is not available yet"),
+        ("shw x", "unknown command 'data shw' (did you mean show?)"),
         ("descibe x", "unknown command 'data descibe' (did you mean describe?)"),
         ("verify", "say which data to use: pentatron data verify PREFIX"),
         ("describe /nowhere", "No data file /nowhere.idx"),

@@ -1,0 +1,239 @@
+"""`pentatron data show`: the samples a training run would read, made by the same code."""
+
+import json
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence, Sized
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentatron.cli.loaded import learn_from_named
+from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
+from pentatron.cli.terminal import say
+from pentatron.config.data_sources import names_files, read_data_files
+from pentatron.config.draft import Draft, Facts
+from pentatron.config.entry import EntryPoint
+from pentatron.config.errors import UserError
+from pentatron.config.flags import Assigned, normal
+from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.run import table
+
+if TYPE_CHECKING:
+    from pentatron.data.boundaries import Sample
+    from pentatron.data.loader import SampleSource
+    from pentatron.data.tokenizer import Tokenizer
+
+USAGE = """usage: pentatron data show [--index A:B] [--part train|valid] [--train-samples N] [--json] [--setting value ...]
+
+Prints the samples that training with the same settings reads: text, ids, which labels count in the loss, positions. Every setting of
+`pentatron train` about data, its order and the tokenizer acts as it does there (--data-path, --split, --seq-length, --seed,
+--tokenizer-type, --sft, --config FILE, ...); those about the model and the machine change nothing here.
+
+  --index A:B        samples A to B - 1 in the order of training; A alone is one sample (0:8)
+  --part valid       those of the validation (train)
+  --train-samples N  how many samples the run reads, instead of --train-iters and --global-batch-size: their order depends on it
+  --json             a list of objects with tokens, labels, loss_mask and position_ids
+
+In the text, ⟦ ⟧ stand around what no loss is taken from.
+
+  pentatron data show --data-path my_text_document --tokenizer-model my_tokenizer --seq-length 1024 --train-samples 10000
+  pentatron data show --sft --data-path chats.jsonl --tokenizer-model my_model --seq-length 4096 --index 3
+"""
+
+# A model as small as can be: none is built.
+SHOW = EntryPoint(
+    name="pentatron data show",
+    summary="Show the samples of a run.",
+    defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
+)
+PARTS = ("train", "valid")
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+FIRST_SAMPLES = "0:8"
+ANY_TOKEN = 2**31 - 1
+# Settings of these sections are about machines, and this command needs one process only.
+ELSEWHERE = ("parallel", "precision", "memory", "kernels", "launch", "checkpoint", "log")
+WIDTH = 110
+LONGEST_REPETITION = 8
+_OWN = {"index": "", "part": "train", "train-samples": ""}
+
+
+def show(words: Sequence[str]) -> int:
+    import torch
+
+    from pentatron.monitor.display import PlainLines
+    from pentatron.parallel.world import single_process
+    from pentatron.train.datasets import arrange, open_data
+    from pentatron.train.state import TrainState
+
+    options, settings = _own_options(words)
+    first, stop = _range(options["index"] or FIRST_SAMPLES)
+    resolved = _resolve(settings, options, stop)
+    config, world = resolved.config, single_process(torch.device("cpu"))
+    # What is printed must stay readable by machines.
+    display = PlainLines(sys.stderr)
+    for notice in resolved.notices:
+        display.say(f"note: {notice}")
+    with tempfile.TemporaryDirectory() as folder:
+        opened = open_data(config, world, Path(folder), display)
+        datasets = arrange(opened, config, world, TrainState(), Path(folder), display)
+        chosen = datasets.train if options["part"] == "train" else datasets.valid
+        if chosen is None:
+            raise UserError(
+                f"there is nothing to validate with; give --split {config.data.split} a second share"
+            )
+        samples = dict(_read(chosen, first, stop, is_wish=bool(options["index"])))
+    if options["json"]:
+        say(json.dumps([{"index": i, **_as_json(sample)} for i, sample in samples.items()]))
+    else:
+        total = (config.train.train_iters or 0) * (config.train.global_batch_size or 0)
+        if opened.depends_on_length:
+            say(f"samples of a run that reads {total} of them (--train-samples)\n")
+        say("\n\n".join(_as_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
+    return 0
+
+
+def _own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of this command, and the words that are settings."""
+    options: dict[str, Any] = {**_OWN, "json": False}
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name = normal(word) if word.startswith("--") else ""
+        if name == "json":
+            options["json"] = True
+        elif name in _OWN:
+            value = word.partition("=")[2] or (queue.pop(0) if queue else "")
+            if not value:
+                raise UserError(f"--{name} wants a value")
+            options[name] = value
+        else:
+            rest.append(word)
+    if options["part"] not in PARTS:
+        raise UserError(f"--part wants one of {', '.join(PARTS)}, not '{options['part']}'")
+    return options, rest
+
+
+def _range(written: str) -> tuple[int, int]:
+    first, colon, stop = written.partition(":")
+    try:
+        begin = int(first or 0)
+        end = int(stop) if colon else begin + 1
+    except ValueError:
+        begin, end = 0, 0
+    if not 0 <= begin < end:
+        raise UserError(f"--index wants samples such as 0:8 or 3, not '{written}'")
+    return begin, end
+
+
+def _resolve(words: Sequence[str], options: dict[str, Any], stop: int) -> Resolved:
+    draft, facts = gather(words, SHOW), Facts(1)
+    for name, item in table().items():
+        if item.section in ELSEWHERE and name != "load":
+            draft.values[name] = Assigned(item.default, "default")
+    read_data_files(draft)
+    find_tokenizer(draft)
+    learn_vocabulary(draft)
+    learn_from_named(draft, facts)
+    if draft["vocab_size"] is None and names_files(draft) and "vocab_size" not in draft.wrong:
+        draft.values["vocab_size"] = Assigned(ANY_TOKEN, "default")
+    _set_length(draft, options["train-samples"], stop)
+    if options["part"] == "train":
+        draft.values["eval_iters"] = Assigned(0, "default")
+    return resolve(draft, facts)
+
+
+def _set_length(draft: Draft, samples: str, stop: int) -> None:
+    """How many samples the order is made for."""
+    if not samples:
+        if draft["train_iters"] is None and draft["epochs"] is None:
+            draft.values["train_iters"] = Assigned(stop, "default")
+        return
+    if not samples.isdecimal() or int(samples) < 1:
+        raise UserError(f"--train-samples wants a whole number above 0, not '{samples}'")
+    batch = draft["global_batch_size"] or 1
+    if int(samples) % batch:
+        raise UserError(
+            f"--train-samples {samples} is not a multiple of --global-batch-size {batch}, so no run reads so many"
+        )
+    for name in ("rank_batch_size", "gradient_accumulation_steps", "num_microbatches"):
+        draft.values[name] = Assigned(table()[name].default, "default")
+    draft.values["train_iters"] = Assigned(int(samples) // batch, "default")
+    draft.values["global_batch_size"] = Assigned(batch, "default")
+    draft.values["micro_batch_size"] = Assigned(1, "default")
+
+
+def _read(source: "SampleSource", first: int, stop: int, is_wish: bool) -> "Iterator[tuple[int, Sample]]":
+    known = len(source) if isinstance(source, Sized) else None
+    if known is not None and stop > known and is_wish:
+        raise UserError(f"there are {known} samples, so --index can go up to {known}, not {stop}")
+    for index in range(first, stop if known is None else min(stop, known)):
+        yield index, source[index]
+
+
+def _as_json(sample: "Sample") -> dict[str, list[int]]:
+    """Masks are 0 or 1, so whole numbers are exact; documents that see themselves alone are told where there are some."""
+    return {name: values.astype(int).tolist() for name, values in sample.items()}
+
+
+def _as_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str:
+    tokens, labels, mask, positions = (sample[name].astype(int).tolist() for name in FIELDS)
+    lines = [f"sample {index}: {len(tokens)} tokens, {sum(mask)} labels in the loss"]
+    if tokenizer is not None:
+        text = "".join(_pieces(tokens, labels, mask, tokenizer))
+        lines += [f"  | {_printable(line)}" for line in text.split("\n")]
+    for title, values in (("tokens", tokens), ("labels", labels)):
+        lines += _wrapped(title, " ".join(map(str, values)))
+    lines += _wrapped("loss mask", _counted(mask, "{value} × {count}"))
+    lines += _wrapped("positions", ", ".join(_ranges(positions)))
+    return "\n".join(lines)
+
+
+def _pieces(
+    tokens: Sequence[int], labels: Sequence[int], mask: Sequence[int], tokenizer: "Tokenizer"
+) -> Iterator[str]:
+    """The first token, then every label; where the next input is another token, a new text begins there."""
+    seen: list[tuple[bool, int]] = []
+    for place, token in enumerate(tokens):
+        if place == 0 or labels[place - 1] != token:
+            seen.append((False, token))
+        seen.append((bool(mask[place]), labels[place]))
+    for learned, run in groupby(seen, lambda entry: entry[0]):
+        ids = [token for _, token in run]
+        yield tokenizer.decode(ids) if learned else f"⟦{_shortened(ids, tokenizer)}⟧"
+
+
+def _shortened(ids: Sequence[int], tokenizer: "Tokenizer") -> str:
+    """Padding can be long."""
+    last = ids[-1]
+    same = next((n for n, token in enumerate(reversed(ids)) if token != last), len(ids))
+    if same <= LONGEST_REPETITION:
+        return tokenizer.decode(ids)
+    return f"{tokenizer.decode(ids[: len(ids) - same])} token {last} × {same} "
+
+
+def _printable(line: str) -> str:
+    """A terminal would obey control characters."""
+    return "".join(c if c.isprintable() or c == "\t" else "·" for c in line)
+
+
+def _counted(values: Sequence[int], form: str) -> str:
+    return ", ".join(form.format(value=value, count=len(list(run))) for value, run in groupby(values))
+
+
+def _ranges(positions: Sequence[int]) -> Iterator[str]:
+    """`0-11, 0-4`: where they count on by one."""
+    begin = 0
+    for place in range(1, len(positions) + 1):
+        if place == len(positions) or positions[place] != positions[place - 1] + 1:
+            first, last = positions[begin], positions[place - 1]
+            yield f"{first}-{last}" if last > first else str(first)
+            begin = place
+
+
+def _wrapped(title: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {title + ':':<11}", subsequent_indent=" " * 13) or [
+        f"  {title}: none"
+    ]
