@@ -50,6 +50,8 @@ def _eval_iters(draft: Draft, facts: Facts) -> str:
         return ""
     if draft["eval_interval"] == 0:
         return "there is no validation (--eval-interval 0)"
+    if draft["full_validation"] and not (draft.is_synthetic or draft["sft"]):
+        return "every validation sample is read once (--full-validation)"
     return _no_validation_data(draft)
 
 
@@ -89,6 +91,17 @@ def _gpt2_files_unused(draft: Draft, facts: Facts) -> str:
     return _tokenizer_unused(draft, facts)
 
 
+def _endless_validation(draft: Draft, facts: Facts) -> str:
+    if not draft["full_validation"]:
+        return ""
+    if draft.is_synthetic or draft["sft"]:
+        kind = "conversations are" if draft["sft"] else "synthetic data is"
+        return f"{kind} validated by --eval-iters steps"
+    if draft["eval_interval"] == 0 or draft["eval_iters"] == 0:
+        return "there is no validation (--eval-interval or --eval-iters is 0)"
+    return _no_validation_data(draft)
+
+
 def _no_order(draft: Draft, facts: Facts) -> str:
     return "synthetic samples need no order that could be kept" if draft.is_synthetic else ""
 
@@ -121,6 +134,7 @@ IDLE_OF_DATA: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(("tokenizer_type", "tokenizer_model"), _tokenizer_unused),
     **dict.fromkeys(("vocab_file", "merge_file"), _gpt2_files_unused),
     "data_cache_path": _no_order,
+    "full_validation": _endless_validation,
     "dataloader_type": _always_cyclic,
     "mid_level_dataset_surplus": _no_weights,
 }

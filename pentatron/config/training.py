@@ -99,6 +99,9 @@ class TrainConfig:
     epochs: int | None = setting(None, "passes over the data; training ends at the first limit reached")
     eval_interval: int = setting(1000, "steps between validations (0: never)")
     eval_iters: int = setting(10, "validation steps each time (0: never validate)")
+    full_validation: bool = setting(
+        False, "validate on every validation sample once, whatever its weight, instead of --eval-iters steps"
+    )
     skip_train: bool = setting(False, "evaluate only", not_yet="evaluation without training")
     calculate_per_token_loss: bool = setting(
         True,

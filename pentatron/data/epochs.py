@@ -1,6 +1,6 @@
-"""Reading a finite dataset for ever, in another order every epoch."""
+"""Reading a finite dataset for ever, in another order every epoch, or once in whole batches."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,7 @@ from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
 
 
+@runtime_checkable
 class FiniteDataset(Protocol):
     """Samples with a known number of them."""
 
@@ -56,3 +57,20 @@ class EpochShuffle:
             random = np.random.RandomState([self.seed, epoch])
             self._order, self._epoch = random.permutation(len(self.dataset)), epoch
         return self._order
+
+
+class Padded:
+    """A dataset and, after its end, samples without a label that counts, up to a `total`: no real one is left out of a last batch."""
+
+    def __init__(self, dataset: FiniteDataset, total: int) -> None:
+        self.dataset = dataset
+        self.total = total
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> Sample:
+        if index < len(self.dataset):
+            return self.dataset[index]
+        first = self.dataset[0]
+        return {**first, "loss_mask": np.zeros_like(first["loss_mask"])}

@@ -217,6 +217,8 @@ def _laid_out(
         train = build_blend(members[0], weights[0], numbers, recipe)
     if members[1] is None or not valid_samples:
         return train, None
+    if config.train.full_validation:
+        return train, build_blend(members[1], None, None, recipe)
     # Always the same samples, however long the run is: losses of several validations can then be compared.
     return train, build_blend(members[1], weights[1], [valid_samples], recipe)
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
+from pentatron.data.epochs import FiniteDataset, Padded
 from pentatron.data.loader import Batch, build_loader
 from pentatron.models.flops import step_flops
 from pentatron.monitor.display import Display
@@ -143,10 +144,13 @@ class Trainer:
 
     def validate(self) -> float | None:
         """The loss on the validation set, if there is one."""
-        if self.datasets.valid is None:
+        valid, steps = self.datasets.valid, self.config.train.eval_iters
+        if valid is None:
             return None
-        count = self.config.train.eval_iters * self.config.accumulation
-        batches = itertools.islice(self._micro_batches(self.datasets.valid, 0), count)
+        if self.config.train.full_validation and isinstance(valid, FiniteDataset):
+            steps = -(-len(valid) // self.batch_size)
+            valid = Padded(valid, steps * self.batch_size)
+        batches = itertools.islice(self._micro_batches(valid, 0), steps * self.config.accumulation)
         return validation_loss(self.model, batches, self.config.accumulation)
 
     def _micro_batches(self, dataset: Any, consumed_samples: int) -> Iterator[Batch]:

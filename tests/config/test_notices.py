@@ -143,6 +143,16 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ),
     ("epochs", f"{FILES} --epochs 2", f"{SYNTHETIC} --epochs 2", ONE, ONE),
     ("split", f"{OWN_FILES} --split 9,1,0", f"{FILES} --split 9,1,0", ONE, ONE),
+    ("full_validation", f"{SYNTHETIC} --full-validation", f"{FILES} --full-validation", ONE, ONE),
+    ("full_validation", f"{FILES} --full-validation --split 1", f"{LEAST} --full-validation", ONE, ONE),
+    (
+        "full_validation",
+        f"{FILES} --full-validation --eval-interval 0",
+        f"{OWN_FILES} --full-validation --valid-data-path b",
+        ONE,
+        ONE,
+    ),
+    ("eval_iters", f"{FILES} --eval-iters 5 --full-validation", f"{FILES} --eval-iters 5", ONE, ONE),
     ("data_cache_path", f"{SYNTHETIC} --data-cache-path a", f"{FILES} --data-cache-path a", ONE, ONE),
     (
         "dataloader_type",

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 import pentatron.data.index_cache as cache_module
+import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
+from pentatron.data.blending import BlendedDataset
 from pentatron.data.loader import build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.layout.ranks import Grid
@@ -130,6 +132,31 @@ def test_ranks_share_the_samples_of_one_process(tmp_path: Path, kind: str, weigh
     )
     assert tokens(longer, 240) == tokens(datasets, 240)
     assert sum(datasets.drawn(start, 200).values()) == 160
+
+
+def test_full_validation_reads_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that do not fill a batch; the loss is that of all labels."""
+    words = (
+        f"{write_corpora(tmp_path)} --full-validation --train-iters 2 --eval-interval 2 --micro-batch-size 2"
+    )
+    seen: list[list[int]] = []
+    labels = []
+    original = trainer_module.validation_loss
+
+    def watched(model: Any, batches: Any, at_once: int) -> float:
+        read = list(batches)
+        for batch in read:
+            counts = batch.loss_mask.sum(1) > 0
+            seen.extend(batch.tokens[counts].tolist())
+            labels.append(int(batch.valid_tokens))
+        return original(model, read, at_once)
+
+    monkeypatch.setattr(trainer_module, "validation_loss", watched)
+    run(tmp_path / "r", words)
+    valid = laid_out(tmp_path, words).valid
+    assert isinstance(valid, BlendedDataset) and len(valid) % 8
+    assert seen == [valid[i]["tokens"].tolist() for i in range(len(valid))]
+    assert sum(labels) == 16 * len(valid) and len(labels) == -(-len(valid) // 8) * 4
 
 
 def test_files_of_each_split(tmp_path: Path) -> None:
