@@ -107,6 +107,10 @@ def _run(
     _say_where_it_stands(config, state, output)
     trainer = Trainer(config, world, model, optimizer, datasets, store, state, output, stop, began.is_saved)
     stopped_by = trainer.run()
+    if len(datasets.names) > 1:
+        output.say(
+            f"samples so far: {', '.join(f'{count} from {name}' for name, count in state.drawn.items())}"
+        )
     if world.is_first:
         draw_curve(folder)
         if stopped_by is None:

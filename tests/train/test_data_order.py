@@ -70,6 +70,7 @@ def test_a_resumed_run_reads_on_where_it_stopped(tmp_path: Path) -> None:
     run(tmp_path / "whole", words)
     state, files = newest(tmp_path / "whole")
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert f"samples so far: 32 from {a}, 16 from {b}\n" in (tmp_path / "whole" / "train.log").read_text()
     assert state.drawn == {a: 32, b: 16} and state.ordered_for == [48]
     run(tmp_path / "parts", words)
     # As if it had been killed after step 2, in the middle of the first epoch.
