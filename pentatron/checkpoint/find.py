@@ -1,13 +1,42 @@
-"""The step that a path means: a step itself, a folder of steps, or a run that has one."""
+"""The steps that a path means: a step itself, a folder of steps, or a run that has one."""
 
 from pathlib import Path
 
-from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest
+from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest, verify_files
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 
 # What Megatron-LM leaves in a folder of checkpoints, or in one of them.
 _OF_MEGATRON = ("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*", "*.distcp", ".metadata")
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Where a run keeps its checkpoints unless it is told otherwise."""
+    return run / "checkpoints"
+
+
+def is_step(path: Path) -> bool:
+    return (path / FILE_NAME).is_file()
+
+
+def steps_at(path: Path) -> Path | None:
+    """The folder of steps that a path means: itself, or the checkpoints of a run; None: neither has any, not even damaged ones."""
+    for folder in (path, checkpoints_of(path)):
+        store = CheckpointStore(folder, keep=None)
+        if store.steps() or store.damaged():
+            return folder
+    return None
+
+
+def read_step(folder: Path, verify: bool) -> Found:
+    """The step of this folder; with `verify`, its sums are compared."""
+    try:
+        manifest = read_manifest(folder)
+        if verify:
+            verify_files(folder, manifest)
+    except DamagedCheckpoint as damage:
+        raise UserError(f"{damage}; name another step") from None
+    return Found(folder, manifest)
 
 
 def refuse_other_formats(path: Path) -> None:
@@ -24,15 +53,11 @@ def find_step(path: Path) -> tuple[Found, list[str]]:
 
     Sums are not compared here.
     """
-    if (path / FILE_NAME).is_file():
-        try:
-            return Found(path, read_manifest(path)), []
-        except DamagedCheckpoint as damage:
-            raise UserError(f"{damage}; name another step") from None
+    if is_step(path):
+        return read_step(path, verify=False), []
     if not path.is_dir():
         raise UserError(f"the folder {path} does not exist; name a run, its checkpoints, or one step of them")
-    inside = path / "checkpoints"
-    store = CheckpointStore(inside if inside.is_dir() else path, keep=None)
+    store = CheckpointStore(steps_at(path) or path, keep=None)
     found, complaints = store.newest_valid(verify=False, set_aside=False)
     if found is None:
         refuse_other_formats(path)

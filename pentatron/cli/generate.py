@@ -101,6 +101,8 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "fp32", "bfloat16", "bf16"),
 }
+# They act where chance has a part in the choice.
+_FOR_CHANCE = ("top-k", "top-p", "seed")
 _BY_DEFAULT = "\n"
 _WORKER = "--worker"
 _RESTART = ("-m", "pentatron", "generate")
@@ -156,8 +158,23 @@ def _check(options: dict[str, Any]) -> None:
             raise UserError(f"--{name} {options[name]} is not one of {', '.join(choices)}")
     if len(options["spec"]) not in (0, 2):
         raise UserError("--spec wants two words, MODULE FUNCTION; write it after the prompts")
+    if options["greedy"] and options["temperature"] not in (0, DEFAULTS["temperature"]):
+        raise UserError(
+            f"--greedy is --temperature 0, but --temperature {options['temperature']} is given; leave one of them out"
+        )
     if options["greedy"]:
         options["temperature"] = 0.0
+
+
+def _idle(options: Mapping[str, Any], processes: int) -> list[str]:
+    """Why options that were given have nothing to act on."""
+    found = []
+    changed = [f"--{name} {options[name]}" for name in _FOR_CHANCE if options[name] != DEFAULTS[name]]
+    if changed and options["temperature"] == 0:
+        found.append(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
+    if options["master-port"] and processes == 1:
+        found.append(f"--master-port {options['master-port']}: there is one process, so this changes nothing")
+    return found
 
 
 def _find(name: str, verify: bool) -> str:
@@ -302,6 +319,8 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
         for _ in made:
             pass
     else:
+        for idle in _idle(options, config.grid.world_size):
+            note(idle)
         note(
             f"{request.folder}: {str(dtype).removeprefix('torch.')} on {world.device.type}, {_layout(request)}"
         )

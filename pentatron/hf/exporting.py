@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from pentatron.checkpoint.described import architecture_of
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, verify_files
 from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.streaming import in_files
 from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks, write_text
 from pentatron.config.errors import UserError
-from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.hf.architecture import config_of
 from pentatron.hf.convert import reads_theirs
 from pentatron.hf.dtypes import common_dtype, require_room
@@ -72,21 +72,6 @@ def export_step(
             judge(made)
     parameters = sum(math.prod(outline.shape) for outline in outlines.values())
     return Summary(parameters, len(outlines), total, seconds)
-
-
-def architecture_of(found: Found) -> tuple[TransformerConfig, MoEConfig]:
-    """The model a step holds. What it does not say is older than the setting, and has its default."""
-    config = found.manifest.config
-    try:
-        return TransformerConfig(**_tuples(config["model"])), MoEConfig(**_tuples(config.get("moe", {})))
-    except (TypeError, KeyError) as error:
-        raise UserError(
-            f"{found.folder} describes a model this version does not know ({error}); use the version that saved it"
-        ) from None
-
-
-def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
 
 
 def trained_dtype(manifest: Manifest) -> torch.dtype | None:

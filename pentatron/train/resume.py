@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pentatron.checkpoint.bases import read_bases, record_bases
+from pentatron.checkpoint.described import saved_settings
+from pentatron.checkpoint.find import checkpoints_of
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
@@ -24,7 +26,7 @@ from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
-from pentatron.train.sources import Source, checkpoints_of, named_source, saved_settings
+from pentatron.train.sources import Source, named_source
 from pentatron.train.state import TrainState
 
 T = TypeVar("T")
@@ -82,7 +84,10 @@ class _Start:
     def begin(self) -> Beginning:
         found, complaints = self._find(Source(self.store.folder, is_huggingface=False), set_aside=True)
         if found is not None:
-            began = self._resume(found) if self._is_own(found) else self._from_steps(found)
+            own = self._is_own(found)
+            if not own:
+                on_some_ranks(self.world.is_first, lambda: self._require_named(found), self.world.everyone)
+            began = self._resume(found) if own else self._from_steps(found)
             return dataclasses.replace(began, notes=[*complaints, *began.notes])
         load = self.config.checkpoint.load
         if not self.resolved.given("load") or load is None or self._loads_itself():
@@ -120,6 +125,17 @@ class _Start:
         """Whether --load names the folder of this run's checkpoints, or the run that it is in."""
         load, own = self.config.checkpoint.load, self.store.folder.resolve()
         return load is None or own in (Path(load).resolve(), checkpoints_of(Path(load)).resolve())
+
+    def _require_named(self, found: Found) -> None:
+        """Weights in the run's folder that are not its own are begun from, unless --load names others."""
+        load = self.config.checkpoint.load
+        if not self.resolved.given("load") or load is None or self._loads_itself():
+            return
+        if Path(load).resolve().parent != self.store.folder.resolve():
+            raise UserError(
+                f"{found.folder} holds weights that this run has not saved, and --load {load} names others; choose another --run-dir "
+                f"or --save, or leave --load out to begin with {found.folder.name}"
+            )
 
     def _resume(self, found: Found) -> Beginning:
         """Everything as it was saved."""

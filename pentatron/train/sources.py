@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.find import refuse_other_formats
-from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest, verify_files
+from pentatron.checkpoint.described import saved_settings
+from pentatron.checkpoint.find import is_step, read_step, refuse_other_formats, steps_at
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 from pentatron.hf.architecture import settings_of
@@ -42,45 +42,23 @@ class Source:
         None only if there was never any.
         """
         if self.step is not None:
-            return _one_step(self.step, verify), []
+            return read_step(self.step, verify), []
         store = CheckpointStore(self.folder, keep=None)
         found, complaints = store.newest_valid(verify, set_aside)
         if found is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
             raise UserError(
-                f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or start anew with --fresh"
+                f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or train anew with --fresh"
             )
         return found, complaints
 
 
-def _one_step(folder: Path, verify: bool) -> Found:
-    try:
-        manifest = read_manifest(folder)
-        if verify:
-            verify_files(folder, manifest)
-    except DamagedCheckpoint as damage:
-        raise UserError(f"{damage}; name another step") from None
-    return Found(folder, manifest)
-
-
-def saved_settings(found: Found) -> dict[str, Any]:
-    """The settings a checkpoint was made with, by name."""
-    return {name: value for section in found.manifest.config.values() for name, value in section.items()}
-
-
-def checkpoints_of(run: Path) -> Path:
-    """Where a run keeps its checkpoints unless it is told otherwise."""
-    return run / "checkpoints"
-
-
 def find_source(path: Path) -> Source | None:
     """What lies in a folder: a step, several, a run that has them, or a Hugging Face model; None: nothing of that kind."""
-    if (path / FILE_NAME).is_file():
+    if is_step(path):
         return Source(path.resolve().parent, is_huggingface=False, step=path)
-    for folder in (path, checkpoints_of(path)):
-        store = CheckpointStore(folder, keep=None)
-        if store.steps() or store.damaged():
-            return Source(folder, is_huggingface=False)
+    if (steps := steps_at(path)) is not None:
+        return Source(steps, is_huggingface=False)
     return Source(path, is_huggingface=True) if (path / CONFIG).is_file() else None
 
 

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from pentatron.checkpoint.load import load_fragments
-from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, Manifest, read_manifest, verify_files
-from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.described import architecture_of
+from pentatron.checkpoint.find import checkpoints_of, is_step, read_step, refuse_other_formats
+from pentatron.checkpoint.load import WEIGHTS, load_fragments
+from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
@@ -28,7 +29,6 @@ from pentatron.train.router_loads import kept_by_routers, loads_of
 from pentatron.train.sources import find_source
 
 T = TypeVar("T", TransformerConfig, MoEConfig, DataConfig)
-_IN_A_RUN = "checkpoints"
 _SAYS_WHERE = (("checkpoint", "save"), ("run", "run_dir"))
 
 
@@ -51,41 +51,29 @@ class ModelSource:
 def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
     """The step or the Hugging Face folder that `name` means, and a sentence about each newer step that is damaged."""
     path = resolve_folder(name) if is_hub_id(name) else Path(name)
-    if (path / FILE_NAME).exists():
-        return _one_step(path, verify), []
     found = find_source(path)
     if found is not None and found.is_huggingface:
         return path, []
     if found is not None:
-        store = CheckpointStore(found.folder, keep=None)
-        step, complaints = store.newest_valid(verify, set_aside=False)
-        if step is not None:
-            return step.folder, complaints
-        raise UserError(
-            f"{store.folder} holds no usable checkpoint ({(complaints or ['all were set aside'])[0]}); put a good one back"
-        )
+        step, complaints = found.newest_step(verify, set_aside=False)
+        assert step is not None, "a source has steps"
+        return step.folder, complaints
     if not path.is_dir():
         raise UserError(
             f"the folder {path} does not exist; name a run, its checkpoints or a Hugging Face folder"
         )
+    refuse_other_formats(path)
     raise UserError(
         f"{path} holds no checkpoint and no Hugging Face model; train first, or name the folder given to --save"
     )
 
 
-def _one_step(folder: Path, verify: bool) -> Path:
-    try:
-        manifest = read_manifest(folder)
-        if verify:
-            verify_files(folder, manifest)
-    except DamagedCheckpoint as damage:
-        raise UserError(f"{damage}; name another step") from None
-    return folder
-
-
 def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
     """What `find_weights` found. `trusted` is the `--spec` whose code may run."""
-    return _open_step(folder, trusted) if (folder / FILE_NAME).exists() else _open_hugging_face(folder)
+    source = _open_step(folder, trusted) if is_step(folder) else _open_hugging_face(folder)
+    if trusted and not source.model.spec:
+        raise UserError(f"{folder} was made without layers of its own; leave --spec {' '.join(trusted)} out")
+    return source
 
 
 def _open_hugging_face(folder: Path) -> ModelSource:
@@ -116,10 +104,9 @@ def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
 
 
 def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
-    manifest = read_manifest(folder)
-    config = manifest.config
-    saved = {name: value for section in config.values() for name, value in _tuples(section).items()}
-    model, moe = _section(TransformerConfig, saved), _section(MoEConfig, saved)
+    found = read_step(folder, verify=False)
+    manifest, config = found.manifest, found.manifest.config
+    model, moe = architecture_of(found)
     if model.spec not in ((), trusted):
         # Weights and settings are data; whoever wrote them must not choose what runs here.
         raise UserError(
@@ -149,7 +136,7 @@ def _fill_from_step(
     folder: Path, manifest: Manifest, held: Held, dtype: torch.dtype, device: torch.device
 ) -> None:
     """One parameter at a time, so that no more than that is here in the type it is stored as."""
-    name = f"weights/{held.tensor}"
+    name = f"{WEIGHTS}{held.tensor}"
     stored = DTYPES[manifest.tensors[name].dtype] if name in manifest.tensors else torch.float32
     # Zeros, for padding that no checkpoint has.
     values = torch.zeros(held.parameter.shape, dtype=stored)
@@ -165,7 +152,7 @@ def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
 def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
     checkpoints = folder.parent
     candidates = [checkpoints / FOLDER_NAME / "tokenizer.json"]
-    if checkpoints.name == _IN_A_RUN:
+    if checkpoints == checkpoints_of(checkpoints.parent):
         candidates.append(checkpoints.parent / "data" / "tokenizer.json")
     # Elsewhere than in the run's folder, if the run says that it saves here; folders may have moved, or be imports.
     saved_to, run = (config.get(section, {}).get(name) for section, name in _SAYS_WHERE)

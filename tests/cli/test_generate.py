@@ -177,6 +177,19 @@ def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFix
         weights.write_bytes(whole)
 
 
+def test_what_has_nothing_to_act_on_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = say(capsys, run, "--tokens", "1", "--greedy", "--top-k", "3", "--top-p", "0.5", *QUICK)
+    assert (
+        "note: --top-k 3 --top-p 0.5 --seed 1: the likeliest token is always taken, so this changes nothing"
+        in err
+    )
+    _, err = say(capsys, run, "--tokens", "1", *QUICK, "--master-port", "29555")
+    assert (
+        "note: --master-port 29555: there is one process, so this changes nothing" in err
+        and "--seed" not in err
+    )
+
+
 def test_a_name_of_the_hub_is_its_folder(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +216,11 @@ def test_a_name_of_the_hub_is_its_folder(
             "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
         ),
         ("RUN --tokens 1 --pp 3", "layers"),
+        (
+            "RUN --tokens 1 --spec some module",
+            "was made without layers of its own; leave --spec some module out",
+        ),
+        ("RUN --tokens 1 --greedy --temperature 0.5", "--greedy is --temperature 0, but --temperature 0.5"),
         ("RUN --tokens 1 --json=yes", "--json takes no value"),
         ("RUN --tokens 1 --temprature 0", "did you mean --temperature"),
         ("RUN --prompt-file nowhere", "--prompt-file nowhere cannot be read"),

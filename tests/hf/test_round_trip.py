@@ -25,6 +25,7 @@ from pentatron.hf.importing import ImportOptions, import_folder
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.verify import compare_logits
 from pentatron.monitor.display import Silent
+from pentatron.train.text_source import find_weights
 from tests.hf.support import save, theirs
 from tests.hf.test_oracle import CASES
 
@@ -286,14 +287,17 @@ def test_paths_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     convert(folder, run / "checkpoints")
     step = run / "checkpoints" / "step-00000000"
-    assert {find_step(path)[0].folder for path in (run, run / "checkpoints", step)} == {step}
+    (run / "checkpoints" / "checkpoints").mkdir()
+    for path in (run, run / "checkpoints", step):
+        assert find_step(path)[0].folder == find_weights(str(path), verify=True)[0] == step
     with pytest.raises(UserError, match="does not exist"):
         find_step(tmp_path / "none")
     with pytest.raises(UserError, match=r"holds no usable checkpoint .it has no step"):
         find_step(folder)
     (tmp_path / "iter_0000500").mkdir()
-    with pytest.raises(UserError, match=r"a format of Megatron-LM, which is not read here; convert them"):
-        find_step(tmp_path)
+    for find in (lambda: find_step(tmp_path), lambda: find_weights(str(tmp_path), verify=True)):
+        with pytest.raises(UserError, match=r"a format of Megatron-LM, which is not read here; convert them"):
+            find()
 
 
 def test_a_damaged_step_is_not_exported(folder: Path, tmp_path: Path) -> None:

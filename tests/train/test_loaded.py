@@ -331,8 +331,12 @@ def test_weights_alone_in_half_precision_are_a_beginning_too(
         "config.json",
         "generation_config.json",
     }
-    for steps in (4, 6):
-        train(tmp_path / "a", f"--load {own} --train-iters {steps} --lr-decay-iters 6")
+    with pytest.raises(
+        UserError, match=r"that this run has not saved, and --load .* names others; choose another"
+    ):
+        train(tmp_path / "a", f"--load {base} --train-iters 4")
+    for named, steps in ((own / "step-00000000", 4), (own, 6)):
+        train(tmp_path / "a", f"--load {named} --train-iters {steps} --lr-decay-iters 6")
     assert len(losses(tmp_path / "a")) == 6
     assert {path.name for path in own.glob("step-*")} == {"step-00000000", "step-00000004", "step-00000006"}
 

@@ -1,0 +1,26 @@
+"""The model that a checkpoint describes."""
+
+from pathlib import Path
+
+import pytest
+
+from pentatron.checkpoint.described import architecture_of, saved_settings
+from pentatron.checkpoint.manifest import Manifest
+from pentatron.checkpoint.store import Found
+from pentatron.config.errors import UserError
+from pentatron.config.model import MoEConfig
+
+
+def test_a_setting_that_is_not_known_makes_another_model() -> None:
+    def found(**config: dict[str, object]) -> Found:
+        return Found(Path("step"), Manifest(0, {}, {}, {}, config))
+
+    older = found(model={"num_layers": 3, "window_size": [7, 0]}, data={"of_another_version": 1})
+    model, moe = architecture_of(older)
+    assert (model.num_layers, model.window_size, moe) == (3, (7, 0), MoEConfig())
+    for newer in (found(model={"sinks": True}), found(model={}, moe={"sinks": True})):
+        for read in (saved_settings, architecture_of):
+            with pytest.raises(UserError, match=r"does not know \(sinks\); use the version that saved it"):
+                read(newer)
+    with pytest.raises(UserError, match="it has no settings"):
+        architecture_of(found())
