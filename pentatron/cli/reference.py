@@ -41,8 +41,14 @@ def _greedy(folder: str, prompt: str, count: int) -> tuple[list[int], str]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         raise UserError("the reference is the transformers library: pip install transformers") from None
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"transformers cannot open {folder} ({reason}); name a folder with weights and a tokenizer"
+        ) from None
     given = tokenizer(prompt, return_tensors="pt")
     made = (
         model.eval()

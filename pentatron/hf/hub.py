@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pentatron.config.errors import UserError
-from pentatron.parallel.collectives import on_some_ranks
-from pentatron.parallel.world import World
 
 # Weights, settings and tokenizers; no pickles, no code, no weights in other formats.
 WANTED_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges*", "*.model", "*.jinja")
@@ -59,16 +57,6 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
     except (OSError, ValueError) as error:
         # Connections, proxies, disks: the library passes on the errors of whatever it uses.
         raise _not_here(name, f"{type(error).__name__}: {_first_line(error)}") from None
-
-
-def folder_on_every_node(name: str, world: World) -> Path:
-    """The same for the ranks of a run: one of each node downloads, the others wait for it."""
-    if not is_hub_id(name):
-        return resolve_folder(name)
-    on_some_ranks(world.local_rank == 0, lambda: resolve_folder(name), world.everyone)
-    found = on_some_ranks(True, lambda: resolve_folder(name, network=False), world.everyone)
-    assert found is not None
-    return found
 
 
 def _not_here(name: str, reason: str) -> UserError:

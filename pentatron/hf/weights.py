@@ -64,8 +64,8 @@ def _require_room(folder: HuggingFaceFolder, link: Link, target: Fragment, allow
     if not allow_narrowing and not holds(kept, stored):
         names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
         raise UserError(
-            f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; keep the weights "
-            f"as {names[0]}, or ask for the rounding"
+            f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
+            f"import the folder first (pentatron import {folder.path} OUT --dtype fp32 --allow-narrowing) and load OUT"
         )
 
 

@@ -163,6 +163,9 @@ def import_named(module: str, name: str, what: str) -> Any:
 def importing_from_here() -> Iterator[None]:
     """An installed command does not look for modules in the current folder, but its user does."""
     here = str(Path.cwd())
+    if here in sys.path:
+        yield
+        return
     sys.path.append(here)
     try:
         yield

@@ -84,10 +84,7 @@ class _Start:
     def begin(self) -> Beginning:
         found, complaints = self._find(Source(self.store.folder, is_huggingface=False), set_aside=True)
         if found is not None:
-            own = self._is_own(found)
-            if not own:
-                on_some_ranks(self.world.is_first, lambda: self._require_named(found), self.world.everyone)
-            began = self._resume(found) if own else self._from_steps(found)
+            began = self._resume(found) if self._is_own(found) else self._from_foreign(found)
             return dataclasses.replace(began, notes=[*complaints, *began.notes])
         load = self.config.checkpoint.load
         if not self.resolved.given("load") or load is None or self._loads_itself():
@@ -126,16 +123,21 @@ class _Start:
         load, own = self.config.checkpoint.load, self.store.folder.resolve()
         return load is None or own in (Path(load).resolve(), checkpoints_of(Path(load)).resolve())
 
-    def _require_named(self, found: Found) -> None:
-        """Weights in the run's folder that are not its own are begun from, unless --load names others."""
-        load = self.config.checkpoint.load
-        if not self.resolved.given("load") or load is None or self._loads_itself():
-            return
-        if Path(load).resolve().parent != self.store.folder.resolve():
-            raise UserError(
-                f"{found.folder} holds weights that this run has not saved, and --load {load} names others; choose another --run-dir "
-                f"or --save, or leave --load out to begin with {found.folder.name}"
-            )
+    def _from_foreign(self, found: Found) -> Beginning:
+        """From weights in the run's folder that are not its own, unless --load names others."""
+
+        def require_named() -> None:
+            load = self.config.checkpoint.load
+            if not self.resolved.given("load") or load is None or self._loads_itself():
+                return
+            if Path(load).resolve().parent != self.store.folder.resolve():
+                raise UserError(
+                    f"{found.folder} holds weights that this run has not saved, and --load {load} names others; choose another "
+                    f"--run-dir or --save, or leave --load out to begin with {found.folder.name}"
+                )
+
+        on_some_ranks(self.world.is_first, require_named, self.world.everyone)
+        return self._from_steps(found)
 
     def _resume(self, found: Found) -> Beginning:
         """Everything as it was saved."""

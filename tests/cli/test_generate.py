@@ -95,7 +95,7 @@ def test_the_file_says_how_a_prompt_begins(folder: Path, capsys: pytest.CaptureF
 
 
 def test_the_reference_is_what_transformers_says(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reference(model: str | Path) -> tuple[object, str, str]:
         words = ["--model_path", str(model), "--prompt", "def f(x):", "--max-new-tokens", "6"]
@@ -113,6 +113,9 @@ def test_the_reference_is_what_transformers_says(
     assert command.endswith(f"pentatron generate {folder} 'def f(x):' --greedy --max-new-tokens 6")
     code, _, err = reference("nowhere")
     assert code == 2 and "nowhere is no Hugging Face folder" in err
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    code, _, err = reference(tmp_path)
+    assert code == 2 and f"transformers cannot open {tmp_path}" in err
 
 
 def test_an_import_says_the_same_as_its_source(

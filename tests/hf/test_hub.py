@@ -1,4 +1,4 @@
-"""Names of the hub: what they mean, one download for a node, and a sentence where there is no network."""
+"""Names of the hub: what they mean, what is downloaded, and a sentence where there is no network."""
 
 import json
 import sys
@@ -12,8 +12,6 @@ from huggingface_hub.utils import filter_repo_objects
 
 from pentatron.config.errors import UserError
 from pentatron.hf.hub import UNWANTED_FILES, WANTED_FILES, is_hub_id, resolve_folder
-from tests.harness import run_distributed
-from tests.hf.downloads import folder_of_a_rank
 
 NAME = "Qwen/Qwen2.5-7B"
 ADVICE = r"`hf download Qwen/Qwen2.5-7B --local-dir DIR`"
@@ -78,15 +76,3 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=f"pip install huggingface-hub.*{ADVICE}"):
         resolve_folder(NAME)
-
-
-def test_one_rank_of_a_node_downloads(tmp_path: Path) -> None:
-    found = run_distributed(folder_of_a_rank, 2, name=NAME, cache=tmp_path)
-    assert {folder for folder, _ in found} == {tmp_path / "downloaded"}
-    assert [calls for _, calls in found] == [["network", "cache"], ["cache"]]
-
-
-def test_all_ranks_hear_of_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "broken").touch()
-    found = run_distributed(folder_of_a_rank, 2, name=NAME, cache=tmp_path)
-    assert all("could not be downloaded" in problem for problem, _ in found)

@@ -54,6 +54,10 @@ def test_a_class_may_be_named_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
     before = list(sys.path)
     assert type(build_module(("a_module_in_the_folder", "Thing"))).__name__ == "Thing"
     assert sys.path == before
+    # A folder that is searched already stays in its place.
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *before])
+    build_module(("a_module_in_the_folder", "Thing"))
+    assert sys.path == [str(tmp_path), *before]
 
 
 @pytest.mark.parametrize(
