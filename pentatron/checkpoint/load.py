@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, StoredPiece, TensorRecord
-from pentatron.checkpoint.tensor_file import DTYPES, blocks
+from pentatron.checkpoint.tensor_file import DTYPES, blocks, holds
 from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Fragment, Shape, overlap, region
 
 WEIGHTS = "weights/"
-# Every number of the first is one of the second, so that nothing is rounded.
-_WIDENED = frozenset({("bfloat16", "float32"), ("float16", "float32")})
 # A step of many ranks has many files, a process may open so many.
 _OPEN_FILES = 200
 
@@ -38,7 +36,8 @@ class _Read:
 def load_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment]) -> None:
     """Overwrites every target with what is stored of its rectangle; nothing missing, nothing of another shape.
 
-    Weights stored in half precision widen exactly; any other type must be the target's own. Only what a target needs is read, a block at a time, and every file is opened once.
+    Weights may be stored in a type of which the target's holds every value; all else must be of the target's own. Only what a
+    target needs is read, a block at a time, and every file is opened once.
     """
     wanted: dict[str, list[Fragment]] = {}
     for target in targets:
@@ -86,7 +85,7 @@ class StepReader:
 
     def _rectangle(self, piece: StoredPiece, dtype: torch.dtype, start: Shape, size: Shape) -> Tensor:
         path = self.folder / piece.file
-        with _told_if_damaged(path):
+        with _told_if_damaged(path, "name another step"):
             stored = self._open(path).get_slice(piece.key)
             _check_shape(stored, piece)
             return _slice(stored, piece, dtype, start, size)
@@ -120,11 +119,11 @@ def _require(folder: Path, manifest: Manifest, wanted: dict[str, list[Fragment]]
                 f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
                 f"use the architecture it was made with"
             )
-        kept = str(target.values.dtype).removeprefix("torch.")
-        widened = name.startswith(WEIGHTS) and (record.dtype, kept) in _WIDENED
-        if kept != record.dtype and not widened:
+        kept, is_weight = target.values.dtype, name.startswith(WEIGHTS)
+        if kept != DTYPES[record.dtype] and not (is_weight and holds(kept, DTYPES[record.dtype])):
+            advice = "; import the model again with --dtype fp32 --allow-narrowing" if is_weight else ""
             raise UserError(
-                f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {kept}"
+                f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {str(kept).removeprefix('torch.')}{advice}"
             )
 
 
@@ -175,7 +174,8 @@ class _Overlaps:
 
 
 def _read_file(path: Path, reads: Sequence[_Read]) -> None:
-    with _told_if_damaged(path), _library().safe_open(path, framework="pt") as file, torch.no_grad():
+    advice = "resume with --verify-checkpoint to fall back to an older step"
+    with _told_if_damaged(path, advice), _library().safe_open(path, framework="pt") as file, torch.no_grad():
         for piece, of_piece in itertools.groupby(reads, key=attrgetter("piece")):
             _read_piece(file.get_slice(piece.key), piece, of_piece)
 
@@ -191,13 +191,11 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _told_if_damaged(path: Path) -> Iterator[None]:
+def _told_if_damaged(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except (_library().SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
-        raise UserError(
-            f"{path} is damaged ({error}); resume with --verify-checkpoint to fall back to an older step"
-        ) from None
+        raise UserError(f"{path} is damaged ({error}); {advice}") from None
 
 
 def _read_piece(stored: Any, piece: StoredPiece, reads: Iterable[_Read]) -> None:

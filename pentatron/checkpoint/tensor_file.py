@@ -42,6 +42,21 @@ _DTYPE_NAMES = {
 # The types a checkpoint can hold, by the names it uses for them.
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPE_NAMES}
 
+# The types a weight may have, by safetensors' names.
+WEIGHT_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items() if dtype.is_floating_point}
+
+# What can hold every value of a type, beside the type itself.
+_WIDER = {
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether every value of one type is a value of the other."""
+    return kept == stored or kept in _WIDER.get(stored, ())
+
 
 @dataclass(frozen=True)
 class FileRecord:

@@ -14,6 +14,7 @@ from pentatron.cli.environment import Worker, announce_worker, find_worker, prep
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
 from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.limits import SEED
 
 if TYPE_CHECKING:
     from pentatron.config.run import RunConfig
@@ -89,7 +90,6 @@ _LEAST = {
     "temperature": 0,
     "top-k": 0,
     "top-p": 0,
-    "seed": 0,
     "tensor-model-parallel-size": 1,
     "pipeline-model-parallel-size": 1,
     "expert-model-parallel-size": 1,
@@ -151,6 +151,8 @@ def _check(options: dict[str, Any]) -> None:
     for name, least in _LEAST.items():
         if not least <= options[name] < math.inf:
             raise UserError(f"--{name} {options[name]} must be {least} or more")
+    if not SEED.holds(options["seed"]):
+        raise UserError(f"--seed {options['seed']} must be {SEED.words}")
     if not 0 < options["top-p"] <= 1:
         raise UserError(f"--top-p {options['top-p']} must be above 0 and at most 1")
     for name, choices in _CHOICES.items():

@@ -13,7 +13,7 @@ import torch
 from pentatron.checkpoint.load import WEIGHTS
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.streaming import save_streamed
-from pentatron.checkpoint.tensor_file import Outline
+from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, Outline
 from pentatron.config.draft import Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.flags import Assigned
@@ -23,7 +23,7 @@ from pentatron.hf.architecture import model_type_of, settings_of
 from pentatron.hf.convert import reads_ours
 from pentatron.hf.dtypes import common_dtype, require_room
 from pentatron.hf.folder import HuggingFaceFolder, open_folder
-from pentatron.hf.links import WEIGHT_DTYPES, Link, check_covered, links_of, logical_shapes
+from pentatron.hf.links import Link, check_covered, links_of, logical_shapes
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress, Summary
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.tensor_file import blocks
+from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.hf.folder import HuggingFaceFolder
@@ -22,13 +22,6 @@ from pentatron.models.causal_lm import CausalLM
 from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import Shape, held_parameters
 
-# The types a weight may have in a file, by safetensors' names.
-WEIGHT_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
 _FIRST_PROBLEMS = 5
 
 

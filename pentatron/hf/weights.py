@@ -7,21 +7,13 @@ from operator import attrgetter
 
 import torch
 
-from pentatron.checkpoint.tensor_file import blocks
+from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, holds
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.hf.architecture import model_type_of
 from pentatron.hf.folder import HuggingFaceFolder
-from pentatron.hf.links import WEIGHT_DTYPES, Link, check_covered, links_of
+from pentatron.hf.links import Link, check_covered, links_of
 from pentatron.parallel.pieces import Fragment, overlap, region
-
-# What can hold every value of a type, beside the type itself.
-_WIDER = {
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-    torch.float64: (),
-}
 
 
 def load_weights(
@@ -52,11 +44,6 @@ def load_weights(
     with torch.no_grad():
         for target in wanted:
             _fill(folder, of_tensor[target.tensor], target)
-
-
-def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether every value of one type is a value of the other."""
-    return kept == stored or kept in _WIDER[stored]
 
 
 def _require_room(folder: HuggingFaceFolder, link: Link, target: Fragment, allow_narrowing: bool) -> None:

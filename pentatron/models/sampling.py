@@ -51,7 +51,8 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """Of every token, by temperature, then the `top_k` likeliest, then the fewest that reach `top_p` together."""
-    scaled_V = logits_V.double() / sampling.temperature
+    # The likeliest at 0, so that no temperature is too small to divide by.
+    scaled_V = (logits_V.double() - logits_V.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled_V):
         least = scaled_V.topk(sampling.top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < least, -torch.inf)

@@ -134,8 +134,9 @@ def attend_to_kept(
 
 
 def _visible(now: Pass, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the slots from `first` on each token sees: [B, 1, S, T]."""
+    """Which of the slots from `first` on each token sees: [B, 1, S, T], or [1, 1, S, T] where that is the same for all."""
     slots = torch.arange(first, now.end, device=device)
-    positions = now.positions(device)[:, None, :, None]
+    rows = now.positions(device)[:1] if now.is_even else now.positions(device)
+    positions = rows[:, None, :, None]
     seen = slots <= positions
     return seen if window is None else seen & (slots >= positions - window)

@@ -367,5 +367,6 @@ def test_weights_in_half_precision_widen_exactly(tmp_path: Path, dtype: torch.dt
     assert load("weights/x", torch.float32).equal(logical[2:5].float())
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     for name, into in (("weights/x", other), ("exp_avg/x", torch.float32)):
-        with pytest.raises(UserError, match=f"holds {name} as"):
+        with pytest.raises(UserError, match=f"holds {name} as") as error:
             load(name, into)
+        assert ("import the model again with --dtype fp32" in str(error.value)) == name.startswith("weights/")

@@ -212,6 +212,7 @@ def test_a_name_of_the_hub_is_its_folder(
         ("RUN x --tokens 1", "--tokens are the prompts"),
         ("RUN --tokens 1,99", "token 99, and the model knows the tokens 0 to 60"),
         ("RUN --tokens 1 --top-p 0", "--top-p 0.0 must be above 0 and at most 1"),
+        ("RUN --tokens 1 --seed 4294967296", "--seed 4294967296 must be from 0 to 4294967295"),
         ("RUN --tokens 1 --temperature -1", "--temperature -1.0 must be 0 or more"),
         ("RUN --tokens 1 --dtype int8", "--dtype int8 is not one of auto, float32"),
         (

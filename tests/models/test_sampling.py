@@ -38,6 +38,8 @@ def test_by_hand() -> None:
     assert probabilities(logits, Sampling(1.0, top_p=0.6)).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
     assert probabilities(logits, Sampling(1.0, top_p=0.4)).tolist() == [1, 0, 0, 0]
     assert probabilities(logits, Sampling(1.0, top_k=3)).tolist() == pytest.approx([0.5, 0.25, 0.125, 0.125])
+    # Far below what a logit can be divided by.
+    assert probabilities(logits, Sampling(1e-320, top_k=3, top_p=0.9)).tolist() == [1, 0, 0, 0]
 
 
 def test_what_is_drawn_has_these_probabilities() -> None:
