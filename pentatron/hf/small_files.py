@@ -65,10 +65,22 @@ def carry_files(source: Path, checkpoints: Path) -> None:
     files, wanted = small_files(source), checkpoints / FOLDER_NAME
     if not files or source.resolve() == wanted.resolve():
         return
+    if wanted.exists() and not _is_carried(wanted):
+        raise UserError(
+            f"{wanted} is where a run keeps the tokenizer and config.json of its model, but it holds something else; choose another "
+            f"--save"
+        )
     # Under another name until it is complete: a copy cut short must not be taken for the whole.
+    for leftover in checkpoints.glob(f".{FOLDER_NAME}.{'[0-9a-f]' * 8}"):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary = checkpoints / f".{FOLDER_NAME}.{secrets.token_hex(4)}"
     copy_files(files, temporary)
     if wanted.exists():
         # Of a start that got no further than this.
         shutil.rmtree(wanted)
     temporary.rename(wanted)
+
+
+def _is_carried(folder: Path) -> bool:
+    """Whether nothing is there but what `small_files` finds: only then may it be replaced."""
+    return folder.is_dir() and set(folder.iterdir()) <= set(small_files(folder))

@@ -27,6 +27,7 @@ from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.loaded import architecture, differences
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
+from pentatron.hf.small_files import carry_files
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, region
 from pentatron.parallel.world import connect, single_process
@@ -339,6 +340,22 @@ def test_weights_alone_in_half_precision_are_a_beginning_too(
         train(tmp_path / "a", f"--load {named} --train-iters {steps} --lr-decay-iters 6")
     assert len(losses(tmp_path / "a")) == 6
     assert {path.name for path in own.glob("step-*")} == {"step-00000000", "step-00000004", "step-00000006"}
+
+
+def test_only_what_a_run_has_put_there_is_replaced(models: dict[str, Path], tmp_path: Path) -> None:
+    """A folder of that name may be anything, such as the cache of the hub."""
+    place = tmp_path / "huggingface"
+    place.mkdir()
+    (place / "config.json").write_text("of a start that was cut short")
+    carry_files(models["qwen2"], tmp_path)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert before["config.json"] == (models["qwen2"] / "config.json").read_bytes()
+    (place / "hub").mkdir()
+    with pytest.raises(UserError, match=r"huggingface .* holds something else; choose another --save"):
+        carry_files(models["qwen3_moe"], tmp_path)
+    (place / "hub").rmdir()
+    assert before == {path.name: path.read_bytes() for path in place.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["huggingface"]
 
 
 def test_the_commands_say_what_they_will_load(
