@@ -99,7 +99,7 @@ def _vocabulary(v: Values, facts: Facts) -> str | None:
 
 def _tokenizer(v: Values, facts: Facts) -> str | None:
     files = {
-        **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer"), "tokenizer.json"),
+        **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer", "SFTTokenizer"), "tokenizer.json"),
         **dict.fromkeys(
             ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "tokenizer.model"
         ),

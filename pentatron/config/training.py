@@ -49,7 +49,13 @@ class DataConfig:
         "kind of tokenizer",
         choices=(
             *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer"),
-            *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "ByteTokenizer", "NullTokenizer"),
+            *(
+                "GPTSentencePieceTokenizer",
+                "Llama2Tokenizer",
+                "ByteTokenizer",
+                "NullTokenizer",
+                "SFTTokenizer",
+            ),
         ),
     )
     tokenizer_model: str | None = setting(None, "tokenizer.json or .model file, or the folder that holds it")

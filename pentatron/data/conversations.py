@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
-from pentatron.data.chat_template import ChatTemplate, Message, Span
+from pentatron.data.chat_template import ChatTemplate, Message, Span, TemplateRefusal
 from pentatron.data.inputs import JSON_LINES, is_json, read_chunks
 from pentatron.data.tokenizer import Tokenizer
 
@@ -52,35 +52,42 @@ class Tokens:
 class _Locating(Protocol):
     """A tokenizer that tells which characters each token stands for."""
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[Span]]: ...
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]: ...
 
 
 class Writer:
-    """Conversations as tokens. Without a template, texts follow each other as they are and a document ends behind them."""
+    """Conversations as texts and as tokens. Without a template, texts follow each other as they are and a document ends behind them."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer, self.template = tokenizer, template
 
-    def encode(self, conversation: Conversation) -> list[Tokens]:
+    def texts(self, conversation: Conversation) -> list[MarkedText]:
         """One sample, or one for each answer where the template writes an earlier answer differently once others follow."""
         if conversation.plain or self.template is None:
-            texts = [_laid_end_to_end(conversation)]
+            found = [_laid_end_to_end(conversation)]
         else:
-            texts = apply_template(self.template, conversation)
-        return [self._tokens(text) for text in texts]
+            try:
+                found = apply_template(self.template, conversation)
+            except TemplateRefusal as error:
+                raise UserError(f"cannot be written as text: {error}") from None
+        for marked in found:
+            try:
+                marked.text.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"holds half a surrogate pair, which is no character ({error.reason})"
+                ) from None
+        return found
 
-    def _tokens(self, text: MarkedText) -> Tokens:
-        try:
-            text.text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"holds half a surrogate pair, which is no character ({error.reason})") from None
-        ids, learned = encode_marked(self.tokenizer, text.text, text.learned)
-        if text.ends_document:
-            ends_answer = bool(text.learned) and text.learned[-1][1] == len(text.text)
-            ids, learned = [*ids, self.tokenizer.eod], np.append(learned, ends_answer)
-        if not learned[1:].any():
-            raise UserError("has no answer to learn from")
-        return Tokens(ids, learned)
+    def tokens(self, texts: Sequence[MarkedText]) -> list[Tokens]:
+        """Many texts at once, which a tokenizer may share between cores."""
+        return [self._ended(text, *found) for text, found in zip(texts, encode_marked(self.tokenizer, texts))]
+
+    def _ended(self, text: MarkedText, ids: list[int], learned: npt.NDArray[np.bool_]) -> Tokens:
+        if not text.ends_document:
+            return Tokens(ids, learned)
+        ends_answer = bool(text.learned) and text.learned[-1][1] == len(text.text)
+        return Tokens([*ids, self.tokenizer.eod], np.append(learned, ends_answer))
 
 
 def apply_template(template: ChatTemplate, conversation: Conversation) -> list[MarkedText]:
@@ -121,26 +128,35 @@ def _laid_end_to_end(conversation: Conversation) -> MarkedText:
 
 
 def encode_marked(
-    tokenizer: Tokenizer, text: str, spans: Sequence[Span]
-) -> tuple[list[int], npt.NDArray[np.bool_]]:
-    """The tokens of a whole text, and which of them have a character in a span."""
-    if isinstance(tokenizer, _Locating):
-        ids, places = tokenizer.encode_with_places(text)
-        inside = np.zeros(len(text) + 1, np.int64)
-        for begin, end in spans:
-            inside[begin + 1 : end + 1] = 1
-        before = np.cumsum(inside)
-        begins, ends = np.array(places, np.int64).reshape(-1, 2).T
-        # A space may be cut from the front of a token until nothing is left of it.
-        begins = np.where(begins < ends, begins, np.maximum(ends - 1, 0))
-        return ids, before[ends] > before[begins]
-    ids = tokenizer.encode(text)
-    if len(spans) != 1 or spans[0][1] != len(text):
+    tokenizer: Tokenizer, texts: Sequence[MarkedText]
+) -> list[tuple[list[int], npt.NDArray[np.bool_]]]:
+    """The tokens of each whole text, and which of them have a character to learn."""
+    if not isinstance(tokenizer, _Locating):
+        return [_by_beginning(tokenizer, text) for text in texts]
+    encoded = tokenizer.encode_with_places([text.text for text in texts])
+    return [(ids, _overlap(places, text)) for (ids, places), text in zip(encoded, texts)]
+
+
+def _overlap(places: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]:
+    inside = np.zeros(len(text.text) + 1, np.int64)
+    for begin, end in text.learned:
+        inside[begin + 1 : end + 1] = 1
+    before = np.cumsum(inside)
+    begins, ends = np.array(places, np.int64).reshape(-1, 2).T
+    # A space may be cut from the front of a token until nothing is left of it.
+    begins = np.where(begins < ends, begins, np.maximum(ends - 1, 0))
+    return before[ends] > before[begins]
+
+
+def _by_beginning(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    """The answer begins where the tokens of the whole are no longer those of the question."""
+    if len(text.learned) != 1 or text.learned[0][1] != len(text.text):
         raise UserError(
-            f"{tokenizer.kind} does not tell where its tokens stand in a text, so answers cannot be told from questions; "
-            "use a tokenizer.json"
+            f"it has more than a question and an answer, and {tokenizer.kind} does not tell where its tokens stand in a text; use a "
+            "tokenizer.json"
         )
-    question = tokenizer.encode(text[: spans[0][0]])
+    ids = tokenizer.encode(text.text)
+    question = tokenizer.encode(text.text[: text.learned[0][0]])
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, question)))
     return ids, np.arange(len(ids)) >= same
 

@@ -23,10 +23,12 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids, and for each the character it is a part of."""
-        places = [(at, at + 1) for at, character in enumerate(text) for _ in character.encode()]
-        return self.encode(text), places
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of each text, and for each id the character it is a part of."""
+        return [
+            (self.encode(text), [(at, at + 1) for at, sign in enumerate(text) for _ in sign.encode()])
+            for text in texts
+        ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]

@@ -6,21 +6,26 @@ a sample, and for each of them 1 if the model is to say it, else 0.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
 from pentatron.data.boundaries import DOCUMENT_STARTS, Sample, positions_in_documents
-from pentatron.data.conversations import Writer, at_line, read_conversations
+from pentatron.data.conversations import MarkedText, Tokens, Writer, at_line, read_conversations
 from pentatron.data.indexed import IndexedDataset, token_dtype
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import identify
 
+T = TypeVar("T")
 IntArray = npt.NDArray[np.int64]
+# Conversations that a tokenizer gets at once.
+TOGETHER = 256
 # Any id will do: no loss is taken from padding, and nothing sees it.
 PADDING = 0
 
@@ -32,17 +37,47 @@ def write_conversations(
     size = path.stat().st_size if path.is_file() else 0
     tokenizer, documents = writer.tokenizer, 0
     with IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size), identify(tokenizer)) as pair:
-        for number, conversation, read in read_conversations(path):
-            with at_line(path, number):
-                samples = writer.encode(conversation)
-            parts = [part for sample in samples for part in (sample.ids, sample.learned)]
-            pair.add_document(
-                np.concatenate([np.asarray(part, np.int64) for part in parts]), [len(part) for part in parts]
-            )
-            documents += 1
-            progress(read, size)
+        for lines in _batched(read_conversations(path), TOGETHER):
+            texts: list[MarkedText] = []
+            owners: list[int] = []
+            for number, conversation, _ in lines:
+                with at_line(path, number):
+                    found = writer.texts(conversation)
+                texts += found
+                owners += [number] * len(found)
+            with_owners = zip(owners, _tokens(path, writer, owners, texts))
+            for _, samples in groupby(with_owners, lambda entry: entry[0]):
+                parts = [part for _, sample in samples for part in (sample.ids, sample.learned)]
+                whole = np.concatenate([np.asarray(part, np.int64) for part in parts])
+                pair.add_document(whole, [len(part) for part in parts])
+            documents += len(lines)
+            progress(lines[-1][2], size)
         if documents == 0:
             raise UserError(f"{path} holds no conversation; it is empty.")
+
+
+def _tokens(path: Path, writer: Writer, lines: Sequence[int], texts: Sequence[MarkedText]) -> list[Tokens]:
+    try:
+        samples = writer.tokens(texts)
+    except UserError:
+        # One of them; one by one, to find it.
+        samples = []
+        for number, text in zip(lines, texts):
+            with at_line(path, number):
+                try:
+                    samples += writer.tokens([text])
+                except UserError as error:
+                    raise UserError(f"cannot be tokenized: {error}") from None
+    for number, sample in zip(lines, samples):
+        if not sample.learned[1:].any():
+            with at_line(path, number):
+                raise UserError("has no answer to learn from")
+    return samples
+
+
+def _batched(lines: Iterator[T], size: int) -> Iterator[list[T]]:
+    while batch := list(islice(lines, size)):
+        yield batch
 
 
 @dataclass(frozen=True)

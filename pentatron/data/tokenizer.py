@@ -20,7 +20,7 @@ KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
 TOKENIZER_TYPES = (
     *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer"),
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
-    *("ByteTokenizer", "NullTokenizer"),
+    *("ByteTokenizer", "NullTokenizer", "SFTTokenizer"),
 )
 # Encoded into a fingerprint, to notice what a vocabulary does not tell: how words, digits, spaces and signs are cut.
 PROBE = (
@@ -93,10 +93,10 @@ class _LibraryTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids, and for each the characters it stands for."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        return encoded.ids, encoded.offsets
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of each text, and for each id the characters it stands for."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def encode_as_configured(self, text: str) -> list[int]:
         """Ids of the text with whatever the file itself puts around it, such as an id that begins every text."""
@@ -250,6 +250,9 @@ def load_tokenizer(
     """
     if kind is None:
         kind = "GPT2BPETokenizer" if (vocab_file or merge_file) and not model else "HuggingFaceTokenizer"
+    if kind == "SFTTokenizer":
+        # Megatron's name for a tokenizer.json whose chat template is used.
+        kind = "HuggingFaceTokenizer"
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":

@@ -228,13 +228,10 @@ def _open_conversations(config: RunConfig, world: World, folder: Path, display: 
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
     cache = config.data.data_cache_path
     place = folder if cache is None else Path(cache)
-    (train, valid, _), fingerprint = build_conversations(config, tokenizer, world, place, display)
-    assert train is not None, "conversations to train on are there, or refused"
-    validated = valid if wanted_samples(config)[1] else None
+    validates = wanted_samples(config)[1] > 0
+    train, valid, fingerprint = build_conversations(config, tokenizer, world, place, display, validates)
     names = config.data.data_path
-    return OpenedData(
-        lambda _, __: (train, validated), tokenizer, names, fingerprint, depends_on_length=False
-    )
+    return OpenedData(lambda _, __: (train, valid), tokenizer, names, fingerprint, depends_on_length=False)
 
 
 def _open_mock(config: RunConfig) -> OpenedData:

@@ -28,9 +28,9 @@ IDENTITY = "identity"
 
 
 def build_conversations(
-    config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
-) -> tuple[tuple[EpochShuffle | None, ...], str]:
-    """Training, validation and test conversations, each endless, and a fingerprint of what they are made of."""
+    config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display, validates: bool
+) -> tuple[EpochShuffle, EpochShuffle | None, str]:
+    """Conversations to train on and to validate with, both endless, and a fingerprint of what they are made of."""
     from pentatron.data.conversations import Writer
     from pentatron.data.sft import SFTDataset, write_conversations
 
@@ -57,24 +57,23 @@ def build_conversations(
     on_some_ranks(world.local_rank == 0, prepare, world.everyone)
     source = IndexedDataset(prefix, config.model.vocab_size)
     conversations = len(source.document_indices) - 1
-    datasets: list[EpochShuffle | None] = []
-    for name, part in zip(
-        ("training", "validation", "test"), split_ranges(parse_split(data.split), conversations)
-    ):
-        rows = SFTDataset(source, part or range(0), config.model.seq_length, data.sft_packing)
-        if len(rows) == 0:
-            if name == "training":
-                raise UserError(_nothing_left(path, data.split, part or range(0), rows))
-            if name == "validation" and part is not None and config.train.eval_interval:
-                display.say(
-                    f"note: --split {data.split} leaves no conversation of {conversations} to validate with"
-                )
-            datasets.append(None)
-            continue
-        if part is not None and name != "test":
-            display.say(_report(name, rows, len(part), data.sft_packing))
-        datasets.append(EpochShuffle(rows, config.run.seed))
-    return tuple(datasets), f"sft {what.hexdigest()} {'packed' if data.sft_packing else 'padded'}"
+    length, packed, seed = config.model.seq_length, data.sft_packing, config.run.seed
+    train, held_back, _ = (part or range(0) for part in split_ranges(parse_split(data.split), conversations))
+    rows = SFTDataset(source, train, length, packed)
+    if len(rows) == 0:
+        raise UserError(_nothing_left(path, data.split, train, rows))
+    display.say(_report("training", rows, len(train)))
+    valid = None
+    if validates:
+        others = SFTDataset(source, held_back, length, packed)
+        if len(others):
+            display.say(_report("validation", others, len(held_back)))
+            valid = EpochShuffle(others, seed)
+        else:
+            display.say(
+                f"note: --split {data.split} leaves none of {_count(conversations, 'conversation')} to validate with"
+            )
+    return EpochShuffle(rows, seed), valid, f"sft {what.hexdigest()} {'packed' if packed else 'padded'}"
 
 
 def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -108,27 +107,30 @@ def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | Non
     return ChatTemplate(found[0], words, day, f"the chat template of {found[1]}").check()
 
 
-def _report(name: str, rows: "SFTDataset", conversations: int, packed: bool) -> str:
+def _report(name: str, rows: "SFTDataset", conversations: int) -> str:
     cut, length = rows.shortened, rows.sequence_length
-    answers = len(rows.samples) + cut.without_answer
+    samples = len(rows.samples) + cut.without_answer
     several = (
-        f" (as {answers} samples, one for each answer, where the template changes earlier ones)"
-        if answers > conversations
+        f" (as {samples} samples, one for each answer, where the template changes earlier ones)"
+        if samples > conversations
         else ""
     )
-    form = "packed into" if packed else "padded to"
     text = (
-        f"{name}: {conversations} conversations{several} {form} {len(rows)} sequences of {length} tokens, "
-        f"{rows.filled / (len(rows) * length):.0%} filled"
+        f"{name}: {_count(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
+        f"{_count(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
     )
     if not cut.samples:
         return text
     without = (
-        f", and {cut.without_answer} of them are left out because no answer was left"
-        if cut.without_answer
-        else ""
+        f", {cut.without_answer} of them left out because no answer was left" if cut.without_answer else ""
     )
-    return f"{text}; {cut.samples} are longer and were cut at their end (the longest has {cut.longest} tokens){without}"
+    return (
+        f"{text}; {cut.samples} too long and cut at the end (the longest has {cut.longest} tokens){without}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _nothing_left(path: Path, split: str, part: range, rows: "SFTDataset") -> str:

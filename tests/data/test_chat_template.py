@@ -10,7 +10,14 @@ import pytest
 
 from pentatron.config.errors import UserError
 from pentatron.data.chat_template import ChatTemplate, find_chat_template, special_tokens
-from pentatron.data.conversations import Conversation, Writer, encode_marked, parse_conversation
+from pentatron.data.conversations import (
+    Conversation,
+    MarkedText,
+    Tokens,
+    Writer,
+    encode_marked,
+    parse_conversation,
+)
 from pentatron.data.plain_tokenizers import ByteTokenizer, NullTokenizer
 from pentatron.data.tokenizer import FileTokenizer
 from tests.data.chats import CHATML, STYLES, THINKING, tokenizer_folder
@@ -32,10 +39,14 @@ def chat(messages: list[dict[str, Any]]) -> Conversation:
     return parse_conversation(json.dumps({"messages": messages}))
 
 
+def encode(writer: Writer, conversation: Conversation) -> list[Tokens]:
+    return writer.tokens(writer.texts(conversation))
+
+
 def learned(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> list[str]:
     """The text of each stretch of tokens to learn, in every sample."""
     found = []
-    for sample in Writer(tokenizer, template(source)).encode(chat(messages)):
+    for sample in encode(Writer(tokenizer, template(source)), chat(messages)):
         edges = np.flatnonzero(np.diff(sample.learned, prepend=False, append=False))
         found += [tokenizer.decode(sample.ids[a:b]) for a, b in edges.reshape(-1, 2)]
     return found
@@ -65,7 +76,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, style: str) -> None:
         assert ours.render(messages[:-1], answer_follows=True).text == theirs.apply_chat_template(
             messages[:-1], **asked
         )
-        (sample,) = Writer(FileTokenizer(folder), ours).encode(chat(messages))
+        (sample,) = encode(Writer(FileTokenizer(folder), ours), chat(messages))
         marks = style == "marked"
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marks)
         assert sample.ids == expected["input_ids"]
@@ -93,27 +104,26 @@ def test_answers_are_learned_and_nothing_else(tokenizer: FileTokenizer) -> None:
 
 def test_a_template_that_rewrites_the_past(tokenizer: FileTokenizer) -> None:
     # Each answer is learned behind what the model will really have read.
-    samples = Writer(tokenizer, template(THINKING)).encode(chat(TALK))
+    samples = encode(Writer(tokenizer, template(THINKING)), chat(TALK))
     assert len(samples) == 2
     for place, sample in zip((1, 3), samples):
         asked = template(THINKING).render(TALK[:place], answer_follows=True).text
         assert tokenizer.decode(sample.ids).startswith(asked)
         assert sample.learned.sum() == len(sample.ids) - len(tokenizer.encode(asked))
-    assert len(Writer(tokenizer, template(THINKING)).encode(chat(TALK[:2]))) == 1
+    assert len(encode(Writer(tokenizer, template(THINKING)), chat(TALK[:2]))) == 1
     unstable = "{{ messages | length }}" + CHATML
     with pytest.raises(UserError, match="cannot be cut into question and answer"):
-        Writer(tokenizer, template(unstable)).encode(chat(TALK))
+        encode(Writer(tokenizer, template(unstable)), chat(TALK))
 
 
 def test_places_of_tokens_without_a_library() -> None:
     text = "ask é: yes ü, no"
-    spans = [(7, 12)]
-    ids, marks = encode_marked(ByteTokenizer(), text, spans)
+    ((ids, marks),) = encode_marked(ByteTokenizer(), [MarkedText(text, ((7, 12),))])
     assert bytes(np.array(ids)[marks].tolist()).decode() == text[7:12]
-    ids, marks = encode_marked(NullTokenizer(99), "1 2 3 4", [(3, 7)])
+    ((ids, marks),) = encode_marked(NullTokenizer(99), [MarkedText("1 2 3 4", ((3, 7),))])
     assert (ids, marks.tolist()) == ([1, 2, 3, 4], [False, False, True, True])
     with pytest.raises(UserError, match="NullTokenizer does not tell where"):
-        encode_marked(NullTokenizer(99), "1 2 3 4", [(1, 3), (5, 7)])
+        encode_marked(NullTokenizer(99), [MarkedText("1 2 3 4", ((1, 3), (5, 7)))])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +150,23 @@ def test_places_of_tokens_without_a_library() -> None:
 def test_templates_stay_in_their_sandbox(source: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         template(source).render(TALK)
+
+
+def test_templates_by_name(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path, None)
+    assert find_chat_template(folder) is None
+    config = folder / "tokenizer_config.json"
+    for names, expected in ((("tools", "default"), "of default"), (("tools", "rag"), None)):
+        listed = [{"name": name, "template": f"of {name}"} for name in names]
+        config.write_text(json.dumps({"chat_template": listed}), encoding="utf-8")
+        if expected is None:
+            with pytest.raises(UserError, match="templates tools, rag and none called default"):
+                find_chat_template(folder)
+        else:
+            assert find_chat_template(folder) == (expected, config)
+    # The file of its own counts first.
+    (folder / "chat_template.jinja").write_text("mine", encoding="utf-8")
+    assert find_chat_template(folder) == ("mine", folder / "chat_template.jinja")
 
 
 def test_marks_do_not_come_from_the_text() -> None:
@@ -182,6 +209,6 @@ def test_the_three_layouts_are_one_conversation() -> None:
     assert [m["role"] for m in with_system.messages] == ["system", "user", "assistant"]
     # Texts of a completion are no chat: they stay as they are, and the end of a document follows.
     plain = parse_conversation('{"prompt": "1 + 1 =", "completion": " 2"}')
-    (sample,) = Writer(ByteTokenizer(), template(CHATML)).encode(plain)
+    (sample,) = encode(Writer(ByteTokenizer(), template(CHATML)), plain)
     assert bytes(sample.ids[:-1]) == b"1 + 1 = 2" and sample.ids[-1] == ByteTokenizer.eod
     assert sample.learned.tolist() == [False] * 7 + [True] * 3

@@ -161,8 +161,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         assert len(cut) == 1
         assert bytes(cut[0]["labels"][cut[0]["loss_mask"] == 1].tolist()) == b"cutcutcut"
         assert (
-            "2 are longer and were cut at their end (the longest has 68 tokens), and 1 of them are"
-            in said.lines[-1]
+            "2 too long and cut at the end (the longest has 68 tokens), 1 of them left out" in said.lines[-1]
         )
     with pytest.raises(UserError, match=r"No conversation .* within 2 tokens; raise --seq-length"):
         build(write(path, long), tmp_path / "data", length=2)
@@ -178,11 +177,18 @@ def test_mistakes_name_their_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Line 2 of .*chats.jsonl holds half a surrogate pair"):
         build(path, tmp_path / "data")
     folder = tokenizer_folder(tmp_path / "model", "{{ raise_exception('never') }}")
-    with pytest.raises(UserError, match=r"Line 1 of .* the chat template of .*jinja says: never"):
+    with pytest.raises(
+        UserError, match=r"Line 1 of .* cannot be written as text: the chat template of .*jinja says: never"
+    ):
         build(path, tmp_path / "data", "--tokenizer-model", str(folder), "--vocab-size", "400")
     bare = tokenizer_folder(tmp_path / "bare", None)
     with pytest.raises(UserError, match=r"has no chat template.*--chat-template FILE"):
         build(path, tmp_path / "data", "--tokenizer-model", str(bare), "--vocab-size", "400")
+    write(path, [{"input": "1", "output": " 2"}, {"messages": [{"role": "assistant", "content": "3"}] * 2}])
+    with pytest.raises(
+        UserError, match=r"Line 2 of .* cannot be tokenized: it has more than a question and an answer"
+    ):
+        build(path, tmp_path / "data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9")
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(UserError, match="holds no conversation"):
         build(path, tmp_path / "data")
@@ -205,6 +211,10 @@ def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None
         texts.append(found.tokenizer.decode(found.order([4], IndexCache())[0][0]["tokens"].tolist()))
     assert texts[0].startswith("<|im_start|>user\n") and "|say" in texts[1]
     assert own.fingerprint == again.fingerprint != changed.fingerprint
+    assert (
+        opened(path, tmp_path / "data", *named, "--tokenizer-type", "SFTTokenizer").fingerprint
+        == own.fingerprint
+    )
 
 
 def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
