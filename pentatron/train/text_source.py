@@ -118,7 +118,9 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
         for stage in stages:
             for held in held_parameters(stage):
                 _fill_from_step(folder, manifest, held, dtype, device)
-            load_fragments(folder, manifest, kept_by_routers(loads_of(stage)))
+            # What is imported has weights alone; its routers begin as new ones do.
+            kept = (f for f in kept_by_routers(loads_of(stage)) if f.tensor in manifest.tensors)
+            load_fragments(folder, manifest, kept)
             stage.to(device)
 
     return ModelSource(

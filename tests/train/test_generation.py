@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from pentatron.config.errors import UserError
+from pentatron.hf.importing import ImportOptions, import_folder
 from pentatron.models.sampling import Sampling
+from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
 from pentatron.train.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
 from pentatron.train.text_source import open_source
@@ -96,6 +98,13 @@ def test_prompts_of_any_length_give_the_text_of_transformers(case: str, tmp_path
     for text, theirs_ in zip(found, logprobs):
         assert text.logprobs == pytest.approx(theirs_, abs=1e-4)
     assert {text.end for text in found} == {"length"}
+
+
+def test_what_was_imported_gives_the_text_of_its_folder(tmp_path: Path) -> None:
+    """Experts: an import has their weights, but nothing of what training keeps of routers."""
+    folder, _ = saved("mixtral", tmp_path / "theirs")
+    import_folder(folder, tmp_path / "imported", ImportOptions(), Silent())
+    assert made(tmp_path / "imported") == made(folder)
 
 
 def test_a_folder_says_which_tokens_end_a_text(tmp_path: Path) -> None:
