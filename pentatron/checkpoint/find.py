@@ -61,7 +61,8 @@ def find_step(path: Path) -> tuple[Found, list[str]]:
     found, complaints = store.newest_valid(verify=False, set_aside=False)
     if found is None:
         refuse_other_formats(path)
-        reason = complaints[0] if complaints else "it has no step"
+        nothing = "it is a Hugging Face folder" if (path / "config.json").exists() else "it has no step"
+        reason = complaints[0] if complaints else nothing
         raise UserError(
             f"{store.folder} holds no usable checkpoint ({reason}); name a run, its checkpoints, or one step of them"
         )

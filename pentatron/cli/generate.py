@@ -200,7 +200,9 @@ def _prompts(words: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt-file {path} cannot be read: {error}") from None
+            raise UserError(
+                f"--prompt-file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
         found += [line for line in lines if line]
         if not found:
             raise UserError(f"--prompt-file {path} has no line to continue")

@@ -288,8 +288,9 @@ class _Bar(_Lines):
 
 
 def _facts(counts: "Counts", tokens_before: int, seconds: float) -> str:
-    speed = (counts.tokens - tokens_before) / max(seconds, 1e-9)
-    return f"{counts.documents:,} documents, {counts.tokens:,} tokens, {speed:,.0f} tokens/s"
+    shown = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
+    since = counts.tokens - tokens_before
+    return f"{shown}, {since / max(seconds, 1e-9):,.0f} tokens/s" if since else shown
 
 
 def _short(number: float) -> str:

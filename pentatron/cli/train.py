@@ -18,6 +18,7 @@ from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.resolve import Resolved
+from pentatron.config.run import RunConfig
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
@@ -91,7 +92,7 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
     if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
     if prepared.worker is None:
-        _what_next(str(outcome.folder.path))
+        _what_next(config, outcome.folder)
     return 0
 
 
@@ -118,7 +119,7 @@ def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
         )
         return 1
     if ended.exit_code == 0:
-        _what_next(config.run.run_dir)
+        _what_next(config, RunFolder(Path(config.run.run_dir)))
     return ended.exit_code
 
 
@@ -137,16 +138,22 @@ def _program(called: Path) -> str:
     return os.path.relpath(called) if called.resolve().is_relative_to(Path.cwd()) else str(called)
 
 
-def _what_next(run_dir: str) -> None:
+def _what_next(config: RunConfig, folder: RunFolder) -> None:
     """Commands to copy, with the program under the name it was called by."""
-    folder = RunFolder(Path(run_dir))
     program = _program(Path(sys.argv[0]))
-    ideas = [
-        (f"{program} train --help", "every setting, by group"),
-        (f"{program} train --run-dir {folder.path}-wide --hidden-size 256", "another run beside this one"),
-    ]
+    ideas = []
     if folder.sample.exists():
-        ideas.insert(0, (f'{program} generate {folder.path} "import "', "continue a text of yours"))
+        ideas.append((f'{program} generate {folder.path} "import "', "continue a text of yours"))
+    elif config.checkpoint.load is not None and config.checkpoint.save is not None:
+        # Not the run's folder: the checkpoints may be kept elsewhere.
+        saved = os.path.relpath(config.checkpoint.save)
+        if config.data.tokenizer_model is not None:
+            ideas.append((f'{program} generate {saved} "Once upon a time"', "continue a text of yours"))
+        ideas.append((f"{program} export {saved} exported/{folder.path.name}", "a Hugging Face folder of it"))
+    ideas.append((f"{program} train --help", "every setting, by group"))
+    if config.data.corpus is not None:
+        wider = f"{program} train --run-dir {folder.path}-wide --hidden-size 256"
+        ideas.append((wider, "another run beside this one"))
     width = max(len(command) for command, _ in ideas)
     say("\nwhat to try next:")
     for command, meaning in ideas:

@@ -47,6 +47,8 @@ _FOLLOW = frozenset(
         "moe_ffn_hidden_size",
     }
 )
+# Told also where they happen to be the defaults: a reader looks for them first.
+_SHAPE = frozenset({"num_layers", "hidden_size"})
 _POSITIONS = "max_position_embeddings"
 # Each of these says something only with the other.
 _WINDOWS = ("window_size", "window_attn_skip_freq")
@@ -133,7 +135,8 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
     if learned := [name for name in open_names if name in different]:
         for name in open_names:
             draft.values[name] = Assigned(loaded[name], f"loaded from {origin}")
-        draft.notices.append(f"architecture from {origin}: {' '.join(_written(loaded, n) for n in learned)}")
+        shown = [name for name in open_names if name in learned or name in _SHAPE]
+        draft.notices.append(f"architecture from {origin}: {' '.join(_written(loaded, n) for n in shown)}")
     after = foreseen(draft, facts)
     for name in differences(loaded, after):
         if name == _CODE and not _is_said(draft, name):

@@ -107,6 +107,7 @@ def _config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).exists():
         raise UserError(
             f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
+            + (" (checkpoints are loaded as they are: --load)" if (path / "latest").exists() else "")
         )
     return _read_json(path / CONFIG)
 

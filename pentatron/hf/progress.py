@@ -21,7 +21,7 @@ class Summary:
 
     def sentence(self) -> str:
         return (
-            f"{self.parameters:,} parameters in {self.tensors} tensors, {self.bytes / 1e9:,.2f} GB, in {self.seconds:.1f} s "
+            f"{self.parameters:,} parameters in {self.tensors} tensors, {_size(self.bytes)}, in {self.seconds:.1f} s "
             f"({_rate(self.bytes, self.seconds)})"
         )
 
@@ -45,6 +45,10 @@ class Progress:
             return values
 
         return counted
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 def _rate(count: int, seconds: float) -> str:

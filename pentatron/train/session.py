@@ -104,7 +104,7 @@ def _run(
         output.say(pipeline)
     for note in [*_without_effect_here(resolved, world), *began.notes]:
         output.say(f"note: {note}")
-    _say_where_it_stands(config, state, output)
+    _say_where_it_stands(config, began, output)
     trainer = Trainer(config, world, model, optimizer, datasets, store, state, output, stop, began.is_saved)
     stopped_by = trainer.run()
     if len(datasets.names) > 1:
@@ -152,7 +152,8 @@ def _open_output(
     return Output(display, log, metrics)
 
 
-def _say_where_it_stands(config: RunConfig, state: TrainState, output: Output) -> None:
+def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) -> None:
+    state = began.state
     assert config.train.train_iters is not None
     if config.train.train_iters == 0:
         output.say("no steps are asked for (--train-iters 0): the weights are saved as they are")
@@ -160,6 +161,9 @@ def _say_where_it_stands(config: RunConfig, state: TrainState, output: Output) -
         output.say(
             f"this run has finished its {state.step} steps: nothing is left to train. Raise --train-iters to go on, "
             f"give --fresh to start anew, or --run-dir for another run"
+            if began.is_saved
+            else f"{config.checkpoint.load} is at step {state.step} and --train-iters is {config.train.train_iters}: nothing is "
+            f"left to train. Raise --train-iters to go on, or take the weights alone and begin at step 0 with --finetune"
         )
     elif state.step:
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")

@@ -67,6 +67,10 @@ def named_source(name: str) -> Source:
     found = find_source(Path(name))
     if found is not None:
         return found
+    if not Path(name).exists():
+        raise UserError(
+            f"--load {name} does not exist; check the path, or leave it out to start from scratch"
+        )
     refuse_other_formats(Path(name))
     raise UserError(
         f"--load {name} holds no checkpoint and no Hugging Face model; check the path, or leave it out to start from scratch"

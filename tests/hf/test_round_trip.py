@@ -292,7 +292,7 @@ def test_paths_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
         assert find_step(path)[0].folder == find_weights(str(path), verify=True)[0] == step
     with pytest.raises(UserError, match="does not exist"):
         find_step(tmp_path / "none")
-    with pytest.raises(UserError, match=r"holds no usable checkpoint .it has no step"):
+    with pytest.raises(UserError, match=r"holds no usable checkpoint .it is a Hugging Face folder"):
         find_step(folder)
     (tmp_path / "iter_0000500").mkdir()
     for find in (lambda: find_step(tmp_path), lambda: find_weights(str(tmp_path), verify=True)):

@@ -218,6 +218,8 @@ def test_a_folder_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty holds no checkpoint and no Hugging Face model"):
         prepared(tmp_path / "a", f"--load {tmp_path / 'empty'} --vocab-size 61 --train-iters 2")
+    with pytest.raises(UserError, match=r"--load .*none does not exist; check the path"):
+        prepared(tmp_path / "a", f"--load {tmp_path / 'none'} --vocab-size 61 --train-iters 2")
 
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61"
@@ -267,6 +269,8 @@ def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
     earlier = base / "checkpoints" / "step-00000002"
     train(tmp_path / "earlier", f"--load {earlier} --train-iters 4 --lr-decay-iters 4")
     assert losses(tmp_path / "earlier") == losses(base)[2:], "one step may be named"
+    train(tmp_path / "late", f"--load {base} --train-iters 3")
+    assert f"{base} is at step 4 and --train-iters is 3: nothing is left" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"the data is not what .* --finetune"):
         train(tmp_path / "other", f"--load {base} --dataset-size 32 --train-iters 6")
 
