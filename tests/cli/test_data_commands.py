@@ -69,7 +69,7 @@ def prepare(text: Path, tmp_path: Path, *more: str) -> int:
 
 def test_again_and_with_bad_lines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare(text, tmp_path, "--log-interval", "10") == 0
-    assert "100 %  40 documents, 3,900 tokens, " in capsys.readouterr().out
+    assert "100 %  40 documents, 3,900 tokens\n" in capsys.readouterr().out
     assert prepare(text, tmp_path) == 0
     assert "already prepared from the same inputs" in capsys.readouterr().out
     assert prepare(text, tmp_path, "--append-eod") == 2

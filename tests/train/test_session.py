@@ -226,7 +226,7 @@ def test_a_changed_seed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--load .*nowhere holds no checkpoint"):
+    with pytest.raises(UserError, match=r"--load .*nowhere does not exist"):
         run(tmp_path / "a", f"--load {tmp_path / 'nowhere'}")
     run(tmp_path / "b", f"--load {tmp_path / 'b' / 'checkpoints'} --train-iters 2")
 
