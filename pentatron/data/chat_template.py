@@ -59,7 +59,7 @@ class ChatTemplate:
         """With `answer_follows` the text ends where the model is to begin its answer."""
         words = {
             **self.special_tokens,
-            "messages": messages,
+            "messages": list(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": answer_follows,

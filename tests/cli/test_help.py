@@ -112,7 +112,7 @@ def line_of(text: str, flag: str) -> str:
         ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, changes nothing"),
         ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
                              "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, "
-                             "ByteTokenizer, NullTokenizer"),
+                             "ByteTokenizer, NullTokenizer, SFTTokenizer"),
         ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES; not available yet"),
         ("--num-workers", "--num-workers N processes that read data for one rank; default 0"),
         ("--micro-batch-size", "--micro-batch-size N samples one rank computes at once (1)"),

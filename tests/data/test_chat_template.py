@@ -169,6 +169,11 @@ def test_templates_by_name(tmp_path: Path) -> None:
     assert find_chat_template(folder) == ("mine", folder / "chat_template.jinja")
 
 
+def test_templates_get_lists() -> None:
+    source = "{% for m in (messages + [{'role': 'x', 'content': '!'}])[::-1] %}{{ m.content }}{% endfor %}"
+    assert template(source).render(chat(TALK).messages[2:]).text == "!you are helpful and  the answer of  "
+
+
 def test_marks_do_not_come_from_the_text() -> None:
     source = "{% generation %}{{ messages[0].content }}{% endgeneration %}|"
     text = "a\ue0000\ue001b\ue0020\ue003c"
