@@ -25,11 +25,13 @@ Makes a checkpoint of a Hugging Face folder, as `pentatron import HF_DIR OUT` do
   --tokenizer-model PATH   tokenizer to carry along (that of the folder)
   --model-size NAME        checked against the folder's model_type: {sizes}
   --verify                 compare logits on random tokens with the transformers library
-  --model-type GPT, --loader llama_mistral, --saver core, --checkpoint-type hf
+  --model-type GPT, --loader llama_mistral or mixtral_hf, --saver core, --checkpoint-type hf
                            what this is; anything else is refused
-  --target-tensor-parallel-size N, --target-pipeline-parallel-size N, --loader-transformer-impl NAME,
-  --make-vocab-size-divisible-by N
+  --target-tensor-parallel-size N, --target-pipeline-parallel-size N, --target-expert-parallel-size N,
+  --loader-transformer-impl NAME, --make-vocab-size-divisible-by N
                            accepted; a line says why they change nothing
+
+The way back is `pentatron export CHECKPOINT HF_DIR`.
 """
 # By the beginning of what --model-size may be; the rest, such as -7B, is the size, which config.json knows better.
 MODEL_SIZES = {
@@ -61,13 +63,17 @@ _FLAGS: dict[str, Any] = {
     "checkpoint-type": "hf",
     "target-tensor-parallel-size": 0,
     "target-pipeline-parallel-size": 0,
+    "target-expert-parallel-size": 0,
     "loader-transformer-impl": "",
     "make-vocab-size-divisible-by": 0,
 }
 # What a flag may be, and why it may be nothing else.
 _ONLY = {
     "model-type": (("GPT",), "models that predict the next token are what is trained here"),
-    "loader": (("llama_mistral",), "Hugging Face folders are what is read here"),
+    "loader": (
+        ("llama_mistral", "mixtral_hf"),
+        "Hugging Face folders are what is read here; the way back is pentatron export CHECKPOINT HF_DIR",
+    ),
     "saver": (("core", "mcore"), "there is one format of checkpoints here, which --load reads"),
     "checkpoint-type": (
         ("hf",),
@@ -123,7 +129,7 @@ def _check(options: Mapping[str, Any], plain: Sequence[str]) -> None:
 def _notes(options: Mapping[str, Any]) -> list[str]:
     """Why a flag that was given changes nothing."""
     notes = []
-    sizes = [f"target-{axis}-parallel-size" for axis in ("tensor", "pipeline")]
+    sizes = [f"target-{axis}-parallel-size" for axis in ("tensor", "pipeline", "expert")]
     if given := [f"--{name} {options[name]}" for name in sizes if options[name]]:
         notes.append(f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not cut for one")
     if options["make-vocab-size-divisible-by"]:

@@ -168,6 +168,15 @@ def test_the_command_of_the_guide(folder: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "back") == names(folder)
 
 
+def test_flags_for_experts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--loader mixtral_hf --saver mcore --target-expert-parallel-size 2"
+    assert convert(f"--load-dir {folder} --save-dir {tmp_path / 'ours'} {words}") == 0
+    assert (
+        "note: --target-expert-parallel-size 2: a checkpoint here loads in any layout"
+        in capsys.readouterr().out
+    )
+
+
 def test_a_checkpoint_of_megatron_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +194,7 @@ def test_a_checkpoint_of_megatron_is_refused_by_name(
         ("--model-size qwen2.5-7B --fp16", "bf16, of which fp16 cannot hold every value"),
         ("--model-size falcon", "--model-size falcon is not known; leave it out"),
         ("--model-type BERT", "--model-type BERT: only GPT is possible"),
-        ("--loader mcore", "--loader mcore: only llama_mistral is possible; Hugging Face folders"),
+        ("--loader mcore", "only llama_mistral or mixtral_hf is possible; Hugging Face folders"),
         ("--saver megatron", "--saver megatron: only core or mcore is possible"),
         ("--checkpoint-type meta", "--checkpoint-type meta: only hf is possible"),
         ("--loader-transformer-impl other", "only local or transformer_engine is possible"),
