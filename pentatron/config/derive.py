@@ -272,8 +272,8 @@ def _moved_aside(draft: Draft) -> list[str]:
     """`--fresh` moves the run's folders away; what is to be loaded must not be in them."""
     if not draft["fresh"] or not draft.given("load") or draft["load"] is None:
         return []
-    load = Path(draft["load"])
-    inside = [Path(draft[name]) for name in ("run_dir", "save") if load.is_relative_to(draft[name])]
+    load, places = Path(draft["load"]), [Path(draft[name]) for name in ("run_dir", "save")]
+    inside = [place for place in places if load.resolve().is_relative_to(place.resolve())]
     if not inside:
         return []
     return [f"--fresh would move {inside[0]} aside, and --load {load} with it; leave one of them out"]

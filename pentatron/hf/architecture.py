@@ -80,7 +80,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     every = {**_defaults(), **settings}
-    matters = _that_matter(every) | settings.keys()
+    # No config.json speaks of layers of users' own.
+    matters = (_that_matter(every) | settings.keys()) - {"spec"}
     return {name: value for name, value in every.items() if name in matters}
 
 

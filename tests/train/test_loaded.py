@@ -191,6 +191,8 @@ def test_what_contradicts_the_folder_is_refused_with_both_values(
 def test_words_that_say_the_same_are_no_contradiction(models: dict[str, Path], tmp_path: Path) -> None:
     same = "--group-query-attention --num-query-groups 2 --swiglu --use-rotary-position-embeddings --moe-router-topk 3"
     assert prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 {same}").config.model.num_layers == 2
+    # A folder says nothing of layers of the user's own; whether they have its tensors shows when they are filled.
+    prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 --spec mine layers")
     every = "--moe-layer-freq [1]*2 --ffn-hidden-size 99"
     prepared(tmp_path, f"--load {models['qwen3_moe']} --train-iters 2 {every}")
 
@@ -380,8 +382,9 @@ def test_the_commands_say_what_they_will_load(
     assert f"{model} holds a model with --num-layers 2, but the command line says --num-layers 3" in (
         capsys.readouterr().err
     )
-    assert main(["config", *words, "--fresh", "--save", str(model)]) == 2
-    assert f"--fresh would move {model} aside" in capsys.readouterr().err
+    for save in (model, tmp_path / "a" / ".." / "model"):
+        assert main(["config", *words, "--fresh", "--save", str(save)]) == 2
+        assert f"--fresh would move {save} aside" in capsys.readouterr().err
 
 
 def test_a_model_of_the_hub_is_its_downloaded_folder(
