@@ -43,14 +43,10 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"RMSNorm": RMSNorm, "LayerN
 def norm_in(
     slot: Slot, config: TransformerConfig, width: int, partial_over: frozenset[Axis] = frozenset()
 ) -> nn.Module:
-    """The norm that a spec chooses."""
+    """The norm that a spec chooses.
+
+    `partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed.
+    """
     chosen = NORMS[config.normalization] if slot is ConfiguredNorm else slot
     made: nn.Module = build_module(chosen, width, config.layernorm_epsilon, partial_over)
     return made
-
-
-def build_norm(
-    kind: str, width: int, epsilon: float, partial_over: frozenset[Axis] = frozenset()
-) -> nn.Module:
-    """`partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed."""
-    return NORMS[kind](width, epsilon, partial_over)

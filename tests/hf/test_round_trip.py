@@ -135,6 +135,19 @@ def test_types(folder: Path, tmp_path: Path) -> None:
         export(tmp_path / "bf16", tmp_path / "no", dtype=FP16)
 
 
+def test_no_number_becomes_infinite(folder: Path, tmp_path: Path) -> None:
+    large, keys = tensors(folder), "model.layers.0.self_attn.k_proj.weight"
+    large[keys][0, 0], large["model.norm.weight"][0] = 7e4, torch.inf
+    source = Path(shutil.copytree(folder, tmp_path / "large", ignore=shutil.ignore_patterns("model*")))
+    save_file(large, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"linear_qkv.weight holds 7e\+04, which is beyond the range of fp16"):
+        convert(source, tmp_path / "fp16", dtype=FP16, allow_narrowing=True)
+    # What was infinite stays so, and nothing else becomes it.
+    convert(source, tmp_path / "bf16", dtype=BF16, allow_narrowing=True)
+    back = tensors(export(tmp_path / "bf16", tmp_path / "back"))
+    assert sum(int(tensor.isinf().sum()) for tensor in back.values()) == 1
+
+
 def test_a_tensor_of_parts_of_different_types_loses_nothing(folder: Path, tmp_path: Path) -> None:
     """Keys in bf16 among queries and values in fp32: the one tensor that holds them all is fp32."""
     mixed = tensors(folder)

@@ -1,7 +1,7 @@
 import torch
 
 from pentatron.nn.init import draw_weights, named_generator, normal_region
-from pentatron.nn.norm import build_norm
+from pentatron.nn.norm import NORMS
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.rope_scaling import Frequencies, plain
 from pentatron.parallel.pieces import held_parameters
@@ -23,7 +23,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 def test_norms_compute_in_fp32_and_answer_in_the_dtype_of_the_stream() -> None:
     x = torch.randn(4, 64) * 300
     for kind in ("RMSNorm", "LayerNorm"):
-        norm = build_norm(kind, 64, 1e-6)
+        norm = NORMS[kind](64, 1e-6)
         draw_weights(held_parameters(norm), seed=0, std=0.0)
         exact = norm(x)
         rounded = norm.to(torch.bfloat16)(x.bfloat16())
