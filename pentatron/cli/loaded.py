@@ -26,8 +26,16 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
         if own is not None and not own.is_huggingface:
             _learn(draft, facts, own, "choose another --run-dir, or start anew with --fresh")
             return
-    if draft["load"] is not None and Path(draft["load"]).resolve() != save.resolve():
-        learn_from_named(draft, facts)
+    if draft["load"] is None:
+        return
+    if Path(draft["load"]).resolve() == save.resolve():
+        # It may be a model of others that the run will save beside; steps of its own are seen to above.
+        from pentatron.train.sources import find_source
+
+        there = find_source(save)
+        if there is None or not there.is_huggingface:
+            return
+    learn_from_named(draft, facts)
 
 
 def learn_from_named(draft: Draft, facts: Facts) -> bool:

@@ -26,7 +26,7 @@ from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
-from pentatron.train.sources import Source, named_source
+from pentatron.train.sources import Source, find_source, named_source
 from pentatron.train.state import TrainState
 
 T = TypeVar("T")
@@ -87,9 +87,13 @@ class _Start:
             began = self._resume(found) if self._is_own(found) else self._from_foreign(found)
             return dataclasses.replace(began, notes=[*complaints, *began.notes])
         load = self.config.checkpoint.load
-        if not self.resolved.given("load") or load is None or self._loads_itself():
+        if not self.resolved.given("load") or load is None:
             return self._from_scratch()
-        source = self._first_rank(lambda: named_source(load))
+        own = self._first_rank(lambda: find_source(Path(load))) if self._loads_itself() else None
+        if self._loads_itself() and (own is None or not own.is_huggingface):
+            # A run may load what it will save; at first there is nothing.
+            return self._from_scratch()
+        source = own or self._first_rank(lambda: named_source(load))
         if source.is_huggingface:
             return self._from_huggingface(source)
         # Only in our own folder may anything be renamed: another run may be using the other one.

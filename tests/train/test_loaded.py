@@ -216,6 +216,16 @@ def test_windows_and_factors_of_another_model_are_a_contradiction() -> None:
     assert found({}, scales) == list(scales) and found({}, {"yarn_mscale": 0.7}) == []
 
 
+def test_a_run_may_lie_in_the_folder_it_loads(models: dict[str, Path], tmp_path: Path) -> None:
+    whole = Path(shutil.copytree(models["qwen2"], tmp_path / "whole"))
+    saved = Path(shutil.copytree(models["qwen2"], tmp_path / "saved"))
+    train(whole, f"--load {whole} --train-iters 0")
+    train(tmp_path / "run", f"--load {saved} --save {saved} --train-iters 0")
+    expected = stored(models["qwen2"])["embedding.word.weight"]
+    for found in (newest(whole / "checkpoints"), newest(saved)):
+        assert load_tensor(found.folder, found.manifest, "weights/embedding.word.weight").equal(expected)
+
+
 def test_a_folder_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty holds no checkpoint and no Hugging Face model"):
