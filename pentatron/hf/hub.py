@@ -60,6 +60,12 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
 
 
 def _not_here(name: str, reason: str) -> UserError:
+    if Path(name).parent.is_dir():
+        # More likely a path with a slip of the pen than somebody's model.
+        return UserError(
+            f"there is no {Path(name).name} in the folder {Path(name).parent}, and no model {name} could be downloaded ({reason}); "
+            f"check the path"
+        )
     return UserError(
         f"{name} is no folder here and could not be downloaded ({reason}); where there is a network run `hf download "
         f"{name} --local-dir DIR`, copy DIR here and name it instead"

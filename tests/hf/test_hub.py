@@ -38,6 +38,9 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve_folder(NAME) == Path(NAME)
     with pytest.raises(UserError, match=r"a/b/c is no folder; name a folder with config.json"):
         resolve_folder("a/b/c")
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=r"there is no mime in the folder runs.*; check the path"):
+        resolve_folder("runs/mime", network=False)
 
 
 def test_what_is_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
