@@ -30,6 +30,8 @@ def steps_at(path: Path) -> Path | None:
 
 def read_step(folder: Path, verify: bool) -> Found:
     """The step of this folder; with `verify`, its sums are compared."""
+    # What belongs to it lies beside it, also where it is named by a link or as the current folder.
+    folder = folder.resolve()
     try:
         manifest = read_manifest(folder)
         if verify:

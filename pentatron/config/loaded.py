@@ -139,6 +139,9 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
         draft.notices.append(f"architecture from {origin}: {' '.join(_written(loaded, n) for n in shown)}")
     after = foreseen(draft, facts)
     for name in differences(loaded, after):
+        if name in draft.wrong:
+            # Such as a vocabulary whose tokenizer was not found: that is the problem to tell of.
+            continue
         if name == _CODE and not _is_said(draft, name):
             draft.wrong[name] = (
                 f"{origin} was made with {_written(loaded, name)}; give that again, as code is not taken from files"

@@ -161,7 +161,9 @@ class _Start:
         if chosen.finetune or alone:
             on_some_ranks(True, lambda: self._load_weights(found), self.world.everyone)
             began = self._new_training(found.folder, alone)
-            in_place = found.folder.parent == self.store.folder and found.manifest.step > 0
+            in_place = (
+                found.folder.resolve().parent == self.store.folder.resolve() and found.manifest.step > 0
+            )
             began = dataclasses.replace(began, replaces_training=in_place)
         else:
             state, changes = self._go_on(found, not chosen.no_load_optim, not chosen.no_load_rng)

@@ -296,12 +296,13 @@ def test_a_parent_that_others_use_meanwhile_stays(tmp_path: Path, monkeypatch: p
 # --- what can be exported ---
 
 
-def test_paths_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_paths_of_a_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     convert(folder, run / "checkpoints")
     step = run / "checkpoints" / "step-00000000"
     (run / "checkpoints" / "checkpoints").mkdir()
-    for path in (run, run / "checkpoints", step):
+    monkeypatch.chdir(step)
+    for path in (run, run / "checkpoints", step, Path()):
         assert find_step(path)[0].folder == find_weights(str(path), verify=True)[0] == step
     with pytest.raises(UserError, match="does not exist"):
         find_step(tmp_path / "none")

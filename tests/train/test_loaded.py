@@ -392,6 +392,9 @@ def test_the_commands_say_what_they_will_load(
     assert f"{model} holds a model with --num-layers 2, but the command line says --num-layers 3" in (
         capsys.readouterr().err
     )
+    assert main(["config", *words, "--tokenizer-model", str(tmp_path / "none.json")]) == 2
+    told = capsys.readouterr().err
+    assert "okenizer not found" in told and "holds a model" not in told
     for save in (model, tmp_path / "a" / ".." / "model"):
         assert main(["config", *words, "--fresh", "--save", str(save)]) == 2
         assert f"--fresh would move {save} aside" in capsys.readouterr().err
