@@ -7,6 +7,7 @@ megatron-core is installed, in processor time of one core; then the same from a 
 """
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -109,11 +110,45 @@ def measure_cache(corpus: Lengths, length: int, repeats: int) -> float:
     return min(again)
 
 
-def measure_loader(folder: Path, length: int, documents: int) -> float:
+def write_corpus(prefix: Path, documents: int) -> None:
     draw = np.random.default_rng(1)
-    with IndexedDatasetWriter(folder / "x", "uint16") as writer:
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
         for _ in range(documents):
             writer.add_document(draw.integers(0, 50_000, size=draw.integers(500, 5000)))
+
+
+def read_all(prefix: Path, documents: int, length: int) -> tuple[int, float]:
+    """Every sample through the loader: tokens, and by how many MB of its own the process grew meanwhile at most."""
+    before = anonymous_memory()
+    dataset = GPTDataset(
+        IndexedDataset(prefix, 50_257), range(documents), None, length, SEED, vocab_size=50_257
+    )
+    batches = iter(build_loader(dataset, 0, 8, 0, 1))
+    peak, count = before, len(dataset) // 8
+    for _ in range(count):
+        next(batches)
+        peak = max(peak, anonymous_memory())
+    return count * 8 * length, (peak - before) / 1e6
+
+
+def anonymous_memory() -> int:
+    """Bytes that are the process's own, not pages of files that the kernel may drop."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def measure_memory(folder: Path, length: int) -> None:
+    """Of fresh processes that read a corpus, and one of eight times its size."""
+    for documents in (4000, 32_000):
+        prefix = folder / f"of-{documents}"
+        write_corpus(prefix, documents)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            tokens, grown = pool.apply(read_all, (prefix, documents, length))
+        print(f"reading {tokens / 1e6:.0f} million tokens takes {grown:.1f} MB of memory", flush=True)
+
+
+def measure_loader(folder: Path, length: int, documents: int) -> float:
+    write_corpus(folder / "x", documents)
     source = IndexedDataset(folder / "x", 50_257)
     rates = []
     for _ in range(3):
@@ -147,6 +182,7 @@ def main() -> None:
     print(f"a blend of {len(WEIGHTS)}: five million draws in {drawn:.2f} s")
     with tempfile.TemporaryDirectory() as folder:
         rate = measure_loader(Path(folder), 4096, 4000)
+        measure_memory(Path(folder), 4096)
     slow = [ratio for ratio in ratios if ratio is not None and ratio > BUILD_GOAL]
     sys.exit(bool(slow) or opened > OPEN_GOAL or rate < LOADER_GOAL)
 
