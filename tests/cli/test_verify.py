@@ -12,8 +12,10 @@ from pentatron.cli.main import guarded, main
 from pentatron.cli.verify import verify_command
 from tests.harness import run_distributed
 
-PLANTING = """
+PLANTING = f"""
 import sys
+
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pentatron.cli.main import guarded
 from pentatron.cli.verify import verify_command
 from tests.parity.bugs import plant
