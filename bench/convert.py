@@ -121,7 +121,7 @@ def anonymous(pid: int) -> int:
 
 
 def measure(total: int, folder: Path, repeats: int) -> dict[str, Measured]:
-    """The ways take turns, so that what else runs on the machine meets all of them."""
+    """The ways take turns, with a copy before and after each: a disk may be several times slower after some GB than before."""
     pentatron = [sys.executable, "-m", "pentatron"]
     source, made = folder / "theirs", {way: folder / way for way in ("copy", "import", "export")}
     commands = {
@@ -131,11 +131,12 @@ def measure(total: int, folder: Path, repeats: int) -> dict[str, Measured]:
     }
     results: dict[str, list[tuple[float, int]]] = {way: [] for way in commands}
     for _ in range(repeats):
-        for way, command in commands.items():
+        for way in ("copy", "import", "copy", "export", "copy"):
             os.sync()
-            results[way].append(run(command))
-        for path in made.values():
-            shutil.rmtree(path)
+            results[way].append(run(commands[way]))
+            shutil.rmtree(made["copy"], ignore_errors=True)
+        for way in ("import", "export"):
+            shutil.rmtree(made[way])
     return {
         way: Measured(
             min(seconds for seconds, _ in found),
