@@ -64,16 +64,32 @@ _UNITS = {
 
 
 def import_command(words: Sequence[str]) -> int:
+    return _convert(words, IMPORT_USAGE, _IMPORT, "import HF_DIR OUT", "which folder to import", run_import)
+
+
+def export_command(words: Sequence[str]) -> int:
+    return _convert(
+        words, EXPORT_USAGE, _EXPORT, "export CHECKPOINT HF_DIR", "which checkpoint to export", _export
+    )
+
+
+def _convert(
+    words: Sequence[str],
+    usage: str,
+    defaults: Mapping[str, Any],
+    call: str,
+    what: str,
+    run: Callable[[str, Path, Mapping[str, Any]], int],
+) -> int:
     if "--help" in words or "-h" in words:
-        say(IMPORT_USAGE)
+        say(usage)
         return 0
-    options, plain = read_options(words, _IMPORT, "pentatron import")
+    name = f"pentatron {call.split()[0]}"
+    options, plain = read_options(words, defaults, name)
     if len(plain) != 2:
-        raise UserError(
-            "say which folder to import and what to make: pentatron import HF_DIR OUT (pentatron import --help)"
-        )
+        raise UserError(f"say {what} and what to make: pentatron {call} ({name} --help)")
     out = Path(plain[1])
-    return until_stopped(out, lambda: run_import(plain[0], out, options))
+    return until_stopped(out, lambda: run(plain[0], out, options))
 
 
 def run_import(source: str, out: Path, options: Mapping[str, Any]) -> int:
@@ -111,20 +127,7 @@ def run_import(source: str, out: Path, options: Mapping[str, Any]) -> int:
     return 0
 
 
-def export_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(EXPORT_USAGE)
-        return 0
-    options, plain = read_options(words, _EXPORT, "pentatron export")
-    if len(plain) != 2:
-        raise UserError(
-            "say which checkpoint to export and what to make: pentatron export CHECKPOINT HF_DIR (pentatron export --help)"
-        )
-    out = Path(plain[1])
-    return until_stopped(out, lambda: _export(Path(plain[0]), out, options))
-
-
-def _export(checkpoint: Path, out: Path, options: Mapping[str, Any]) -> int:
+def _export(checkpoint: str, out: Path, options: Mapping[str, Any]) -> int:
     _check(options)
     shard_bytes = _size(options["max-shard-size"])
     from pentatron.checkpoint.find import find_step
@@ -137,7 +140,7 @@ def _export(checkpoint: Path, out: Path, options: Mapping[str, Any]) -> int:
         require_transformers()
     dtype = _dtype(options["dtype"])
     tokenizer = tokenizer_files(Path(options["tokenizer"])) if options["tokenizer"] else ()
-    found, complaints = find_step(checkpoint)
+    found, complaints = find_step(Path(checkpoint))
     lines = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
     lines += _about_dtype(found, dtype)
     if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, tokenizer)):

@@ -14,19 +14,22 @@ AHEAD = 4
 
 
 class Workers:
-    """A `with` block around worker processes. They also end when this process does, however it ends."""
+    """A `with` block around worker processes, up to `count`. They also end when this process does, however it ends."""
 
     def __init__(self, recipe: Recipe, count: int) -> None:
+        self._recipe, self._count = recipe, count
+        self._processes: dict[Connection, Any] = {}
+
+    def _start(self) -> Connection:
         # Spawned, not forked: a fork copies locks that threads of this process may hold.
         context = multiprocessing.get_context("spawn")
-        self._processes: dict[Connection, Any] = {}
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, recipe), daemon=True)
-            process.start()
-            # A worker sees the end of its pipe only if nobody else holds the other end open.
-            theirs.close()
-            self._processes[ours] = process
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, self._recipe), daemon=True)
+        process.start()
+        # A worker sees the end of its pipe only if nobody else holds the other end open.
+        theirs.close()
+        self._processes[ours] = process
+        return ours
 
     def __enter__(self) -> "Workers":
         return self
@@ -41,18 +44,19 @@ class Workers:
 
     def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, EncodedChunk]]:
         source = enumerate(chunks)
-        idle, busy = list(self._processes), set[Connection]()
+        idle, busy = list[Connection](), set[Connection]()
         read: dict[int, Chunk] = {}
         done: dict[int, EncodedChunk] = {}
         following, more = 0, True
         while more or read:
-            while more and idle and len(read) < AHEAD * len(self._processes):
+            while more and len(busy) < self._count and len(read) < AHEAD * self._count:
                 entry = next(source, None)
                 if entry is None:
                     more = False
                     break
                 number, chunk = entry
-                connection = idle.pop()
+                # Started when there is something to do: few chunks need few processes, whatever --workers says.
+                connection = idle.pop() if idle else self._start()
                 self._send(connection, (number, chunk))
                 busy.add(connection)
                 read[number] = chunk

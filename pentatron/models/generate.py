@@ -21,7 +21,7 @@ from pentatron.nn.kv_cache import KVCache, Pass, can_keep, keeping
 from pentatron.parallel.collectives import all_gather_into, broadcast_, gather_objects
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
-from pentatron.parallel.world import World, single_process
+from pentatron.parallel.world import World
 
 # Why a text ends: at a stop token, at as many tokens as were asked for, or where the model has no more positions.
 End = Literal["stop", "length", "positions"]
@@ -225,9 +225,3 @@ def _whole_vocabulary(logits_BV: Tensor, model: GenerationModel) -> Tensor:
     parts = logits_BV.new_empty(group.size, *logits_BV.shape)
     all_gather_into(parts.flatten(0, 1), logits_BV.contiguous(), group)
     return parts.movedim(0, 1).flatten(1)[:, : model.vocab_size].float().cpu()
-
-
-def alone(model: CausalLM, hidden_size: int, positions: int) -> GenerationModel:
-    """A whole model on one process."""
-    world = single_process(next(model.parameters()).device)
-    return generation_model({0: model}, world, hidden_size, model.vocab_size, positions)

@@ -1,6 +1,7 @@
 """Preparing with real worker processes: the same bytes however many, whole or nothing, going on after a kill."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -189,6 +190,19 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "out" / ".o.preparing" / "progress.json").write_text('x\n{"fingerprint": "another"}')
     with pytest.raises(ValueError, match=refused):
         run(skip=True)
+
+
+def test_no_more_workers_than_there_is_work(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n' * 9)
+    recipe = Recipe(TokenizerChoice("ByteTokenizer"), ("text",), True, False)
+    started: list[int] = []
+
+    def report(counts: Counts, total: int) -> None:
+        started.append(len(multiprocessing.active_children()))
+
+    prepare(Job((path,), tmp_path / "out", recipe, workers=32), report)
+    assert max(started) == 1
 
 
 def test_a_dead_worker_is_reported(tmp_path: Path, source: Path) -> None:

@@ -29,6 +29,7 @@ def test_one_process(case: Case) -> None:
 @pytest.mark.parametrize(("case", "spread"), _in_turn(), ids=lambda value: value.name)
 def test_in_a_layout(case: Case, spread: Spread) -> None:
     gaps = compare(case, run(case, spread.command, spread.ranks, FEW))
+    # Theirs are the weights after all steps; after a few, losses and gradients are what can be compared.
     assert [failure for failure in gaps.failures if not failure.startswith("weights")] == []
 
 

@@ -6,9 +6,10 @@ import torch
 from pentatron.config.errors import UserError
 from pentatron.models import generate as generation
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.models.generate import GenerationModel, Made, alone, generate
+from pentatron.models.generate import GenerationModel, Made, generate, generation_model
 from pentatron.models.sampling import Sampling
 from pentatron.nn import kv_cache
+from pentatron.parallel.world import single_process
 from tests.support import LLAMA, resolved
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def built(words: str) -> GenerationModel:
     config = resolved(f"{words} {UNTIED}").config
     model = build_model(config.model, 1, CPU, moe=config.moe).eval()
     assert config.model.max_position_embeddings == 40
-    return alone(model, config.model.hidden_size, 40)
+    return generation_model({0: model}, single_process(CPU), config.model.hidden_size, model.vocab_size, 40)
 
 
 def collected(events: list[Made], count: int) -> tuple[list[list[int]], list[list[float]]]:
