@@ -17,8 +17,6 @@ from pentatron.data.boundaries import DOCUMENT_STARTS, Sample
 from pentatron.layout.documents import DocumentStarts
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
-# How torch's sentence about a worker begins.
-_DEAD_WORKER = "DataLoader worker"
 _REMOTE_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
@@ -117,13 +115,6 @@ class BatchLoader(DataLoader[Batch]):
         except UserError as error:
             # A reader process sends its whole traceback along; the sentence is its last line.
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_REMOTE_ERROR)) from None
-        except RuntimeError as error:
-            if not str(error).startswith(_DEAD_WORKER):
-                raise
-            raise UserError(
-                f"A process that reads data has died ({' '.join(str(error).split()).rstrip('.')}; not enough memory is the usual "
-                "cause); checkpoints are intact and the same command goes on from the newest one, perhaps with fewer --num-workers."
-            ) from None
         raise self.batch_sampler.exhausted()
 
 

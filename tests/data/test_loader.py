@@ -1,7 +1,5 @@
 """What each rank reads: the same samples per step for any number of ranks, batches, and the end of the data."""
 
-import os
-import signal
 from itertools import islice
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import open_splits
@@ -118,22 +115,6 @@ def test_workers_keep_the_order_and_the_end() -> None:
         for batch in plain:
             expected.append(batch.tokens[:, 0].tolist())
     assert read == expected == [[4, 5], [8, 9], [12, 13], [16, 17], [20, 21]]
-
-
-class Deadly(Numbered):
-    """Kills the process that reads its tenth sample."""
-
-    def __getitem__(self, index: int) -> Sample:
-        if index == 10:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-def test_a_reader_that_dies_is_one_sentence() -> None:
-    with pytest.raises(
-        UserError, match=r"that reads data has died \(DataLoader worker .*fewer --num-workers"
-    ):
-        list(build_loader(Deadly(23), 0, 2, 0, 1, num_workers=1))
 
 
 def test_all_ranks_end_at_the_same_micro_step() -> None:
