@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pentatron.monitor.report import StepReport
+
 
 class MetricsFile:
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -15,12 +17,31 @@ class MetricsFile:
         replacement.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
+    def record(self, report: StepReport, validation: float | None) -> None:
+        row = metrics_row(report)
+        self.write(row if validation is None else {**row, "validation_loss": validation})
+
     def write(self, row: Mapping[str, Any]) -> None:
         self._file.write(_line(row))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def metrics_row(report: StepReport) -> dict[str, Any]:
+    return {
+        "step": report.step,
+        "loss": report.loss,
+        "learning_rate": report.learning_rate,
+        "gradient_norm": report.gradient_norm,
+        "tokens": report.tokens,
+        "consumed_samples": report.consumed_samples,
+        "seconds": round(report.seconds, 6),
+        "tokens_per_second": round(report.tokens_per_second, 1),
+        "memory_bytes": report.memory_bytes,
+        **({} if report.experts is None else report.experts.as_metrics()),
+    }
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -49,6 +49,10 @@ class StepReport:
     memory_bytes: int
     teraflops_per_device: float
     experts: ExpertReport | None = None
+    loss_scale: float = 1.0
+    # An overflow in half precision: the weights were left as they are.
+    is_skipped: bool = False
+    is_nan: bool = False
 
     @property
     def tokens_per_second(self) -> float:

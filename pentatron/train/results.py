@@ -10,8 +10,8 @@ from pentatron.monitor.metrics import read_metrics
 from pentatron.parallel.world import World
 from pentatron.train.continue_text import open_continuation
 from pentatron.train.datasets import Datasets
+from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder
-from pentatron.train.trainer import Output
 
 
 def describe(config: RunConfig, world: World, parameters: int) -> str:

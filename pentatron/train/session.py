@@ -18,12 +18,13 @@ from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.datasets import arrange, open_data
 from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
+from pentatron.train.output import Output
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import Beginning, starting_point
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.state import TrainState
-from pentatron.train.trainer import Output, Trainer
+from pentatron.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,14 @@ def _open_output(
     cleanup: contextlib.ExitStack,
 ) -> Output:
     if not world.is_first:
-        return Output(display, None, None)
+        return Output(display, None)
     folder.write_config(resolved)
     if began.replaces_training:
         folder.set_metrics_aside()
     metrics = MetricsFile(folder.metrics, began.state.step)
     cleanup.callback(metrics.close)
     log = cleanup.enter_context(folder.log.open("a", encoding="utf-8"))
-    return Output(display, log, metrics)
+    return Output(display, log, [metrics])
 
 
 def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) -> None:

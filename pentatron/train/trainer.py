@@ -4,54 +4,29 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TextIO
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.errors import AgreedError
 from pentatron.config.run import RunConfig
-from pentatron.data.epochs import FiniteDataset, Padded
-from pentatron.data.loader import Batch, build_loader
 from pentatron.models.flops import step_flops
-from pentatron.monitor.display import Display
 from pentatron.monitor.memory import memory_bytes
-from pentatron.monitor.metrics import MetricsFile
 from pentatron.monitor.report import ExpertReport, StepReport, log_line
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.schedule import learning_rate
-from pentatron.parallel.collectives import largest, raise_together
 from pentatron.parallel.world import World
+from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.datasets import Datasets
+from pentatron.train.evaluation import Evaluation
 from pentatron.train.interrupt import StopRequest
+from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import random_state
 from pentatron.train.router_loads import ExpertLoad
 from pentatron.train.state import TrainState
-from pentatron.train.step import StepResult, train_step, validation_loss
+from pentatron.train.step import StepResult, train_step
 
 _SPEED_WINDOW = 20
-# Larger than any signal's number.
-_BAD_DATA = 1000
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a rank tells what happens; only the first rank has files."""
-
-    display: Display
-    log: TextIO | None
-    metrics: MetricsFile | None
-
-    def say(self, text: str) -> None:
-        self.display.say(text)
-        self.note(text)
-
-    def note(self, text: str) -> None:
-        if self.log is not None:
-            self.log.write(f"{text}\n")
-            self.log.flush()
 
 
 class Trainer:
@@ -73,6 +48,7 @@ class Trainer:
         assert config.train.global_batch_size and config.checkpoint.save_interval
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
+        self.evaluation = Evaluation(config, world, model, datasets)
         self.total_steps = config.train.train_iters
         self.batch_size = config.train.global_batch_size
         self.save_interval = config.checkpoint.save_interval
@@ -84,40 +60,27 @@ class Trainer:
 
     def run(self) -> signal.Signals | None:
         """Trains to the end, or to the first request to stop, which is returned; all ranks return the same."""
-        batches = self._micro_batches(self.datasets.train, self.state.consumed_samples)
+        batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
         while self.state.step < self.total_steps:
             started = time.perf_counter()
-            micro_batches, stopped_by = self._agree_on_next_step(batches)
+            drawn, stopped_by = agree_on_next_step(batches, self.config.accumulation, self.stop, self.world)
             if stopped_by is not None:
                 if self.state.step != self._saved_step:
                     self.save()
                 return stopped_by
             rate = self.rate(self.state.consumed_samples)
-            result = train_step(self.model, self.optimizer, micro_batches, rate, self.state.step)
+            result = train_step(self.model, self.optimizer, drawn, rate, self.state.step)
             self._refuse_bad_numbers(result)
             self.state.step += 1
             self._count_samples()
             self.state.consumed_tokens += result.tokens
             report = self._report(result, rate, time.perf_counter() - started)
             self._show(report)
-            self._record(report, self._validate_if_due())
+            self.output.record(report, self._validate_if_due())
             if self.state.step % self.save_interval == 0:
                 self.save()
         self.save()
         return None
-
-    def _agree_on_next_step(self, batches: Iterator[Batch]) -> tuple[list[Batch], signal.Signals | None]:
-        """This rank's micro-batches; or, if any rank was told to stop or met bad data, the same end for all."""
-        drawn: list[Batch] = []
-        problem, verdict = None, int(self.stop.signal or 0)
-        try:
-            drawn = list(itertools.islice(batches, self.config.accumulation))
-        except UserError as error:
-            problem, verdict = str(error), _BAD_DATA
-        verdict = largest(verdict, self.world.everyone)
-        if verdict == _BAD_DATA:
-            raise_together(problem, self.world.everyone)
-        return drawn, signal.Signals(verdict) if verdict else None
 
     def _count_samples(self) -> None:
         before = self.state.consumed_samples
@@ -142,32 +105,6 @@ class Trainer:
         self._saved_step, self._begins_unsaved = self.state.step, False
         self.output.note(f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}")
 
-    def validate(self) -> float | None:
-        """The loss on the validation set, if there is one."""
-        valid, steps = self.datasets.valid, self.config.train.eval_iters
-        if valid is None:
-            return None
-        if self.config.train.full_validation and isinstance(valid, FiniteDataset):
-            steps = -(-len(valid) // self.batch_size)
-            valid = Padded(valid, steps * self.batch_size)
-        batches = itertools.islice(self._micro_batches(valid, 0), steps * self.config.accumulation)
-        return validation_loss(self.model, batches, self.config.accumulation)
-
-    def _micro_batches(self, dataset: Any, consumed_samples: int) -> Iterator[Batch]:
-        assert self.config.train.micro_batch_size
-        on_gpu = self.world.device.type == "cuda"
-        loader = build_loader(
-            dataset,
-            consumed_samples,
-            self.config.train.micro_batch_size,
-            self.world.data.rank,
-            self.world.data.size,
-            num_workers=self.config.data.num_workers,
-            pin_memory=on_gpu,
-            prefetch_factor=self.config.data.prefetch_factor,
-        )
-        return (batch.to(self.world.device, non_blocking=on_gpu) for batch in loader)
-
     def _refuse_bad_numbers(self, result: StepResult) -> None:
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
             return
@@ -180,7 +117,7 @@ class Trainer:
     def _validate_if_due(self) -> float | None:
         interval = self.config.train.eval_interval
         due = interval > 0 and (self.state.step % interval == 0 or self.state.step == self.total_steps)
-        loss = self.validate() if due else None
+        loss = self.evaluation.loss() if due else None
         if loss is not None:
             perplexity = math.exp(min(20.0, loss))
             self.output.note(
@@ -220,23 +157,3 @@ class Trainer:
         self.output.display.step(report, left)
         if report.step % self.config.log.log_interval == 0 or report.step == 1:
             self.output.note(log_line(report, datetime.now(), self.config.log.log_throughput))
-
-    def _record(self, report: StepReport, validation: float | None) -> None:
-        if self.output.metrics is not None:
-            row = metrics_row(report)
-            self.output.metrics.write(row if validation is None else {**row, "validation_loss": validation})
-
-
-def metrics_row(report: StepReport) -> dict[str, Any]:
-    return {
-        "step": report.step,
-        "loss": report.loss,
-        "learning_rate": report.learning_rate,
-        "gradient_norm": report.gradient_norm,
-        "tokens": report.tokens,
-        "consumed_samples": report.consumed_samples,
-        "seconds": round(report.seconds, 6),
-        "tokens_per_second": round(report.tokens_per_second, 1),
-        "memory_bytes": report.memory_bytes,
-        **({} if report.experts is None else report.experts.as_metrics()),
-    }

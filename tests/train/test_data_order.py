@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import pentatron.data.index_cache as cache_module
-import pentatron.train.trainer as trainer_module
+import pentatron.train.evaluation as evaluation_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
 from pentatron.data.blending import BlendedDataset
@@ -142,7 +142,7 @@ def test_full_validation_reads_every_sample_once(tmp_path: Path, monkeypatch: py
     )
     seen: list[list[int]] = []
     labels = []
-    original = trainer_module.validation_loss
+    original = evaluation_module.validation_loss
 
     def watched(model: Any, batches: Any, at_once: int) -> float:
         read = list(batches)
@@ -152,7 +152,7 @@ def test_full_validation_reads_every_sample_once(tmp_path: Path, monkeypatch: py
             labels.append(int(batch.valid_tokens))
         return original(model, read, at_once)
 
-    monkeypatch.setattr(trainer_module, "validation_loss", watched)
+    monkeypatch.setattr(evaluation_module, "validation_loss", watched)
     run(tmp_path / "r", words)
     valid = laid_out(tmp_path, words).valid
     assert isinstance(valid, BlendedDataset) and len(valid) % 8

@@ -1,0 +1,49 @@
+"""What a rank reads for a step."""
+
+import itertools
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from pentatron.config.errors import UserError
+from pentatron.config.run import RunConfig
+from pentatron.data.loader import Batch, build_loader
+from pentatron.parallel.collectives import largest, raise_together
+from pentatron.parallel.world import World
+from pentatron.train.interrupt import StopRequest
+
+# Larger than any signal's number.
+_BAD_DATA = 1000
+
+
+def micro_batches(config: RunConfig, world: World, dataset: Any, consumed_samples: int) -> Iterator[Batch]:
+    """This rank's micro-batches on its device, without end, after what was consumed."""
+    assert config.train.micro_batch_size
+    on_gpu = world.device.type == "cuda"
+    loader = build_loader(
+        dataset,
+        consumed_samples,
+        config.train.micro_batch_size,
+        world.data.rank,
+        world.data.size,
+        num_workers=config.data.num_workers,
+        pin_memory=on_gpu,
+        prefetch_factor=config.data.prefetch_factor,
+    )
+    return (batch.to(world.device, non_blocking=on_gpu) for batch in loader)
+
+
+def agree_on_next_step(
+    batches: Iterator[Batch], count: int, stop: StopRequest, world: World
+) -> tuple[list[Batch], signal.Signals | None]:
+    """This rank's micro-batches; or, if any rank was told to stop or met bad data, the same end for all."""
+    drawn: list[Batch] = []
+    problem, verdict = None, int(stop.signal or 0)
+    try:
+        drawn = list(itertools.islice(batches, count))
+    except UserError as error:
+        problem, verdict = str(error), _BAD_DATA
+    verdict = largest(verdict, world.everyone)
+    if verdict == _BAD_DATA:
+        raise_together(problem, world.everyone)
+    return drawn, signal.Signals(verdict) if verdict else None
