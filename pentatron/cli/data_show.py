@@ -21,18 +21,19 @@ from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
 
 if TYPE_CHECKING:
+    from pentatron.config.training import DataConfig
     from pentatron.data.boundaries import Sample
     from pentatron.data.loader import SampleSource
     from pentatron.data.tokenizer import Tokenizer
 
-USAGE = """usage: pentatron data show [--index A:B] [--part train|valid] [--train-samples N] [--json] [--setting value ...]
+USAGE = """usage: pentatron data show [--index A:B] [--part train|valid|test] [--train-samples N] [--json] [--setting value ...]
 
 Prints the samples that training with the same settings reads: text, ids, which labels count in the loss, positions. Every setting of
 `pentatron train` about data, its order and the tokenizer acts as it does there (--data-path, --split, --seq-length, --seed,
 --tokenizer-type, --sft, --config FILE, ...); those about the model and the machine change nothing here.
 
   --index A:B        samples A to B - 1 in the order of training; A alone is one sample (0:8)
-  --part valid       those of the validation (train)
+  --part valid       those of the validation, or of the test (train)
   --train-samples N  how many samples the run reads, instead of --train-iters and --global-batch-size: their order depends on it
   --json             a list of objects with tokens, labels, loss_mask and position_ids
 
@@ -48,7 +49,7 @@ SHOW = EntryPoint(
     summary="Show the samples of a run.",
     defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
 )
-PARTS = ("train", "valid")
+PARTS = ("train", "valid", "test")
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 FIRST_SAMPLES = "0:8"
 ANY_TOKEN = 2**31 - 1
@@ -78,11 +79,9 @@ def show(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         opened = open_data(config, world, Path(folder), display)
         datasets = arrange(opened, config, world, TrainState(), Path(folder), display)
-        chosen = datasets.train if options["part"] == "train" else datasets.valid
+        chosen = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options["part"]]
         if chosen is None:
-            raise UserError(
-                f"there is nothing to validate with; give --split {config.data.split} a second share"
-            )
+            raise UserError(_nothing_there(config.data, options["part"], datasets.untested))
         samples = dict(_read(chosen, first, stop, is_wish=bool(options["index"])))
     if options["json"]:
         say(json.dumps([{"index": i, **_as_json(sample)} for i, sample in samples.items()]))
@@ -92,6 +91,15 @@ def show(words: Sequence[str]) -> int:
             say(f"samples of a run that reads {total} of them (--train-samples)\n")
         say("\n\n".join(_as_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
     return 0
+
+
+def _nothing_there(data: "DataConfig", part: str, untested: str) -> str:
+    purpose, share = {"valid": ("validate", "second"), "test": ("test", "third")}[part]
+    if part == "test" and untested:
+        return f"{untested}; give it a larger share"
+    if data.train_data_path:
+        return f"there is nothing to {purpose} with; give --{part}-data-path"
+    return f"there is nothing to {purpose} with; give --split {data.split} a {share} share"
 
 
 def _own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -64,6 +64,14 @@ def _no_validation_data(draft: Draft) -> str:
     return f"--split {draft['split']} leaves nothing to validate" if from_files and no_share else ""
 
 
+def _not_tested(draft: Draft, facts: Facts) -> str:
+    return (
+        "nothing is evaluated (--eval-iters 0), so these files are not read"
+        if draft["eval_iters"] == 0
+        else ""
+    )
+
+
 def _no_tokenizer(draft: Draft, facts: Facts) -> str:
     named = draft["corpus"] or (names_files(draft) and (draft["tokenizer_type"] or draft["tokenizer_model"]))
     return "" if named else "no tokenizer is known, so no text can be continued"
@@ -129,6 +137,7 @@ IDLE_OF_DATA: dict[str, Callable[[Draft, Facts], str]] = {
     "epochs": _unknown_epochs,
     "eval_interval": _eval_interval,
     "eval_iters": _eval_iters,
+    "test_data_path": _not_tested,
     "sample_prompt": _no_tokenizer,
     "sample_tokens": _no_sample,
     **dict.fromkeys(("tokenizer_type", "tokenizer_model"), _tokenizer_unused),

@@ -144,9 +144,11 @@ def _blend(v: Values, facts: Facts) -> str | None:
 
 
 def _per_split(v: Values, facts: Facts) -> str | None:
-    if not v["valid_data_path"] or v["train_data_path"]:
+    named = next((name for name in ("valid_data_path", "test_data_path") if v[name]), None)
+    if named is None or v["train_data_path"]:
         return None
-    return "--valid-data-path needs --train-data-path beside it; give both, or --data-path for all splits"
+    flag = table()[named].flag
+    return f"{flag} needs --train-data-path beside it; give both, or --data-path for all splits"
 
 
 def _split(v: Values, facts: Facts) -> str | None:

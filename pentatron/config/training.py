@@ -22,9 +22,7 @@ class DataConfig:
         (), "the same for training alone, with --valid-data-path for validation; then nothing is split"
     )
     valid_data_path: tuple[str, ...] = setting((), "the same for validation alone")
-    test_data_path: tuple[str, ...] = setting(
-        (), "the same for tests", notice="nothing is tested after training, so these files are not read"
-    )
+    test_data_path: tuple[str, ...] = setting((), "the same for tests")
     data_path_config: str | None = setting(
         None, "YAML file with entries {weight: W, path: P}, for all splits or under train, valid, test"
     )

@@ -1,12 +1,10 @@
-"""The training and validation samples a configuration asks for, and their order."""
+"""The samples a configuration asks for to train, validate and test with, and their order."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +19,7 @@ from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpu
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import documents_of, require_documents
 from pentatron.data.index_cache import IndexCache
-from pentatron.data.indexed import IndexedDataset, pair_paths
+from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import refuse_other_tokenizer
 from pentatron.data.loader import SampleSource
 from pentatron.data.sampling import SPLIT_NAMES, parse_split, split_ranges
@@ -30,6 +28,7 @@ from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.train.data_identity import fingerprint_of
 from pentatron.train.sft import build_conversations
 from pentatron.train.state import TrainState
 
@@ -49,12 +48,14 @@ class TrainingSamples(Protocol):
 
 @dataclass(frozen=True)
 class Datasets:
-    """`names`: of the datasets that training draws from."""
+    """`names`: of the datasets that training draws from. `untested`: why there is no test set, where its share is too small."""
 
     train: TrainingSamples
     valid: SampleSource | None
+    test: SampleSource | None
     tokenizer: Tokenizer | None
     names: tuple[str, ...]
+    untested: str = ""
 
     def drawn(self, first: int, stop: int) -> Counter[str]:
         """How many of the training samples from `first` on come from each dataset."""
@@ -66,7 +67,15 @@ class Datasets:
         return found
 
 
-Order = Callable[[Sequence[int], IndexCache], tuple[TrainingSamples, SampleSource | None]]
+class Parts(NamedTuple):
+    train: TrainingSamples
+    valid: SampleSource | None
+    test: SampleSource | None
+
+
+Order = Callable[[Sequence[int], IndexCache], Parts]
+# For training, validation and test: which part of which files.
+Members = tuple[list[Member], list[Member] | None, list[Member] | None]
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class OpenedData:
     fingerprint: str
     # Whether the order depends on the number of samples it is built for.
     depends_on_length: bool = True
+    untested: str = ""
 
 
 def open_data(config: RunConfig, world: World, data_folder: Path, display: Display) -> OpenedData:
@@ -91,16 +101,18 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
         tokenizer = FileTokenizer(prepared.tokenizer_path)
         blend = Blend((str(prepared.prefix),))
         return _open_files(
-            config, (blend, blend), tokenizer, f"python corpus {prepared.fingerprint}", data.split
+            config, (blend, blend, blend), tokenizer, f"python corpus {prepared.fingerprint}", data.split
         )
     if data.data_path or data.train_data_path:
         configured = configured_tokenizer(data, config.model.vocab_size)
         train = Blend.parse(data.data_path or data.train_data_path)
-        valid = Blend.parse(data.valid_data_path) if data.valid_data_path else None
-        blends = (train, train) if data.data_path else (train, valid)
-        return _open_files(
-            config, blends, configured, _fingerprint_of(blends), data.split if data.data_path else None
+        valid, test = (
+            Blend.parse(words) if words else None for words in (data.valid_data_path, data.test_data_path)
         )
+        blends = (train, train, train) if data.data_path else (train, valid, test)
+        # What a run is tested with does not change what it learns.
+        fingerprint = fingerprint_of(blends[:2])
+        return _open_files(config, blends, configured, fingerprint, data.split if data.data_path else None)
     return _open_mock(config) if data.mock_data else _open_synthetic(config)
 
 
@@ -111,7 +123,7 @@ def arrange(
 
     The first rank of every machine builds; the others wait and find what it left, or build the same in memory.
     """
-    wanted, _ = wanted_samples(config)
+    wanted = wanted_samples(config).train
     longer = not state.ordered_for or wanted > state.ordered_for[-1]
     if longer and state.ordered_for and opened.depends_on_length:
         display.say(
@@ -124,14 +136,12 @@ def arrange(
     place = Path(named) if named is not None else folder / "order"
     least = 0 if named is not None else _WORTH_A_FILE
 
-    def lay_out(builds: bool) -> tuple[TrainingSamples, SampleSource | None]:
+    def lay_out(builds: bool) -> Parts:
         cache = IndexCache(place, builds, least, lambda text: display.say(f"note: {text}"))
         return opened.order(state.ordered_for, cache)
 
-    train, valid = on_some_ranks(world.local_rank == 0, lambda: lay_out(True), world.everyone) or lay_out(
-        False
-    )
-    datasets = Datasets(train, valid, opened.tokenizer, opened.names)
+    built = on_some_ranks(world.local_rank == 0, lambda: lay_out(True), world.everyone)
+    datasets = Datasets(*(built or lay_out(False)), opened.tokenizer, opened.names, opened.untested)
     if set(state.drawn) != set(opened.names) or sum(state.drawn.values()) != state.consumed_samples:
         state.drawn = dict(datasets.drawn(0, state.consumed_samples))
     return datasets
@@ -139,29 +149,36 @@ def arrange(
 
 def _open_files(
     config: RunConfig,
-    blends: tuple[Blend, Blend | None],
+    blends: tuple[Blend, Blend | None, Blend | None],
     tokenizer: Tokenizer | None,
     fingerprint: str,
     split: str | None,
 ) -> OpenedData:
-    """With a `split` both blends read their part of the same files."""
-    _, valid_samples = wanted_samples(config)
+    """With a `split` all blends read their part of the same files."""
     sources: dict[str, IndexedDataset] = {}
     boundaries: dict[str, Boundaries | None] = {}
     members: list[list[Member] | None] = []
-    for name, blend, size in zip(SPLIT_NAMES, blends, (1, valid_samples), strict=False):
+    untested = ""
+    for name, blend, size in zip(SPLIT_NAMES, blends, wanted_samples(config), strict=True):
         if blend is None or size == 0 or (split is not None and not _share(split, name)):
             members.append(None)
             continue
-        members.append([])
         for prefix in blend.prefixes:
             if prefix not in sources:
                 sources[prefix] = IndexedDataset(prefix, config.model.vocab_size)
                 if tokenizer is not None:
                     refuse_other_tokenizer(sources[prefix], tokenizer)
                 boundaries[prefix] = _boundaries(config.data, sources[prefix], tokenizer)
-            members[-1].append(_part(sources[prefix], split, name, boundaries[prefix]))  # type: ignore[union-attr]
-    train, valid = members
+        if name == "test" and split is not None:
+            # Hardly anyone chose this share: where it is too small for a sample, there is no test.
+            by_size = blend.weights is None and len(blend.prefixes) > 1
+            least = config.model.seq_length + 1 if by_size else 1
+            untested = next(filter(None, (_too_small(sources[p], split, least) for p in blend.prefixes)), "")
+            if untested:
+                members.append(None)
+                continue
+        members.append([_part(sources[p], split, name, boundaries[p]) for p in blend.prefixes])
+    train, valid, test = members
     assert train is not None, "the rules refuse a split without a training share"
     # A split with files of its own and only one of them has nothing to weigh.
     weights = [
@@ -169,11 +186,22 @@ def _open_files(
         for blend in blends
     ]
     return OpenedData(
-        lambda numbers, cache: _laid_out(config, (train, valid), weights, numbers, cache),
+        lambda numbers, cache: _laid_out(config, (train, valid, test), weights, numbers, cache),
         tokenizer,
         blends[0].prefixes,
         fingerprint,
+        untested=untested,
     )
+
+
+def _too_small(source: IndexedDataset, split: str, least: int) -> str:
+    """Why the last share of a split cannot be tested with; empty if it can."""
+    documents = documents_of(source, split)[-1]
+    assert documents is not None
+    tokens = int(source.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    if tokens >= least:
+        return ""
+    return f"--split {split} leaves {tokens} tokens of {source.prefix} to test with, and {least} are needed"
 
 
 def _share(split: str, name: str) -> float:
@@ -195,12 +223,12 @@ def _boundaries(data: DataConfig, source: IndexedDataset, tokenizer: Tokenizer |
 
 def _laid_out(
     config: RunConfig,
-    members: tuple[list[Member], list[Member] | None],
+    members: Members,
     weights: Sequence[Sequence[float] | None],
     numbers: Sequence[int],
     cache: IndexCache,
-) -> tuple[TrainingSamples, SampleSource | None]:
-    data, (_, valid_samples) = config.data, wanted_samples(config)
+) -> Parts:
+    data, wanted = config.data, wanted_samples(config)
     recipe = SampleRecipe(
         config.model.seq_length,
         config.run.seed,
@@ -215,12 +243,15 @@ def _laid_out(
         train = EpochShuffle(once, config.run.seed)
     else:
         train = build_blend(members[0], weights[0], numbers, recipe)
-    if members[1] is None or not valid_samples:
-        return train, None
-    if config.train.full_validation:
-        return train, build_blend(members[1], None, None, recipe)
-    # Always the same samples, however long the run is: losses of several validations can then be compared.
-    return train, build_blend(members[1], weights[1], [valid_samples], recipe)
+    valid = test = None
+    if members[1] is not None and config.train.full_validation:
+        valid = build_blend(members[1], None, None, recipe)
+    elif members[1] is not None:
+        # Always the same samples, however long the run is: losses of several validations can then be compared.
+        valid = build_blend(members[1], weights[1], [wanted.valid], recipe)
+    if members[2] is not None:
+        test = build_blend(members[2], weights[2], [wanted.test], recipe)
+    return Parts(train, valid, test)
 
 
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
@@ -228,22 +259,34 @@ def _open_conversations(config: RunConfig, world: World, folder: Path, display: 
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
     cache = config.data.data_cache_path
     place = folder if cache is None else Path(cache)
-    validates = wanted_samples(config)[1] > 0
-    train, valid, fingerprint = build_conversations(config, tokenizer, world, place, display, validates)
+    wanted = wanted_samples(config)
+    found = build_conversations(config, tokenizer, world, place, display, wanted.valid > 0, wanted.test > 0)
+    parts = Parts(found.train, found.valid, found.test)
     names = config.data.data_path
-    return OpenedData(lambda _, __: (train, valid), tokenizer, names, fingerprint, depends_on_length=False)
+    return OpenedData(
+        lambda _, __: parts,
+        tokenizer,
+        names,
+        found.fingerprint,
+        depends_on_length=False,
+        untested=found.untested,
+    )
 
 
 def _open_mock(config: RunConfig) -> OpenedData:
     vocabulary = config.model.vocab_size
     assert vocabulary is not None
     source = mock_indexed(vocabulary)
-    train, valid, _ = split_ranges(parse_split(_MOCK_SPLIT), len(source))
-    assert train is not None and valid is not None
     ends = boundaries_of(config.data, lambda: source.eod)
-    members = [Member(source, train, ends)], [Member(source, valid, ends)]
+    train, valid, test = (
+        [Member(source, part or range(0), ends)] if size else None
+        for part, size in zip(
+            split_ranges(parse_split(_MOCK_SPLIT), len(source)), wanted_samples(config), strict=True
+        )
+    )
+    assert train is not None
     return OpenedData(
-        lambda numbers, cache: _laid_out(config, members, (None, None), numbers, cache),
+        lambda numbers, cache: _laid_out(config, (train, valid, test), (None, None, None), numbers, cache),
         None,
         ("mock",),
         f"mock {vocabulary}",
@@ -252,14 +295,17 @@ def _open_mock(config: RunConfig) -> OpenedData:
 
 def _open_synthetic(config: RunConfig) -> OpenedData:
     data, vocabulary, seed = config.data, config.model.vocab_size, config.run.seed
-    length, (_, valid_samples) = config.model.seq_length, wanted_samples(config)
+    length, wanted = config.model.seq_length, wanted_samples(config)
     assert data.dataset_size is not None and vocabulary is not None
     synthetic = SyntheticDataset(data.dataset_size, vocabulary, length, seed)
-    # Walks around the same cycle, which training has not seen.
-    unseen = SyntheticDataset(max(1, valid_samples), vocabulary, length, seed, first=data.dataset_size)
-    valid = unseen if valid_samples else None
+    # Walks around the same cycle, which nothing before them has seen.
+    begin, unseen = data.dataset_size, list[SyntheticDataset | None]()
+    for size in wanted[1:]:
+        unseen.append(SyntheticDataset(size, vocabulary, length, seed, first=begin) if size else None)
+        begin += size
+    valid, test = unseen
     return OpenedData(
-        lambda numbers, cache: (EpochShuffle(synthetic, seed), valid),
+        lambda numbers, cache: Parts(EpochShuffle(synthetic, seed), valid, test),
         None,
         ("synthetic",),
         f"synthetic {data.dataset_size} {vocabulary}",
@@ -267,12 +313,24 @@ def _open_synthetic(config: RunConfig) -> OpenedData:
     )
 
 
-def wanted_samples(config: RunConfig) -> tuple[int, int]:
-    """How many samples training and one validation need."""
+class Wanted(NamedTuple):
+    train: int
+    valid: int
+    test: int
+
+
+def wanted_samples(config: RunConfig) -> Wanted:
+    """How many samples training, one validation and the test need."""
     train = config.train
     assert train.train_iters is not None and train.global_batch_size is not None
-    valid = train.eval_iters * train.global_batch_size if train.eval_interval else 0
-    return max(1, train.train_iters) * train.global_batch_size, valid
+    evaluated = train.eval_iters * train.global_batch_size
+    # Without an interval nothing is evaluated, unless files were named for it.
+    tests = train.eval_interval or config.data.test_data_path
+    return Wanted(
+        max(1, train.train_iters) * train.global_batch_size,
+        evaluated if train.eval_interval else 0,
+        evaluated if tests else 0,
+    )
 
 
 def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int:
@@ -314,26 +372,3 @@ def _prepare_corpus(config: RunConfig, world: World, folder: Path, display: Disp
         f"{prepared.tokens:,} tokens, vocabulary {vocabulary}"
     )
     return prepared
-
-
-def _fingerprint_of(blends: tuple[Blend, Blend | None]) -> str:
-    """Of one corpus that of its files; of several, of all of them and their weights."""
-    train, valid = blends
-    if train.weights is None and len(train.prefixes) == 1 and valid == train:
-        return _fingerprint(Path(train.prefixes[0]))
-    named = [
-        [list(blend.weights or ()), [_fingerprint(Path(prefix)) for prefix in blend.prefixes]]
-        for blend in blends
-        if blend is not None
-    ]
-    return f"blend {hashlib.sha256(json.dumps(named).encode()).hexdigest()}"
-
-
-def _fingerprint(prefix: Path) -> str:
-    """The whole index, and the size of the tokens it describes: they may be too many to read before every start."""
-    binary, index = pair_paths(prefix)
-    if not (binary.exists() and index.exists()):
-        return ""
-    with index.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return f"{digest} {binary.stat().st_size}"

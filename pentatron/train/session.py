@@ -122,8 +122,10 @@ def _run(
 
 
 def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
-    """Settings that only another device could act on."""
+    """Settings that only another device, or a later version, could act on."""
     found = []
+    if resolved.config.data.test_data_path and resolved.config.train.eval_iters:
+        found.append("--test-data-path: the files are good, but nothing is tested after training yet")
     if resolved.config.parallel.optimizer_cpu_offload and world.device.type == "cpu":
         found.append("--optimizer-cpu-offload: everything is in host memory already, so this changes nothing")
     kernel = world.device.type == "cuda" and resolved.config.precision.bf16

@@ -2,7 +2,7 @@
 
 import datetime
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,27 @@ RECIPE = 1
 IDENTITY = "identity"
 
 
+@dataclass(frozen=True)
+class Conversations:
+    """All endless. `fingerprint`: of what they are made of; `untested`: why there are none to test with."""
+
+    train: EpochShuffle
+    valid: EpochShuffle | None
+    test: EpochShuffle | None
+    fingerprint: str
+    untested: str
+
+
 def build_conversations(
-    config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display, validates: bool
-) -> tuple[EpochShuffle, EpochShuffle | None, str]:
-    """Conversations to train on and to validate with, both endless, and a fingerprint of what they are made of."""
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    world: World,
+    folder: Path,
+    display: Display,
+    validates: bool,
+    tests: bool,
+) -> Conversations:
+    """Conversations to train on, to validate and to test with, where that is wanted."""
     from pentatron.data.conversations import Writer
     from pentatron.data.sft import SFTDataset, write_conversations
 
@@ -58,22 +75,31 @@ def build_conversations(
     source = IndexedDataset(prefix, config.model.vocab_size)
     conversations = len(source.document_indices) - 1
     length, packed, seed = config.model.seq_length, data.sft_packing, config.run.seed
-    train, held_back, _ = (part or range(0) for part in split_ranges(parse_split(data.split), conversations))
+    parts = split_ranges(parse_split(data.split), conversations)
+    train, *held_back = (part or range(0) for part in parts)
     rows = SFTDataset(source, train, length, packed)
     if len(rows) == 0:
         raise UserError(_nothing_left(path, data.split, train, rows))
     display.say(_report("training", rows, len(train)))
-    valid = None
-    if validates:
-        others = SFTDataset(source, held_back, length, packed)
+    evaluated: list[EpochShuffle | None] = [None, None]
+    missing = ["", ""]
+    for number, (name, verb, wanted) in enumerate(
+        [("validation", "validate", validates), ("test", "test", tests and parts[2] is not None)]
+    ):
+        if not wanted:
+            continue
+        others = SFTDataset(source, held_back[number], length, packed)
         if len(others):
-            display.say(_report("validation", others, len(held_back)))
-            valid = EpochShuffle(others, seed)
+            display.say(_report(name, others, len(held_back[number])))
+            evaluated[number] = EpochShuffle(others, seed)
         else:
-            display.say(
-                f"note: --split {data.split} leaves none of {_count(conversations, 'conversation')} to validate with"
+            missing[number] = (
+                f"--split {data.split} leaves none of {_count(conversations, 'conversation')} to {verb} with"
             )
-    return EpochShuffle(rows, seed), valid, f"sft {what.hexdigest()} {'packed' if packed else 'padded'}"
+    if missing[0]:
+        display.say(f"note: {missing[0]}")
+    fingerprint = f"sft {what.hexdigest()} {'packed' if packed else 'padded'}"
+    return Conversations(EpochShuffle(rows, seed), evaluated[0], evaluated[1], fingerprint, missing[1])
 
 
 def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | None":

@@ -106,7 +106,8 @@ def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) 
         (f"{data} --train-samples 10 --global-batch-size 4", "is not a multiple of --global-batch-size 4"),
         (f"{data} --train-samples x", "--train-samples wants a whole number"),
         (f"{data} --part valid", "there is nothing to validate with"),
-        (f"{data} --part all", "--part wants one of train, valid"),
+        (f"{data} --part test", "there is nothing to test with; give --split 1 a third share"),
+        (f"{data} --part all", "--part wants one of train, valid, test"),
         (f"--data-path {prefix} --vocab-size 7 --seq-length 16", "outside the vocabulary of 7"),
         ("--seq-length 16", "no data is named"),
     ):

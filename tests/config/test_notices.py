@@ -153,6 +153,13 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
     ),
     ("eval_iters", f"{FILES} --eval-iters 5 --full-validation", f"{FILES} --eval-iters 5", ONE, ONE),
+    (
+        "test_data_path",
+        f"{OWN_FILES} --test-data-path b --eval-iters 0",
+        f"{OWN_FILES} --test-data-path b --eval-interval 0",
+        ONE,
+        ONE,
+    ),
     ("data_cache_path", f"{SYNTHETIC} --data-cache-path a", f"{FILES} --data-cache-path a", ONE, ONE),
     (
         "dataloader_type",

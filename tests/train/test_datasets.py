@@ -7,12 +7,15 @@ import torch
 
 from pentatron.cli.prepare import prepare
 from pentatron.config.entry import TRAIN
+from pentatron.config.errors import UserError
+from pentatron.data.gpt_dataset import open_splits
+from pentatron.data.index_cache import IndexCache
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import ByteTokenizer, identify
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import Datasets, arrange, open_data
+from pentatron.train.datasets import Datasets, OpenedData, arrange, open_data
 from pentatron.train.state import TrainState
 
 TEXT = "What the model sees is what was written. "
@@ -62,3 +65,63 @@ def test_damaged_tokens_never_become_a_sample(prefix: Path) -> None:
     assert 0 < refused < len(datasets.train)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="damaged between bytes 65536"):
         IndexedDataset(prefix).compare_all()
+
+
+def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
+    """The same samples as Megatron's third split has, which `open_splits` is compared with elsewhere."""
+    datasets = build(prefix, "--vocab-size 257 --split 8,1,1 --eval-iters 5")
+    expected = open_splits(prefix, "8,1,1", (12, 20, 20), 64, 1234)
+    for found, wanted in zip((datasets.train, datasets.valid, datasets.test), expected, strict=True):
+        assert found is not None and wanted is not None
+        for number in range(12):
+            assert found[number]["tokens"].tolist() == wanted[number]["tokens"].tolist()
+    assert datasets.untested == ""
+    # Nobody asked for this share, and one document is too few for it: training goes on without.
+    small = prefix.parent / "small"
+    with IndexedDatasetWriter(small, "uint16") as writer:
+        for _ in range(40):
+            writer.add_document([1] * 70)
+    without = build(small, "--vocab-size 257")
+    assert without.test is None and without.valid is not None
+    assert without.untested == f"--split 969,30,1 leaves 0 tokens of {small} to test with, and 1 are needed"
+    for words in ("--split 8,2", "--split 8,1,1 --eval-iters 0", "--split 8,1,1 --eval-interval 0"):
+        assert build(prefix, f"--vocab-size 257 {words}").test is None
+    # Several corpora without weights are weighed by the samples each has: one too few tokens for any is no error.
+    blended = build(Path(f"{prefix} {prefix}"), "--vocab-size 257 --split 900,99,1 --seq-length 512")
+    assert blended.test is None and "and 513 are needed" in blended.untested
+
+
+def test_files_of_its_own_to_test_with(prefix: Path) -> None:
+    other = prefix.parent / "other"
+    with IndexedDatasetWriter(other, "uint16") as writer:
+        writer.add_document([7] * 700)
+
+    def opened(words: str) -> OpenedData:
+        shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --train-iters 3 --nproc-per-node 1"
+        named = (
+            f"--train-data-path {prefix} --vocab-size 257 --global-batch-size 4 --device cpu {shape} {words}"
+        )
+        config = prepare(named.split(), TRAIN).resolved.config
+        return open_data(config, single_process(torch.device("cpu")), prefix.parent, open_display("off"))
+
+    found = opened(f"--test-data-path {other}").order([12], IndexCache())
+    assert found.test is not None and set(found.test[39]["tokens"].tolist()) == {7}
+    assert found.valid is None
+    # What a run is tested with may change while it goes on.
+    assert opened("").fingerprint == opened(f"--test-data-path {other}").fingerprint
+    with pytest.raises(UserError, match=r"No data file .*absent"):
+        opened("--test-data-path absent")
+    with pytest.raises(UserError, match="--test-data-path needs --train-data-path"):
+        opened(f"--test-data-path {other} --data-path {prefix} --train-data-path=")
+
+
+@pytest.mark.parametrize("words", ["--mock-data", "--dataset-size 30"])
+def test_made_up_data_has_a_test_set_of_its_own(tmp_path: Path, words: str) -> None:
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --train-iters 3 --nproc-per-node 1"
+    named = f"{words} --vocab-size 97 --global-batch-size 4 --device cpu {shape} --eval-iters 2"
+    config = prepare(named.split(), TRAIN).resolved.config
+    opened = open_data(config, single_process(torch.device("cpu")), tmp_path, open_display("off"))
+    parts = opened.order([12], IndexCache())
+    assert parts.test is not None and parts.valid is not None
+    seen = {tuple(part[i]["tokens"].tolist()) for part in (parts.valid, parts.test) for i in range(8)}
+    assert len(seen) == 16

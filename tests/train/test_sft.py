@@ -167,6 +167,23 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         build(write(path, long), tmp_path / "data", length=2)
 
 
+def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", lines(30))
+    found = build(path, tmp_path, "--split", "8,1,1", "--eval-iters", "1")
+    assert found.valid is not None and found.test is not None
+
+    def texts(part: Any) -> list[list[int]]:
+        return sorted(part[i]["labels"].tolist() for i in range(3))
+
+    for part, begin in ((found.valid, 24), (found.test, 27)):
+        alone = write(tmp_path / f"{begin}.jsonl", lines(30)[begin : begin + 3])
+        assert texts(part) == texts(build(alone, tmp_path).train)
+    said = Said()
+    without = opened(path, tmp_path, "--split", "9,1,0.001", "--eval-iters", "1", said=said)
+    assert without.untested == "--split 9,1,0.001 leaves none of 30 conversations to test with"
+    assert not any("to test with" in line for line in said.lines)
+
+
 def test_mistakes_name_their_line(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text('{"input": "a", "output": "b"}\n\n{"input": "a"}\n', encoding="utf-8")
