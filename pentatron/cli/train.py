@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pentatron.cli.environment import (
     Worker,
@@ -22,20 +23,25 @@ from pentatron.config.run import RunConfig
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from pentatron.train.program import Program
+
 _USER_ERROR = 2
 _LOST = 1
 # What torch's backends say when a peer is gone or silent.
 _LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
-def train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
+def train(
+    words: Sequence[str], entry: EntryPoint, restart: Sequence[str], program: "Program | None" = None
+) -> int:
     """Trains here, or starts workers that do. `restart` are the words after `python` that run this program again."""
     prepared = prepare(words, entry)
     _check_spec(prepared.resolved)
     if prepared.worker is not None:
-        return _work(prepared, entry, prepared.worker)
+        return _work(prepared, entry, prepared.worker, program)
     if prepared.facts.world_size == 1:
-        return _work(prepared, entry, Worker(0, 1, 0, 1, "none"))
+        return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program)
     return _launch(prepared, [*restart, *words])
 
 
@@ -54,10 +60,11 @@ def _check_spec(resolved: Resolved) -> None:
     check_user_spec(config.model, config.moe)
 
 
-def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
+def _work(prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None") -> int:
     import torch
 
     from pentatron.parallel.world import choose_device, open_world
+    from pentatron.train.program import CONFIGURED
     from pentatron.train.session import run_training
 
     config = prepared.resolved.config
@@ -75,7 +82,7 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker) -> int:
     place = (worker.rank, worker.local_rank, worker.local_size)
     try:
         with open_world(config.grid, *place, device, timeout, config.shared()) as world:
-            outcome = run_training(prepared.resolved, world, entry.resumes, launcher)
+            outcome = run_training(prepared.resolved, world, entry.resumes, launcher, program or CONFIGURED)
     except AgreedError:
         raise
     except UserError as error:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
-from pentatron.models.causal_lm import CausalLM, build_stages
+from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.linear import defer_weight_gradients
 from pentatron.nn.recompute import recompute_of
@@ -19,6 +19,7 @@ from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.world import World
+from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
 
 
@@ -30,6 +31,7 @@ class ParallelModel:
     stages: Mapping[int, CausalLM]
     executor: Executor
     routers: RouterLoads
+    program: Program = CONFIGURED
 
     def train(self, mode: bool = True) -> None:
         for stage in self.stages.values():
@@ -70,28 +72,21 @@ class ParallelModel:
         return keys
 
 
-def build_parallel_model(config: RunConfig, world: World) -> ParallelModel:
+def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
     axes = axes_of(world, config.parallel)
     own = config.placement.stages_of(world.at.pipeline)
     parts = {number: config.stages[number] for number in own}
     # What is to be cut into shards may be too large for a device: it goes there unit by unit.
     device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
-    stages = build_stages(
-        config.model,
-        config.moe,
-        parts,
-        axes,
-        config.run.seed,
-        device,
-        config.kernels.attention_backend,
-    )
+    stages = program.build_stages(config, parts, axes, device)
     for stage in stages.values():
         stage.use_recompute(recompute_of(config.memory))
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)
     executor = Executor(open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred)
-    return ParallelModel(config, world, axes, stages, executor, RouterLoads(config, world, stages))
+    routers = RouterLoads(config, world, stages)
+    return ParallelModel(config, world, axes, stages, executor, routers, program)
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:
@@ -111,18 +106,10 @@ class MicroBatches:
     divisor: Callable[[], Tensor]
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        batch = self.batches[micro_batch]
-        made: Tensor = self.model.stages[stage](
-            batch.tokens,
-            batch.position_ids,
-            batch.labels,
-            received,
-            self.keys[micro_batch],
-            documents=batch.documents,
-        )
-        if stage < self.model.config.placement.stages - 1:
-            return made
-        return (made * batch.loss_mask).sum() / self.divisor()
+        is_last = stage == self.model.config.placement.stages - 1
+        call = StageCall(stage, is_last, self.batches[micro_batch], received, self.keys[micro_batch])
+        made = self.model.program.forward(self.model.stages[stage], call)
+        return made / self.divisor() if is_last else made
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape

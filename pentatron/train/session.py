@@ -16,10 +16,11 @@ from pentatron.monitor.metrics import MetricsFile
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
-from pentatron.train.datasets import arrange, open_data
+from pentatron.train.datasets import arrange
 from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.program import CONFIGURED, Program
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import Beginning, starting_point
 from pentatron.train.run_folder import RunFolder
@@ -35,7 +36,13 @@ class Outcome:
     stopped_by: signal.Signals | None
 
 
-def run_training(resolved: Resolved, world: World, resumes: bool, launcher: int | None = None) -> Outcome:
+def run_training(
+    resolved: Resolved,
+    world: World,
+    resumes: bool,
+    launcher: int | None = None,
+    program: Program = CONFIGURED,
+) -> Outcome:
     """Trains as configured on this rank of the world; `launcher` is the process that must live while we do."""
     config = resolved.config
     assert config.run.run_dir is not None and config.checkpoint.save is not None
@@ -52,7 +59,8 @@ def run_training(resolved: Resolved, world: World, resumes: bool, launcher: int 
             lambda: _open_folders(folder, checkpoints, start_afresh, display, cleanup),
             world.everyone,
         )
-        stopped_by = _run(resolved, world, folder, display, stop, cleanup)
+        cleanup.enter_context(program.running(resolved, world, display))
+        stopped_by = _run(resolved, world, folder, display, stop, cleanup, program)
         return Outcome(folder, stopped_by)
 
 
@@ -79,19 +87,21 @@ def _run(
     display: Display,
     stop: StopRequest,
     cleanup: contextlib.ExitStack,
+    program: Program,
 ) -> signal.Signals | None:
     config = resolved.config
     assert config.checkpoint.save is not None
     for notice in resolved.notices:
         display.say(f"note: {notice}")
     torch.manual_seed(config.run.seed + world.everyone.rank)
-    data = on_some_ranks(True, lambda: open_data(config, world, folder.data, display), world.everyone)
+    data = on_some_ranks(True, lambda: program.open_data(config, world, folder.data, display), world.everyone)
     assert data is not None
-    model = build_parallel_model(config, world)
+    model = build_parallel_model(config, world, program)
     optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
     began = starting_point(resolved, world, model, optimizer, store, data.fingerprint)
     state = began.state
+    program.begins(state)
     datasets = on_some_ranks(
         True, lambda: arrange(data, config, world, state, folder.data, display), world.everyone
     )

@@ -23,6 +23,7 @@ from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect, single_process
+from pentatron.train.program import Program
 from pentatron.train.session import Outcome, run_training
 from pentatron.train.step import StepResult
 from tests.harness import distributed
@@ -351,19 +352,17 @@ def test_bad_data_on_one_rank_is_one_sentence_on_both(tmp_path: Path) -> None:
             run_training(settings(tmp_path / "a", "--micro-batch-size 4", 2), world_here(), True)
 
 
+class OtherData(Program):
+    def open_data(self, *arguments: Any) -> Any:
+        return dataclasses.replace(super().open_data(*arguments), fingerprint="other data")
+
+
 @distributed(world=2)
 def test_other_data_on_one_rank_is_one_sentence_on_both(tmp_path: Path) -> None:
     run_training(settings(tmp_path / "a", "--train-iters 2", 2), world_here(), True)
-    with pytest.MonkeyPatch.context() as patched:
-        if dist.get_rank() == 1:
-            build = session_module.open_data
-
-            def other(*arguments: Any) -> Any:
-                return dataclasses.replace(build(*arguments), fingerprint="other data")
-
-            patched.setattr(session_module, "open_data", other)
-        with pytest.raises(AgreedError, match="the data is not what"):
-            run_training(settings(tmp_path / "a", "", 2), world_here(), True)
+    program = OtherData() if dist.get_rank() == 1 else Program()
+    with pytest.raises(AgreedError, match="the data is not what"):
+        run_training(settings(tmp_path / "a", "", 2), world_here(), True, program=program)
 
 
 @distributed(world=2)
