@@ -41,6 +41,7 @@ def metrics_row(report: StepReport) -> dict[str, Any]:
         "tokens_per_second": round(report.tokens_per_second, 1),
         "memory_bytes": report.memory_bytes,
         **({} if report.experts is None else report.experts.as_metrics()),
+        **({} if report.ranks is None else report.ranks.as_metrics()),
     }
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from pentatron.monitor.ranks import RankReport
+
 # Megatron's names for the losses of routers.
 _NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -53,6 +55,8 @@ class StepReport:
     # An overflow in half precision: the weights were left as they are.
     is_skipped: bool = False
     is_nan: bool = False
+    # Of all ranks, in the steps that are measured.
+    ranks: RankReport | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -5,14 +5,16 @@ is settled here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.config.errors import AgreedError, UserError
+from pentatron.parallel.waiting import Cause, Waits
 
 T = TypeVar("T")
 
@@ -35,18 +37,42 @@ class Group:
     """Some ranks that talk to each other, and this rank's place among them.
 
     `through_host`: messages between two ranks must lie in host memory (gloo cannot send a GPU's).
+    `waits`: where the time is counted that this rank stands still for the others.
     """
 
     rank: int
     size: int
     process_group: Any = None
     through_host: bool = False
+    waits: Waits | None = field(default=None, compare=False, repr=False)
+
+    def standing(self, tensor: Tensor, cause: Cause = "collective") -> AbstractContextManager[None]:
+        """Around whatever may have to wait for the other ranks."""
+        return nullcontext() if self.waits is None else self.waits.standing(tensor.device, cause)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A collective under way whose waiting is counted."""
+
+    work: Pending
+    group: Group
+    tensor: Tensor
+
+    def wait(self) -> None:
+        with self.group.standing(self.tensor):
+            self.work.wait()
+
+
+def _counted(work: Pending | None, group: Group, tensor: Tensor) -> Pending | None:
+    return None if work is None else Counted(work, group, tensor)
 
 
 def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
     """Sums in place over the group."""
     if group.size > 1:
-        dist.all_reduce(tensor, group=group.process_group)
+        with group.standing(tensor):
+            dist.all_reduce(tensor, group=group.process_group)
     return tensor
 
 
@@ -54,7 +80,7 @@ def start_all_reduce_(tensor: Tensor, group: Group) -> Pending | None:
     """Sums in place over the group while the caller goes on; None when there is nothing to wait for."""
     if group.size == 1:
         return None
-    return cast(Pending, dist.all_reduce(tensor, group=group.process_group, async_op=True))
+    return _counted(dist.all_reduce(tensor, group=group.process_group, async_op=True), group, tensor)
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
@@ -71,7 +97,7 @@ def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> Pending 
             whole.copy_(part.view_as(whole))
         return None
     gather = getattr(dist, _GATHER_NAME)
-    return cast(Pending, gather(whole, part, group=group.process_group, async_op=True))
+    return _counted(gather(whole, part, group=group.process_group, async_op=True), group, whole)
 
 
 def reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> None:
@@ -88,7 +114,7 @@ def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pend
             part.copy_(whole.view_as(part))
         return None
     scatter = getattr(dist, _SCATTER_NAME)
-    return cast(Pending, scatter(part, whole, group=group.process_group, async_op=True))
+    return _counted(scatter(part, whole, group=group.process_group, async_op=True), group, part)
 
 
 def all_to_all_into(
@@ -107,15 +133,16 @@ def all_to_all_into(
         return
     # Host memory where messages need it: gloo exchanges parts as messages between two ranks.
     place = torch.empty_like(received, device="cpu") if group.through_host else received
-    dist.all_to_all_single(
-        place,
-        sent.cpu() if group.through_host else sent,
-        None if received_sizes is None else list(received_sizes),
-        None if sent_sizes is None else list(sent_sizes),
-        group=group.process_group,
-    )
-    if group.through_host:
-        received.copy_(place)
+    with group.standing(received):
+        dist.all_to_all_single(
+            place,
+            sent.cpu() if group.through_host else sent,
+            None if received_sizes is None else list(received_sizes),
+            None if sent_sizes is None else list(sent_sizes),
+            group=group.process_group,
+        )
+        if group.through_host:
+            received.copy_(place)
 
 
 @dataclass(frozen=True)
@@ -126,11 +153,13 @@ class Passing:
     leaving: Tensor
     works: Sequence[Pending]
     device: torch.device
+    group: Group
 
     def wait(self) -> Tensor:
         """What arrived. Only then may the tensor that was passed on be changed."""
-        for work in self.works:
-            work.wait()
+        with self.group.standing(self.arriving):
+            for work in self.works:
+                work.wait()
         return self.arriving.to(self.device)
 
 
@@ -149,13 +178,14 @@ def start_passing_on(tensor: Tensor, group: Group, tag: int) -> Passing:
             dist.P2POp(_RECEIVE, arriving, group=group.process_group, tag=tag, group_peer=preceding),
         ]
     )
-    return Passing(arriving, leaving, works, tensor.device)
+    return Passing(arriving, leaving, works, tensor.device, group)
 
 
 def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
     """Takes the maximum in place over the group."""
     if group.size > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group.process_group)
+        with group.standing(tensor):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group.process_group)
     return tensor
 
 
@@ -168,7 +198,8 @@ def largest(number: int, group: Group) -> int:
 def broadcast_(tensor: Tensor, group: Group, source: int) -> Tensor:
     """Overwrites the tensor with what rank `source` of the group has in its own."""
     if group.size > 1:
-        dist.broadcast(tensor, group=group.process_group, group_src=source)
+        with group.standing(tensor):
+            dist.broadcast(tensor, group=group.process_group, group_src=source)
     return tensor
 
 

@@ -56,9 +56,11 @@ class Arrival:
     buffer: Tensor
     work: dist.Work
     device: torch.device
+    group: Group
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        with self.group.standing(self.buffer, "message"):
+            self.work.wait()
         return self.buffer.to(self.device)
 
 
@@ -112,20 +114,23 @@ class Messages:
         place = torch.device("cpu") if self._group.through_host else device
         buffer = torch.empty(shape, dtype=dtype, device=place)
         channel = self._process_group(action, peer < self._group.rank)
-        return Arrival(buffer, _start_receive(buffer, channel, peer, tag_of(parcel_of(action))), device)
+        work = _start_receive(buffer, channel, peer, tag_of(parcel_of(action)))
+        return Arrival(buffer, work, device, self._group)
 
     def delivered(self, parcel: Parcel) -> None:
         """Lets go of a sent tensor that is known to have arrived."""
         if parcel in self.under_way:
-            _, work = self.under_way.pop(parcel)
-            work.wait()
+            self._wait_for(*self.under_way.pop(parcel))
 
     def finish(self) -> None:
         """Waits for all that is still under way."""
         for parcel in list(self.under_way):
             self.delivered(parcel)
         while self._announcements:
-            _, work = self._announcements.pop()
+            self._wait_for(*self._announcements.pop())
+
+    def _wait_for(self, tensor: Tensor, work: dist.Work) -> None:
+        with self._group.standing(tensor, "message"):
             work.wait()
 
     def agree(self, sends: Mapping[int, Announced], receives: Mapping[int, Announced]) -> None:
@@ -144,8 +149,8 @@ class Messages:
         works = [
             _start_receive(numbers, everyone, peer, ANNOUNCEMENT_TAG) for peer, numbers in incoming.items()
         ]
-        for work in works:
-            work.wait()
+        for numbers, work in zip(incoming.values(), works):
+            self._wait_for(numbers, work)
         for peer, numbers in incoming.items():
             found, expected = Announced(*numbers.tolist()), receives[peer]
             if found != expected:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.buckets import ALIGNMENT
 from pentatron.parallel.collectives import Group
+from pentatron.parallel.counted_sharding import count_waits
 from pentatron.parallel.pieces import (
     Fragment,
     Held,
@@ -71,6 +72,8 @@ class ShardedStage:
             # A unit around experts holds what is left beside them.
             axis: Axis = "replicas" if path == "" or "replicas" in inside else inside[0]
             self.units.append(_cut(module, _mesh(world, axis), dtype, keep=path == ""))
+            if world.device.type == "cpu":
+                count_waits(self.units[-1], world.waits)
         helds = [Held(n, t, stage.get_parameter(n), declared) for n, (t, declared) in told.items()]
         self.flat: dict[Axis, Tensor] = {}
         self.shards: list[Shard] = []

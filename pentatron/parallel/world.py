@@ -17,6 +17,7 @@ from pentatron.config.errors import UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
+from pentatron.parallel.waiting import Waits
 
 ALONE = Group(0, 1)
 
@@ -35,6 +36,8 @@ class World:
     device: torch.device
     groups: Mapping[Axis, Group] = field(default_factory=dict)
     timeout: datetime.timedelta | None = None
+    # Counts, in all groups, the time this rank stands still for others.
+    waits: Waits = field(default_factory=Waits, compare=False)
 
     def group(self, axis: Axis) -> Group:
         return self.groups.get(axis, ALONE)
@@ -136,7 +139,8 @@ def connect(
     if grid.world_size == 1:
         return single_process(device)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
-    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host)
+    waits = Waits()
+    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits)
     # Axes often have the same members (data and replicas, say); such axes share one process group.
     made: dict[tuple[tuple[int, ...], ...], Group | None] = {
         (tuple(range(grid.world_size)),): everyone,
@@ -145,20 +149,24 @@ def connect(
     for axis in typing.get_args(Axis):
         divided = tuple(sorted(m for m in grid.groups(axis) if len(m) > 1))
         if divided and divided not in made:
-            made[divided] = _make(divided, rank, through_host, timeout)
+            made[divided] = _make(divided, rank, through_host, timeout, waits)
         own = made[divided] if divided else None
         if own is not None:
             groups[axis] = own
-    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout)
+    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits)
 
 
 def _make(
-    divided: tuple[tuple[int, ...], ...], rank: int, through_host: bool, timeout: datetime.timedelta | None
+    divided: tuple[tuple[int, ...], ...],
+    rank: int,
+    through_host: bool,
+    timeout: datetime.timedelta | None,
+    waits: Waits,
 ) -> Group | None:
     """Every rank must take part in the making of every group, its own or not."""
     own = None
     for members in divided:
         process_group = dist.new_group(list(members), timeout=timeout)
         if rank in members:
-            own = Group(members.index(rank), len(members), process_group, through_host)
+            own = Group(members.index(rank), len(members), process_group, through_host, waits)
     return own

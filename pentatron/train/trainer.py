@@ -22,6 +22,7 @@ from pentatron.train.interrupt import StopRequest
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import random_state
+from pentatron.train.rank_watch import RankWatch
 from pentatron.train.router_loads import ExpertLoad
 from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step
@@ -54,6 +55,7 @@ class Trainer:
         self.save_interval = config.checkpoint.save_interval
         self.rate = learning_rate(config.optim, self.batch_size)
         self.flops = step_flops(config.model, self.batch_size, config.model.seq_length, config.moe)
+        self.ranks = RankWatch(config, world, self.total_steps)
         self._recent: list[float] = []
         self._saved_step = state.step
         self._begins_unsaved = not is_saved
@@ -62,6 +64,7 @@ class Trainer:
         """Trains to the end, or to the first request to stop, which is returned; all ranks return the same."""
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
         while self.state.step < self.total_steps:
+            self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
             drawn, stopped_by = agree_on_next_step(batches, self.config.accumulation, self.stop, self.world)
             if stopped_by is not None:
@@ -142,6 +145,7 @@ class Trainer:
             memory_bytes=memory_bytes(self.world.device),
             teraflops_per_device=self.flops / seconds / self.world.everyone.size / 1e12,
             experts=self._expert_report(result.experts),
+            ranks=self.ranks.report(self.state.step, seconds),
         )
 
     def _expert_report(self, load: ExpertLoad | None) -> ExpertReport | None:

@@ -1,0 +1,105 @@
+"""Who is slow: measured without the time that the others spend waiting for them."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from pentatron.monitor.ranks import RankReport
+from pentatron.optim.build import build_optimizer
+from pentatron.parallel.collectives import all_reduce_, start_all_reduce_
+from pentatron.parallel.world import World, connect, single_process
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.rank_watch import RankWatch, collect
+from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches
+from tests.harness import run_distributed
+from tests.support import resolved
+
+SLOW, DELAY = 1, 0.5
+
+
+def step_with_a_slow_rank(words: str, world_size: int, bug: str = "") -> RankReport:
+    """One real step after a first; the slow rank sleeps where another one computes."""
+    config = resolved(f"--micro-batch-size 2 {words}", world_size).config
+    rank = torch.distributed.get_rank()
+    world = connect(config.grid, rank, rank, torch.device("cpu"))
+    model = build_parallel_model(config, world)
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    batches = micro_batches(config, world, 0)
+    watch = RankWatch(config, world, last_step=2)
+    found = None
+    for step in (1, 2):
+        if bug == "waiting is not counted":
+            world.waits.begin = lambda: None  # type: ignore[method-assign]
+        watch.begin(step)
+        started = time.perf_counter()
+        if rank == SLOW and step == 2:
+            time.sleep(DELAY)
+        train_step(model, optimizer, [next(batches) for _ in range(config.accumulation)], 1e-3, step - 1)
+        found = watch.report(step, time.perf_counter() - started)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("words", ["", "--zero-stage 3", "--tp_size 2", "--pp_size 2", "--cp_size 2"])
+def test_the_slow_rank_is_found(words: str) -> None:
+    report = run_distributed(step_with_a_slow_rank, 2, words=words, world_size=2)[0]
+    busy = report.as_metrics()["ranks"]["busy_seconds"]
+    assert min(report.seconds) > DELAY, "everyone's step takes as long as the slow rank's"
+    assert busy[SLOW] > DELAY and busy[SLOW] - busy[1 - SLOW] > DELAY / 2
+    waited = [c + m for c, m in zip(report.collectives, report.messages)]
+    assert waited[1 - SLOW] - waited[SLOW] > DELAY / 2
+    assert (max(report.messages) > 0) == ("--pp_size" in words)
+
+
+def test_without_counting_it_would_not_be() -> None:
+    bug = "waiting is not counted"
+    report = run_distributed(step_with_a_slow_rank, 2, words="", world_size=2, bug=bug)[0]
+    busy = report.as_metrics()["ranks"]["busy_seconds"]
+    assert min(busy) > DELAY
+
+
+def in_two_ways(world: World) -> list[float]:
+    waits = world.waits
+    times = []
+    for way in ("at once", "later", "not begun"):
+        if way != "not begun":
+            waits.begin()
+        if world.everyone.rank == SLOW:
+            time.sleep(0.2)
+        if way == "later":
+            pending = start_all_reduce_(torch.ones(3), world.everyone)
+            time.sleep(0.4)
+            assert pending is not None
+            pending.wait()
+        else:
+            all_reduce_(torch.ones(3), world.everyone)
+        times.append(waits.end().collectives if way != "not begun" else waits.end().seconds)
+    return times
+
+
+def waits_of_a_rank() -> list[float]:
+    config = resolved("", world_size=2).config
+    rank = torch.distributed.get_rank()
+    return in_two_ways(connect(config.grid, rank, rank, torch.device("cpu")))
+
+
+def test_what_travels_beside_computation_costs_nothing() -> None:
+    quick, slow = run_distributed(waits_of_a_rank, 2)
+    assert quick[0] - slow[0] > 0.1
+    assert quick[1] < quick[0] - 0.1, "the sum came while the rank was busy"
+    assert quick[2] == quick[1], "nothing is counted after the end"
+
+
+def test_one_process_waits_for_nobody() -> None:
+    world = single_process()
+    world.waits.begin()
+    report = collect(world, 2.0, world.waits.end())
+    told: dict[str, Any] = report.as_metrics()["ranks"]
+    assert told["busy_seconds"] == [2.0] and told["collective_seconds"] == [0.0]
+    assert told["memory_bytes"][0] > 2**20
+    assert "gpu_utilisation" not in told
+    unknown = collect(world, 2.0, world.waits.end(), knows_waits=False).as_metrics()["ranks"]
+    assert set(unknown) == {"memory_bytes"}, "what cannot be measured is left out, not zero"
