@@ -63,6 +63,7 @@ def _check_spec(resolved: Resolved) -> None:
 def _work(prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None") -> int:
     import torch
 
+    from pentatron.data.loader import death_of_a_reader
     from pentatron.parallel.world import choose_device, open_world
     from pentatron.train.program import CONFIGURED
     from pentatron.train.session import run_training
@@ -90,6 +91,9 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Progr
         complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
         return _USER_ERROR
     except RuntimeError as error:
+        if (problem := death_of_a_reader(error)) is not None:
+            complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
+            return _USER_ERROR
         reason = next((sign for sign in _LOST_CONTACT if sign in str(error)), None)
         if worker.world_size == 1 or reason is None:
             raise

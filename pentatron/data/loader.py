@@ -4,8 +4,10 @@ The order of samples depends on how many were consumed, never on the number of r
 on d ranks, b × d consecutive samples make one micro-step, and rank r takes the r-th b of them.
 """
 
+import signal
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +20,8 @@ from pentatron.layout.documents import DocumentStarts
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 _REMOTE_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "
+# How torch's sentence about a worker begins.
+_DEAD_WORKER = "DataLoader worker"
 
 
 class SampleSource(Protocol):
@@ -115,7 +119,52 @@ class BatchLoader(DataLoader[Batch]):
         except UserError as error:
             # A reader process sends its whole traceback along; the sentence is its last line.
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_REMOTE_ERROR)) from None
+        except RuntimeError as error:
+            problem = death_of_a_reader(error)
+            if problem is None:
+                raise
+            raise problem from None
         raise self.batch_sampler.exhausted()
+
+
+def death_of_a_reader(error: RuntimeError) -> UserError | None:
+    """What to tell of an error of torch's about a reader process; None if it is about something else.
+
+    torch raises it in a signal handler: wherever the program is at that moment.
+    """
+    said = " ".join(str(error).split())
+    if not said.startswith(_DEAD_WORKER):
+        return None
+    if "Bus error" in said:
+        cause = "the shared memory (/dev/shm) is too small, or a data file became shorter while it was read"
+    else:
+        cause = "not enough memory is the usual cause"
+    what = said.partition(". ")[0].rstrip(".").replace(_DEAD_WORKER, "process", 1)
+    return UserError(
+        f"A process that reads data has died ({what}): {cause}; checkpoints are intact, and the same command goes on from the newest "
+        "one, perhaps with fewer --num-workers."
+    )
+
+
+class _LeaveSignalsToTheRank:
+    """In a reader process: a terminal and a scheduler send their signals to every process, and the rank that reads its batches decides.
+
+    A reader that ended at once would take the rank with it before it could save. The rank itself ends a reader that does not
+    end when told with SIGTERM, and again when it ends itself: the second one counts.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __call__(self, worker: int) -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._terminated)
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise SystemExit(0)
+        self._asked = True
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -149,6 +198,7 @@ def build_loader(
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=num_workers > 0,
+        worker_init_fn=_LeaveSignalsToTheRank() if num_workers else None,
         # An iterator draws a seed for its workers: from here, not from the generator that dropout uses.
         generator=torch.Generator(),
     )

@@ -53,6 +53,28 @@ def run(tmp_path: Path) -> Iterator[Run]:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_readers_leave_signals_to_the_rank_and_one_that_dies_is_a_sentence(tmp_path: Path) -> None:
+    alone = "--nproc-per-node 1 --num-workers 1 --device cpu".split()
+    run = start("-m", "pentatron", "train", *LONG, *alone, "--run-dir", str(tmp_path / "run"))
+    try:
+        wait_for_step(tmp_path / "run", 2)
+        (reader,) = children(run.pid)
+        # As a scheduler does, which tells every process of a job.
+        os.kill(reader, signal.SIGTERM)
+        os.kill(reader, signal.SIGINT)
+        reached = losses(tmp_path / "run")[-1][0]
+        wait_for_step(tmp_path / "run", reached + 10)
+        assert children(run.pid) == [reader] and run.poll() is None
+        # What the kernel does when memory runs out.
+        os.kill(reader, signal.SIGKILL)
+        code, _, err = finish(run)
+    finally:
+        run.kill()
+    assert code == 2 and err.count("\n") == 1
+    assert f"A process that reads data has died (process (pid {reader}) is killed by signal: Killed)" in err
+    assert "the same command goes on from the newest one, perhaps with fewer --num-workers" in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 def test_a_closed_terminal_and_a_warning_save_and_end_the_run(run: Run, number: signal.Signals) -> None:
     run.launcher.send_signal(number)
