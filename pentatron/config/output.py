@@ -36,6 +36,9 @@ class CheckpointConfig:
     finetune: bool = setting(False, "take the weights alone from what is loaded, and start at step 0")
     no_load_optim: bool = setting(False, "do not take the optimizer's state from what is loaded")
     no_load_rng: bool = setting(False, "do not take random states from what is loaded")
+    allow_changed_data: bool = setting(
+        False, "go on from a checkpoint although its data has changed since; what changed is told"
+    )
     use_checkpoint_args: bool = setting(
         False,
         "take the architecture from what is loaded",

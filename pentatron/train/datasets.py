@@ -28,7 +28,7 @@ from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
-from pentatron.train.data_identity import fingerprint_of
+from pentatron.train.data_identity import DataIdentity, FileIdentity, require_same_data
 from pentatron.train.sft import build_conversations
 from pentatron.train.state import TrainState
 
@@ -85,11 +85,16 @@ class OpenedData:
     order: Order
     tokenizer: Tokenizer | None
     names: tuple[str, ...]
-    # Two runs with the same one see the same samples; a resumed run insists on it.
+    # Two runs with the same one, and files of the same tokens, see the same samples; a resumed run insists on it.
     fingerprint: str
     # Whether the order depends on the number of samples it is built for.
     depends_on_length: bool = True
     untested: str = ""
+    files: tuple[FileIdentity, ...] = ()
+
+    @property
+    def identity(self) -> DataIdentity:
+        return DataIdentity(self.fingerprint, self.files)
 
 
 def open_data(config: RunConfig, world: World, data_folder: Path, display: Display) -> OpenedData:
@@ -100,9 +105,8 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
         prepared = _prepare_corpus(config, world, data_folder, display)
         tokenizer = FileTokenizer(prepared.tokenizer_path)
         blend = Blend((str(prepared.prefix),))
-        return _open_files(
-            config, (blend, blend, blend), tokenizer, f"python corpus {prepared.fingerprint}", data.split
-        )
+        identity = DataIdentity(f"python corpus {prepared.fingerprint}")
+        return _open_files(config, (blend, blend, blend), tokenizer, identity, data.split)
     if data.data_path or data.train_data_path:
         configured = configured_tokenizer(data, config.model.vocab_size)
         train = Blend.parse(data.data_path or data.train_data_path)
@@ -111,8 +115,8 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
         )
         blends = (train, train, train) if data.data_path else (train, valid, test)
         # What a run is tested with does not change what it learns.
-        fingerprint = fingerprint_of(blends[:2])
-        return _open_files(config, blends, configured, fingerprint, data.split if data.data_path else None)
+        identity = DataIdentity.of_blends(*blends[:2])
+        return _open_files(config, blends, configured, identity, data.split if data.data_path else None)
     return _open_mock(config) if data.mock_data else _open_synthetic(config)
 
 
@@ -123,6 +127,7 @@ def arrange(
 
     The first rank of every machine builds; the others wait and find what it left, or build the same in memory.
     """
+    require_same_data(opened.identity, world)
     wanted = wanted_samples(config).train
     longer = not state.ordered_for or wanted > state.ordered_for[-1]
     if longer and state.ordered_for and opened.depends_on_length:
@@ -142,7 +147,8 @@ def arrange(
 
     built = on_some_ranks(world.local_rank == 0, lambda: lay_out(True), world.everyone)
     datasets = Datasets(*(built or lay_out(False)), opened.tokenizer, opened.names, opened.untested)
-    if set(state.drawn) != set(opened.names) or sum(state.drawn.values()) != state.consumed_samples:
+    # Names that are not read any more are those of data that was changed knowingly.
+    if not set(opened.names) <= set(state.drawn) or sum(state.drawn.values()) != state.consumed_samples:
         state.drawn = dict(datasets.drawn(0, state.consumed_samples))
     return datasets
 
@@ -151,7 +157,7 @@ def _open_files(
     config: RunConfig,
     blends: tuple[Blend, Blend | None, Blend | None],
     tokenizer: Tokenizer | None,
-    fingerprint: str,
+    identity: DataIdentity,
     split: str | None,
 ) -> OpenedData:
     """With a `split` all blends read their part of the same files."""
@@ -189,8 +195,9 @@ def _open_files(
         lambda numbers, cache: _laid_out(config, (train, valid, test), weights, numbers, cache),
         tokenizer,
         blends[0].prefixes,
-        fingerprint,
+        identity.fingerprint,
         untested=untested,
+        files=identity.files,
     )
 
 

@@ -24,6 +24,8 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
+from pentatron.train.data_identity import DataIdentity
+from pentatron.train.datasets import OpenedData
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
 from pentatron.train.sources import Source, find_source, named_source
@@ -74,11 +76,11 @@ class _Start:
         model: ParallelModel,
         optimizer: AnyOptimizer,
         store: CheckpointStore,
-        data_fingerprint: str,
+        data: OpenedData,
     ) -> None:
         self.resolved, self.config, self.world = resolved, resolved.config, world
         self.model, self.optimizer, self.store = model, optimizer, store
-        self.data_fingerprint = data_fingerprint
+        self.data = data
         self.asked = [table()[n].flag for n in _CHOOSING if getattr(self.config.checkpoint, n)]
 
     def begin(self) -> Beginning:
@@ -182,21 +184,29 @@ class _Start:
         return self._new_training(source.folder, alone=True)
 
     def _from_scratch(self) -> Beginning:
-        notes = []
+        notes = self._nothing_to_compare()
         if self.asked:
             # Recorded, so that later starts do not take what this run saves for what it should begin from.
             self._record(None, Source(self.store.folder, is_huggingface=False))
             notes.append(f"{' '.join(self.asked)}: nothing is loaded, so this changes nothing")
-        return Beginning(TrainState(data_fingerprint=self.data_fingerprint), notes, is_saved=False)
+        return Beginning(self._first_state(), notes, is_saved=False)
 
     def _new_training(self, origin: Path, alone: bool) -> Beginning:
         self.optimizer.loaded(0)
-        notes = [f"the weights come from {origin}; training begins at step 0"]
+        notes = [f"the weights come from {origin}; training begins at step 0", *self._nothing_to_compare()]
         if alone and self.asked:
             notes.append(
                 f"{' '.join(self.asked)}: there are weights alone in {origin}, so this changes nothing"
             )
-        return Beginning(TrainState(data_fingerprint=self.data_fingerprint), notes, is_saved=False)
+        return Beginning(self._first_state(), notes, is_saved=False)
+
+    def _nothing_to_compare(self) -> list[str]:
+        idle = "--allow-changed-data: no data was read before, so this changes nothing"
+        return [idle] * self.config.checkpoint.allow_changed_data
+
+    def _first_state(self) -> TrainState:
+        identity = self.data.identity
+        return TrainState(data_fingerprint=identity.fingerprint, data_files=identity.files_as_json())
 
     def _record(self, origin: Path | None, source: Source) -> None:
         """Keeps for later starts which steps are not the run's own, and for exports the files besides weights."""
@@ -229,12 +239,16 @@ class _Start:
             saved = saved_settings(found)
             state.ordered_for = [max(1, saved["train_iters"]) * saved["global_batch_size"]]
 
+        before = DataIdentity.from_json(state.data_fingerprint, state.data_files)
+        changed = self.data.identity.changes_since(before)
+
         def load() -> None:
             # Each rank judges the data it sees itself: on another machine that may be other data.
-            if state.data_fingerprint != self.data_fingerprint:
+            if changed and not self.config.checkpoint.allow_changed_data:
                 raise UserError(
-                    f"the data is not what {found.folder} was trained on; bring it back, take the weights alone with "
-                    f"--load {found.folder.parent} --finetune and another --run-dir, or start anew with --fresh"
+                    f"the data is not what {found.folder} was trained on ({changed}); bring it back, go on all the same with "
+                    f"--allow-changed-data, take the weights alone with --load {found.folder.parent} --finetune and another --run-dir, "
+                    "or start anew with --fresh"
                 )
             require_same_model(found.folder, saved_settings(found), self.config)
             own = self.optimizer.fragments(owned_only=False) if optimizer else self._weights()
@@ -247,7 +261,20 @@ class _Start:
         if not optimizer:
             state.optimizer_since = state.step
         self.optimizer.loaded(state.updates)
-        return state, _changes(found.manifest.config, self.config)
+        return state, self._take_data(state, before, changed) + _changes(found.manifest.config, self.config)
+
+    def _take_data(self, state: TrainState, before: DataIdentity, changed: str) -> list[str]:
+        """From now on the run's data is what is there; what was drawn before is not forgotten."""
+        now = self.data.identity.knowing(before)
+        state.data_fingerprint, state.data_files = now.fingerprint, now.files_as_json()
+        if not changed:
+            same = "--allow-changed-data: the data is what it was, so this changes nothing"
+            return [same] * self.config.checkpoint.allow_changed_data
+        state.drawn = {**dict.fromkeys(self.data.names, 0), **state.drawn}
+        return [
+            f"the data has changed ({changed}); --allow-changed-data: from sample {state.consumed_samples} on, the samples are those of "
+            "the new data's order"
+        ]
 
 
 def starting_point(
@@ -256,10 +283,10 @@ def starting_point(
     model: ParallelModel,
     optimizer: AnyOptimizer,
     store: CheckpointStore,
-    data_fingerprint: str,
+    data: OpenedData,
 ) -> Beginning:
     """Fills model and optimizer with the newest valid checkpoint of the run itself, else with what --load names."""
-    return _Start(resolved, world, model, optimizer, store, data_fingerprint).begin()
+    return _Start(resolved, world, model, optimizer, store, data).begin()
 
 
 def _has_optimizer(found: Found) -> bool:

@@ -99,7 +99,7 @@ def _run(
     model = build_parallel_model(config, world, program)
     optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
-    began = starting_point(resolved, world, model, optimizer, store, data.fingerprint)
+    began = starting_point(resolved, world, model, optimizer, store, data)
     state = began.state
     program.begins(state)
     datasets = on_some_ranks(

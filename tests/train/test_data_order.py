@@ -103,12 +103,75 @@ def test_a_run_made_longer_goes_on_in_its_order(tmp_path: Path, capsys: pytest.C
         )
 
 
-def test_a_changed_blend_is_refused(tmp_path: Path) -> None:
+def test_a_changed_blend_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write_corpora(tmp_path)
     run(tmp_path / "r", f"{words} --train-iters 2")
-    for other in (words.replace("2 /", "3 /"), f"--data-path {tmp_path / 'a'}"):
-        with pytest.raises(UserError, match="the data is not what"):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for other, why in (
+        (words.replace("2 /", "3 /"), "the files are the same, their weights or their order are not"),
+        (f"--data-path {a}", f"{b} is no longer read"),
+        ("--mock-data", "its fingerprint was 'blend .*', is 'mock 61'"),
+    ):
+        with pytest.raises(UserError, match=rf"the data is not what .* \({why}\); .* --allow-changed-data"):
             run(tmp_path / "r", other)
+    # Knowingly, and from then on without saying so again; what came from the other corpus is not forgotten.
+    capsys.readouterr()
+    run(tmp_path / "r", f"--data-path {a} --allow-changed-data --train-iters 4")
+    said = capsys.readouterr().out
+    assert f"the data has changed ({b} is no longer read); --allow-changed-data: from sample 16 on" in said
+    assert newest(tmp_path / "r")[0].drawn == {str(a): 11 + 16, str(b): 5}
+    run(tmp_path / "r", f"--data-path {a} --allow-changed-data --train-iters 6")
+    assert "--allow-changed-data: the data is what it was, so this changes nothing" in capsys.readouterr().out
+    run(tmp_path / "r", f"--data-path {a} --train-iters 7")
+    assert newest(tmp_path / "r")[0].drawn == {str(a): 11 + 40, str(b): 5}
+    run(tmp_path / "new", f"--data-path {a} --train-iters 1 --allow-changed-data")
+    assert "--allow-changed-data: no data was read before" in capsys.readouterr().out
+
+
+def write_constant(prefix: Path, token: int) -> None:
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
+        for _ in range(40):
+            writer.add_document([token] * 20)
+
+
+def test_other_tokens_under_the_same_index_are_noticed(tmp_path: Path) -> None:
+    """The index and every size stay as they were; only the checksums that lie beside the tokens tell, and nothing else is read."""
+    prefix, words = tmp_path / "c", f"--data-path {tmp_path / 'c'} --split 1"
+    write_constant(prefix, 5)
+    index = Path(f"{prefix}.idx").read_bytes()
+    run(tmp_path / "r", f"{words} --train-iters 2")
+    write_constant(prefix, 6)
+    assert Path(f"{prefix}.idx").read_bytes() == index
+    with pytest.raises(
+        UserError, match=r"c\.bin holds other tokens: the checksum of its checksums was \w+, is"
+    ):
+        run(tmp_path / "r", f"{words} --train-iters 3")
+    # Without a sidecar nobody knows; the checksum that was known is kept, and compared when there is one again.
+    sidecar = Path(f"{prefix}.meta")
+    kept = sidecar.read_bytes()
+    sidecar.unlink()
+    run(tmp_path / "r", f"{words} --train-iters 3")
+    sidecar.write_bytes(kept)
+    with pytest.raises(UserError, match="holds other tokens"):
+        run(tmp_path / "r", f"{words} --train-iters 4")
+    write_constant(prefix, 5)
+    moved = tmp_path / "moved"
+    for ending in ("bin", "idx", "meta"):
+        Path(f"{prefix}.{ending}").rename(f"{moved}.{ending}")
+    run(tmp_path / "r", f"--data-path {moved} --split 1 --train-iters 4")
+
+
+@distributed(world=2)
+def test_ranks_with_different_copies_are_refused(tmp_path: Path) -> None:
+    """As on two machines without a shared file system."""
+    rank = dist.get_rank()
+    world, own = connect(Grid(data=2), rank, rank, torch.device("cpu")), tmp_path / f"machine{rank}"
+    own.mkdir()
+    write_constant(own / "c", 5)
+    run(tmp_path / "r", f"--data-path {own / 'c'} --split 1 --train-iters 1", world, 2)
+    write_constant(own / "c", 5 + rank)
+    with pytest.raises(UserError, match=r"rank 1 reads other data than rank 0 \(.*holds other tokens"):
+        run(tmp_path / "other", f"--data-path {own / 'c'} --split 1 --train-iters 1", world, 2)
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])

@@ -108,7 +108,7 @@ def test_files_of_its_own_to_test_with(prefix: Path) -> None:
     assert found.test is not None and set(found.test[39]["tokens"].tolist()) == {7}
     assert found.valid is None
     # What a run is tested with may change while it goes on.
-    assert opened("").fingerprint == opened(f"--test-data-path {other}").fingerprint
+    assert opened("").identity == opened(f"--test-data-path {other}").identity
     with pytest.raises(UserError, match=r"No data file .*absent"):
         opened("--test-data-path absent")
     with pytest.raises(UserError, match="--test-data-path needs --train-data-path"):

@@ -227,10 +227,9 @@ def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None
         assert found.tokenizer is not None
         texts.append(found.tokenizer.decode(found.order([4], IndexCache())[0][0]["tokens"].tolist()))
     assert texts[0].startswith("<|im_start|>user\n") and "|say" in texts[1]
-    assert own.fingerprint == again.fingerprint != changed.fingerprint
+    assert own.identity == again.identity != changed.identity
     assert (
-        opened(path, tmp_path / "data", *named, "--tokenizer-type", "SFTTokenizer").fingerprint
-        == own.fingerprint
+        opened(path, tmp_path / "data", *named, "--tokenizer-type", "SFTTokenizer").identity == own.identity
     )
 
 
