@@ -29,6 +29,8 @@ def prepare(words: Sequence[str], entry: EntryPoint) -> Prepared:
     find_tokenizer(draft)
     learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
+    if draft["job_id"] is None and "SLURM_JOB_ID" in os.environ:
+        draft.derive("job_id", os.environ["SLURM_JOB_ID"], "environment SLURM_JOB_ID")
     facts = _facts(draft, worker)
     # As a run does: who names something to load wants to go on from it.
     afresh = draft["fresh"] or not (entry.resumes or draft.given("load"))

@@ -41,7 +41,7 @@ LIMITS: dict[str, Limit] = {
             "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
             "microbatch_group_size_per_virtual_pipeline_stage "
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-            "recompute_num_layers save_interval keep_checkpoints log_interval memory_monitor_interval nproc_per_node "
+            "recompute_num_layers save_interval keep_checkpoints log_interval tensorboard_log_interval memory_monitor_interval nproc_per_node "
             "threads_per_process world_size distributed_timeout_minutes"
         ).split(),
         ABOVE_ZERO,

@@ -249,6 +249,19 @@ def _not_monitored(draft: Draft, facts: Facts) -> str:
     )
 
 
+def _nobody_draws(draft: Draft, facts: Facts) -> str:
+    none = draft["tensorboard_dir"] is None and draft["wandb_project"] is None
+    return "neither --tensorboard-dir nor --wandb-project is given" if none else ""
+
+
+def _no_wandb(draft: Draft, facts: Facts) -> str:
+    return "nothing is sent without --wandb-project" if draft["wandb_project"] is None else ""
+
+
+def _no_progress_file(draft: Draft, facts: Facts) -> str:
+    return "" if draft["log_progress"] else "it is written to progress.txt, which --log-progress asks for"
+
+
 def _nothing_recomputed(draft: Draft, facts: Facts) -> str:
     off = draft["recompute_granularity"] is None
     return "nothing is recomputed without --recompute-granularity" if off else ""
@@ -307,4 +320,16 @@ IDLE: dict[str, Reason] = {
     "recompute_modules": _modules_not_recomputed,
     "fp8_recipe": _no_fp8,
     "memory_monitor_interval": _not_monitored,
+    **dict.fromkeys(
+        (
+            "tensorboard_log_interval",
+            "log_timers_to_tensorboard",
+            "log_memory_to_tensorboard",
+            "log_world_size_to_tensorboard",
+            "log_validation_ppl_to_tensorboard",
+        ),
+        _nobody_draws,
+    ),
+    **dict.fromkeys(("wandb_exp_name", "wandb_entity", "wandb_save_dir"), _no_wandb),
+    "job_id": _no_progress_file,
 }

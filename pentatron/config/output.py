@@ -64,17 +64,26 @@ class LogConfig:
 
     log_interval: int = setting(10, "steps between lines of train.log")
     log_throughput: bool = setting(False, "add TFLOP/s per GPU to the log line")
-    log_progress: bool = setting(False, "write progress.txt", not_yet="progress.txt")
-    tensorboard_dir: str | None = setting(None, "folder for TensorBoard", not_yet="TensorBoard output")
-    wandb_project: str | None = setting(None, "Weights & Biases project", not_yet="Weights & Biases output")
+    log_progress: bool = setting(False, "write every start and checkpoint of the run to SAVE/progress.txt")
+    tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
+    tensorboard_log_interval: int = setting(1, "steps between points of TensorBoard and Weights & Biases")
+    log_timers_to_tensorboard: bool = setting(False, "throughput and time of a step there as well")
+    log_memory_to_tensorboard: bool = setting(False, "memory there as well")
+    log_world_size_to_tensorboard: bool = setting(False, "the number of processes there as well")
+    log_validation_ppl_to_tensorboard: bool = setting(False, "perplexity of validations there as well")
+    wandb_project: str | None = setting(None, "project of Weights & Biases (WANDB_MODE=offline: no network)")
+    wandb_exp_name: str | None = setting(None, "name of the run there (that of the run's folder)")
+    wandb_entity: str | None = setting(None, "team or user there")
+    wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)")
     monitor_memory_continuously: bool = setting(
-        False, "sample memory in the background", not_yet="continuous memory monitoring"
+        False, "write every rank's memory over time to RUN_DIR/memory"
     )
-    memory_monitor_interval: float = setting(
-        1.0, "seconds between memory samples", not_yet="continuous memory monitoring"
-    )
+    memory_monitor_interval: float = setting(1.0, "seconds between memory samples")
     save_performance_summary: bool = setting(
-        False, "write a performance summary at the end", not_yet="the performance summary"
+        False, "write RUN_DIR/performance_summary.json at the end of the run"
+    )
+    console_lines: str = setting(
+        "short", "lines on the terminal: for people, or all of train.log", choices=("short", "megatron")
     )
     profile: bool = setting(False, "write a profiler trace", not_yet="profiler traces")
     progress_bar: str = setting("auto", "live progress bar", choices=("auto", "on", "off"))

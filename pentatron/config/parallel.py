@@ -115,6 +115,10 @@ class PrecisionConfig:
     )
     deterministic_mode: bool = setting(False, "refuse kernels whose result is not repeatable")
 
+    @property
+    def name(self) -> str:
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -136,6 +140,7 @@ class LaunchConfig:
         "given by older launchers",
         notice="the launcher says the same in the environment (LOCAL_RANK), which counts",
     )
+    job_id: str | None = setting(None, "name of the job in progress.txt (Slurm's number of it)")
     enable_ft_package: bool = setting(
         False,
         "NVIDIA's fault-tolerance client",

@@ -41,8 +41,8 @@ class Silent:
 class PlainLines:
     """One line every few seconds, and for the first and last step."""
 
-    def __init__(self, out: TextIO) -> None:
-        self.out = out
+    def __init__(self, out: TextIO, shows_steps: bool = True) -> None:
+        self.out, self.shows_steps = out, shows_steps
         self._last = 0.0
         self._working_on = ""
         self._reader_left = False
@@ -64,6 +64,8 @@ class PlainLines:
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         now = time.monotonic()
+        if not self.shows_steps:
+            return
         if now - self._last >= _SECONDS_BETWEEN_LINES or report.step in (1, report.total_steps):
             self._last = now
             self.say(short_line(report, eta_seconds))
@@ -115,15 +117,15 @@ class LiveBar:
         self._progress.stop()
 
 
-def open_display(mode: str, out: TextIO | None = None) -> Display:
-    """The display for rank 0: `auto` draws a bar on a terminal."""
+def open_display(mode: str, out: TextIO | None = None, shows_steps: bool = True) -> Display:
+    """The display for rank 0: `auto` draws a bar on a terminal. Without a bar, lines on steps may come from elsewhere."""
     stream = out or sys.stdout
     if mode == "off" or (mode == "auto" and not stream.isatty()):
-        return PlainLines(stream)
+        return PlainLines(stream, shows_steps)
     try:
         from rich.console import Console
     except ImportError:
-        plain = PlainLines(stream)
+        plain = PlainLines(stream, shows_steps)
         plain.say("no progress bar: the rich library is not installed (pip install rich)")
         return plain
     return LiveBar(Console(file=stream, force_terminal=True if mode == "on" else None))

@@ -2,6 +2,8 @@
 
 import resource
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -12,3 +14,39 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_now(device: torch.device) -> dict[str, int]:
+    """Bytes by what they are, at this moment: `allocated` and `reserved` on a GPU, `resident` on the host."""
+    found = {"resident": _resident()}
+    if device.type == "cuda":
+        found |= {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
+    return found
+
+
+def _resident() -> int:
+    status = Path("/proc/self/statm")
+    if status.exists():
+        return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    # Elsewhere the peak is all that the standard library tells.
+    return memory_bytes(torch.device("cpu"))
+
+
+def memory_line(rank: int, steps: int, figures: Mapping[str, int]) -> str:
+    """Megatron's line on a rank's memory; on a CPU it is the process's resident memory."""
+    parts = " | ".join(f"{name}: {value / 2**20:.1f}" for name, value in figures.items())
+    return f"[Rank {rank}] (after {steps} iterations) memory (MB) | {parts}"
+
+
+def memory_figures(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {"resident": _resident(), "max resident": memory_bytes(device)}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max reserved": torch.cuda.max_memory_reserved(device),
+    }

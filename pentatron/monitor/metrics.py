@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 
 
-class MetricsFile:
+class MetricsFile(Recorder):
     def __init__(self, path: Path, resumed_step: int) -> None:
         """Steps after the resumed one were lost with the interrupted run and are computed again: their lines go."""
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
@@ -39,7 +40,11 @@ def metrics_row(report: StepReport) -> dict[str, Any]:
         "consumed_samples": report.consumed_samples,
         "seconds": round(report.seconds, 6),
         "tokens_per_second": round(report.tokens_per_second, 1),
+        "global_batch_size": report.global_batch_size,
+        "teraflops_per_device": round(report.teraflops_per_device, 6),
         "memory_bytes": report.memory_bytes,
+        **({"loss_scale": report.loss_scale} if report.loss_scale != 1.0 else {}),
+        **({"skipped": True} if report.is_skipped else {}),
         **({} if report.experts is None else report.experts.as_metrics()),
         **({} if report.ranks is None else report.ranks.as_metrics()),
     }

@@ -1,8 +1,7 @@
 """What one step or one validation has to say, and how it reads in the log."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
 from typing import Any
 
 from pentatron.monitor.ranks import RankReport
@@ -25,11 +24,14 @@ class ExpertReport:
     idle: int
     by_layer: Mapping[int, Sequence[int]]
 
+    def by_name(self) -> dict[str, float]:
+        return {_NAMES[name]: value for name, value in self.losses.items()}
+
     def fields(self) -> list[str]:
-        return [f"{_NAMES[name]}: {value:.2f}" for name, value in self.losses.items()]
+        return [f"{name}: {value:.2f}" for name, value in self.by_name().items()]
 
     def as_metrics(self) -> dict[str, Any]:
-        found: dict[str, Any] = {_NAMES[name]: value for name, value in self.losses.items()}
+        found: dict[str, Any] = {**self.by_name()}
         found |= {"expert_imbalance": round(self.imbalance, 4), "idle_experts": self.idle}
         if self.by_layer:
             found["tokens_per_expert"] = {str(layer): counts for layer, counts in self.by_layer.items()}
@@ -49,7 +51,10 @@ class StepReport:
     global_batch_size: int
     seconds: float
     memory_bytes: int
-    teraflops_per_device: float
+    # Of the whole step, on all devices.
+    flops: float
+    devices: int
+    consumed_tokens: int = 0
     experts: ExpertReport | None = None
     loss_scale: float = 1.0
     # An overflow in half precision: the weights were left as they are.
@@ -57,37 +62,20 @@ class StepReport:
     is_nan: bool = False
     # Of all ranks, in the steps that are measured.
     ranks: RankReport | None = None
+    # Samples of the run that were read and not trained on.
+    skipped_samples: int = 0
+    # What one device could do at best, where that is known.
+    peak_teraflops: float | None = None
+    # Further figures of this rank's memory, under the names viewers show them by.
+    memory: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
-
-def log_line(report: StepReport, now: datetime, throughput: bool) -> str:
-    """Megatron's line, with tokens/s and memory added at its end; parsers of the former still work."""
-    fields = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {report.step:8d}/{report.total_steps:8d}",
-        f"consumed samples: {report.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {report.seconds * 1000:.1f}",
-    ]
-    if throughput:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {report.teraflops_per_device:.1f}")
-    fields += [
-        f"learning rate: {report.next_learning_rate:.6E}",
-        f"global batch size: {report.global_batch_size:5d}",
-        f"lm loss: {report.loss:.6E}",
-        *(report.experts.fields() if report.experts else ()),
-        "loss scale: 1.0",
-        f"grad norm: {report.gradient_norm:.3f}",
-        f"number of skipped iterations: {0:3d}",
-        f"number of nan iterations: {0:3d}",
-        f"tokens/s: {report.tokens_per_second:.0f}",
-        f"memory (MiB): {report.memory_bytes / 2**20:.0f}",
-    ]
-    if report.experts is not None:
-        fields.append(f"busiest expert: {report.experts.imbalance:.2f} x mean")
-        fields.append(f"idle experts: {report.experts.idle}")
-    return " | ".join(fields) + " |"
+    @property
+    def teraflops_per_device(self) -> float:
+        return self.flops / self.seconds / self.devices / 1e12
 
 
 def short_line(report: StepReport, eta_seconds: float) -> str:

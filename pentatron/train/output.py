@@ -2,39 +2,54 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from datetime import datetime
+from typing import TextIO
 
 from pentatron.monitor.display import Display
+from pentatron.monitor.log_lines import LogLines
+from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
-
-
-class Recorder(Protocol):
-    """Keeps the numbers of every step somewhere: a file, TensorBoard, a service."""
-
-    def record(self, report: StepReport, validation: float | None) -> None:
-        """To be called once a step; `validation` is the loss of the evaluation that followed it, if one did."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Output:
-    """The terminal, the log and the recorders; only the first rank has any."""
+    """The terminal, the log and the recorders; only the first rank has any.
+
+    `echoes`: the terminal shows the lines of the log, instead of lines for people.
+    """
 
     display: Display
-    log: TextIO | None
+    log: TextIO | None = None
     recorders: Sequence[Recorder] = ()
+    lines: LogLines | None = None
+    echoes: bool = False
 
     def say(self, text: str) -> None:
         self.display.say(text)
-        self.note(text)
+        self._write(text)
 
     def note(self, text: str) -> None:
-        """A line for the log alone."""
+        """A line for the log, which the terminal shows only if it shows the log."""
+        if self.echoes:
+            self.display.say(text)
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         if self.log is not None:
             self.log.write(f"{text}\n")
             self.log.flush()
 
+    def step(self, report: StepReport, eta_seconds: float) -> None:
+        self.display.step(report, eta_seconds)
+        line = self.lines.after(report, datetime.now()) if self.lines else None
+        if line is not None:
+            self.note(line)
+
     def record(self, report: StepReport, validation: float | None) -> None:
         for recorder in self.recorders:
             recorder.record(report, validation)
+
+    def saved(self, step: int, text: str) -> None:
+        self.note(text)
+        for recorder in self.recorders:
+            recorder.saved(step)

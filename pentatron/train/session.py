@@ -12,15 +12,18 @@ from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.monitor.display import Display, Silent, open_display
-from pentatron.monitor.metrics import MetricsFile
+from pentatron.monitor.log_lines import LogLines
+from pentatron.monitor.memory_samples import MemorySampler
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.datasets import arrange
 from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
+from pentatron.train.introduction import introduce
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.program import CONFIGURED, Program
+from pentatron.train.recorders import open_recorders
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import Beginning, starting_point
 from pentatron.train.run_folder import RunFolder
@@ -49,7 +52,8 @@ def run_training(
     folder = RunFolder(Path(config.run.run_dir))
     # Who names a checkpoint to load wants to go on from it, also with a script that otherwise starts anew.
     start_afresh = config.run.fresh or not (resumes or resolved.given("load"))
-    display = open_display(config.log.progress_bar) if world.is_first else Silent()
+    own_lines = config.log.console_lines == "short"
+    display = open_display(config.log.progress_bar, shows_steps=own_lines) if world.is_first else Silent()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
         stop = cleanup.enter_context(stop_on_signals(launcher))
@@ -102,15 +106,19 @@ def _run(
     began = starting_point(resolved, world, model, optimizer, store, data)
     state = began.state
     program.begins(state)
+    parameters = model.count_parameters()
     datasets = on_some_ranks(
         True, lambda: arrange(data, config, world, state, folder.data, display), world.everyone
     )
     assert datasets is not None
     output = on_some_ranks(
-        True, lambda: _open_output(resolved, world, folder, display, began, cleanup), world.everyone
+        True,
+        lambda: _open_output(resolved, world, folder, display, began, cleanup, parameters),
+        world.everyone,
     )
     assert output is not None
-    output.say(describe(config, world, model.count_parameters()))
+    introduce(config, world, model, output)
+    output.say(describe(config, world, parameters))
     if pipeline := describe_pipeline(config):
         output.say(pipeline)
     for note in [*_without_effect_here(resolved, world), *began.notes]:
@@ -153,16 +161,25 @@ def _open_output(
     display: Display,
     began: Beginning,
     cleanup: contextlib.ExitStack,
+    parameters: int,
 ) -> Output:
+    config = resolved.config
+    if config.log.monitor_memory_continuously:
+        samples = folder.path / "memory" / f"rank-{world.everyone.rank:05d}.csv"
+        sampler = MemorySampler(samples, world.device, config.log.memory_monitor_interval)
+        cleanup.callback(sampler.close)
     if not world.is_first:
-        return Output(display, None)
+        return Output(display)
     folder.write_config(resolved)
     if began.replaces_training:
         folder.set_metrics_aside()
-    metrics = MetricsFile(folder.metrics, began.state.step)
-    cleanup.callback(metrics.close)
+    recorders = []
+    for recorder in open_recorders(config, world, folder, began.state, parameters):
+        cleanup.callback(recorder.close)
+        recorders.append(recorder)
     log = cleanup.enter_context(folder.log.open("a", encoding="utf-8"))
-    return Output(display, log, [metrics])
+    lines = LogLines(config.log.log_interval, config.log.log_throughput)
+    return Output(display, log, recorders, lines, echoes=config.log.console_lines == "megatron")
 
 
 def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) -> None:

@@ -19,6 +19,8 @@ class TrainState:
     ordered_for: list[int] = field(default_factory=list)
     # How many samples came from each dataset.
     drawn: dict[str, int] = field(default_factory=dict)
+    # Floating-point operations of the run, by the formula that throughput is computed with.
+    flops: float = 0.0
     # The step at which the optimizer's state was new: Adam counts its updates from there.
     optimizer_since: int = 0
 

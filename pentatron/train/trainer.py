@@ -4,14 +4,14 @@ import itertools
 import math
 import signal
 import time
-from datetime import datetime
 
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError
 from pentatron.config.run import RunConfig
 from pentatron.models.flops import step_flops
-from pentatron.monitor.memory import memory_bytes
-from pentatron.monitor.report import ExpertReport, StepReport, log_line
+from pentatron.monitor.memory import memory_bytes, memory_now
+from pentatron.monitor.peaks import peak_teraflops
+from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.world import World
@@ -19,6 +19,7 @@ from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.datasets import Datasets
 from pentatron.train.evaluation import Evaluation
 from pentatron.train.interrupt import StopRequest
+from pentatron.train.introduction import tell_memory
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import random_state
@@ -57,6 +58,7 @@ class Trainer:
         self.flops = step_flops(config.model, self.batch_size, config.model.seq_length, config.moe)
         self.ranks = RankWatch(config, world, self.total_steps)
         self._recent: list[float] = []
+        self._peak = peak_teraflops(world.device, config.precision.name)
         self._saved_step = state.step
         self._begins_unsaved = not is_saved
 
@@ -77,8 +79,11 @@ class Trainer:
             self.state.step += 1
             self._count_samples()
             self.state.consumed_tokens += result.tokens
+            self.state.flops += self.flops
             report = self._report(result, rate, time.perf_counter() - started)
-            self._show(report)
+            self.output.step(report, self._seconds_left())
+            if len(self._recent) == 1:
+                tell_memory(self.world, self.state.step, self.output)
             self.output.record(report, self._validate_if_due())
             if self.state.step % self.save_interval == 0:
                 self.save()
@@ -106,7 +111,10 @@ class Trainer:
             self.world.everyone,
         )
         self._saved_step, self._begins_unsaved = self.state.step, False
-        self.output.note(f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}")
+        self.output.saved(
+            self.state.step,
+            f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}",
+        )
 
     def _refuse_bad_numbers(self, result: StepResult) -> None:
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
@@ -143,7 +151,11 @@ class Trainer:
             global_batch_size=self.batch_size,
             seconds=seconds,
             memory_bytes=memory_bytes(self.world.device),
-            teraflops_per_device=self.flops / seconds / self.world.everyone.size / 1e12,
+            flops=self.flops,
+            devices=self.world.everyone.size,
+            consumed_tokens=self.state.consumed_tokens,
+            peak_teraflops=self._peak,
+            memory=self._memory(),
             experts=self._expert_report(result.experts),
             ranks=self.ranks.report(self.state.step, seconds),
         )
@@ -156,8 +168,10 @@ class Trainer:
             load.losses, load.imbalance, load.idle, by_layer if self.config.moe.moe_per_layer_logging else {}
         )
 
-    def _show(self, report: StepReport) -> None:
-        left = (self.total_steps - report.step) * sum(self._recent) / len(self._recent)
-        self.output.display.step(report, left)
-        if report.step % self.config.log.log_interval == 0 or report.step == 1:
-            self.output.note(log_line(report, datetime.now(), self.config.log.log_throughput))
+    def _seconds_left(self) -> float:
+        return (self.total_steps - self.state.step) * sum(self._recent) / len(self._recent)
+
+    def _memory(self) -> dict[str, float]:
+        if not self.config.log.log_memory_to_tensorboard:
+            return {}
+        return {f"mem-{name}-bytes": float(value) for name, value in memory_now(self.world.device).items()}

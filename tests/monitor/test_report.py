@@ -1,10 +1,9 @@
 import io
-from datetime import datetime
 
 import pytest
 
 from pentatron.monitor.display import LiveBar, PlainLines, open_display
-from pentatron.monitor.report import StepReport, duration, log_line
+from pentatron.monitor.report import StepReport, duration
 
 REPORT = StepReport(
     step=7,
@@ -18,20 +17,9 @@ REPORT = StepReport(
     global_batch_size=4,
     seconds=0.5,
     memory_bytes=3 * 2**20,
-    teraflops_per_device=12.34,
+    flops=12.34e12,
+    devices=2,
 )
-
-
-def test_the_log_line_is_megatrons_with_ours_at_the_end() -> None:
-    now = datetime(2025, 2, 20, 11, 18, 36, 5)
-    assert log_line(REPORT, now, throughput=True) == (
-        " [2025-02-20 11:18:36.000005] iteration        7/     100 | consumed samples:           28 | "
-        "elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 12.3 | "
-        "learning rate: 1.000000E-05 | global batch size:     4 | lm loss: 6.612992E+00 | loss scale: 1.0 | "
-        "grad norm: 111.173 | number of skipped iterations:   0 | number of nan iterations:   0 | "
-        "tokens/s: 8192 | memory (MiB): 3 |"
-    )
-    assert "throughput" not in log_line(REPORT, now, throughput=False)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (3600 * 2 + 61, "2:01:01")])
@@ -51,6 +39,14 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert text.count("reading ...") == 1, "one line per kind of work"
     assert text.count("step     7/100  loss  6.6130") == 1, "a second line only after some seconds"
     assert "8192 tokens/s" in text and "left 1:02" in text
+
+
+def test_steps_may_be_told_by_somebody_else() -> None:
+    out = io.StringIO()
+    display = open_display("auto", out, shows_steps=False)
+    display.step(REPORT, 62)
+    display.say("and this is said")
+    assert out.getvalue() == "and this is said\n"
 
 
 def test_a_reader_that_leaves_does_not_stop_the_run() -> None:

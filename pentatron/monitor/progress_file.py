@@ -1,0 +1,74 @@
+"""`progress.txt`: what became of a job over its restarts, one line an event."""
+
+import math
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from pentatron.monitor.recorder import Recorder
+from pentatron.monitor.report import StepReport
+
+_TIME = "%Y-%m-%d %H:%M:%S"
+_STARTED, _SAVED = "Starting job", "Saved checkpoint"
+
+
+class ProgressFile(Recorder):
+    def __init__(self, path: Path, job_id: str, devices: int, flops_before: float) -> None:
+        """`flops_before` are those of the run until the step this job goes on from."""
+        self.path, self.job_id, self.devices = path, job_id, devices
+        self._seconds_before = earlier_seconds(path)
+        self._flops_before, self._flops = flops_before, 0.0
+        self._tokens = 0
+        self._began = datetime.now()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(self._began, _STARTED)
+
+    def record(self, report: StepReport, validation: float | None) -> None:
+        self._flops += report.flops
+        self._tokens = report.consumed_tokens
+
+    def saved(self, step: int) -> None:
+        now = datetime.now()
+        seconds = max((now - self._began).total_seconds(), 1e-3)
+        total = self._flops_before + self._flops
+        self._write(
+            now,
+            _SAVED,
+            f"Iteration: {step}",
+            f"Job throughput: {self._rate(self._flops, seconds):.1f} TFLOP/s/GPU",
+            f"Cumulative throughput: {self._rate(total, seconds + self._seconds_before):.1f} TFLOP/s/GPU",
+            f"Floating-point operations: {total:.2e}",
+            f"Tokens (in billions): {self._tokens / 1e9:.2f}",
+        )
+
+    def _rate(self, flops: float, seconds: float) -> float:
+        return flops / seconds / self.devices / 1e12
+
+    def _write(self, now: datetime, *words: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            line = (f"{now:{_TIME}}", f"Job ID: {self.job_id}", f"# GPUs: {self.devices}", *words)
+            file.write("\t".join(line) + "\n")
+
+
+def earlier_seconds(path: Path) -> float:
+    """From the start of every job in the file to its last checkpoint: what came after that was lost."""
+    total, began, last = 0.0, math.inf, -math.inf
+    for moment, event in _events(path):
+        if event == _STARTED:
+            total += max(0.0, last - began)
+            began, last = moment, -math.inf
+        elif event == _SAVED:
+            last = moment
+    return total + max(0.0, last - began)
+
+
+def _events(path: Path) -> Iterator[tuple[float, str]]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        words = line.split("\t")
+        try:
+            yield datetime.strptime(words[0], _TIME).timestamp(), words[3]
+        except (ValueError, IndexError):
+            # Cut short by a crash, or somebody's own note.
+            continue

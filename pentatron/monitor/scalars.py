@@ -1,0 +1,63 @@
+"""Megatron's names for the numbers of a step, as TensorBoard and Weights & Biases show them."""
+
+import math
+from dataclasses import dataclass
+
+from pentatron.monitor.report import StepReport
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Which of the numbers beyond the usual ones are wanted."""
+
+    timers: bool = False
+    memory: bool = False
+    world_size: int | None = None
+    perplexity: bool = False
+
+
+@dataclass(frozen=True)
+class Scalar:
+    name: str
+    value: float
+    # Drawn over the samples consumed, instead of over the steps.
+    over_samples: bool = False
+
+
+def scalars(report: StepReport, validation: float | None, choices: Choices) -> list[Scalar]:
+    """In the order of Megatron's writer."""
+    both = {"learning-rate": report.learning_rate, "batch-size": float(report.global_batch_size)}
+    if not report.is_skipped:
+        both["lm loss"] = report.loss
+        both |= report.experts.by_name() if report.experts else {}
+    both |= {"loss-scale": report.loss_scale, "grad-norm": report.gradient_norm}
+    found = [
+        scalar
+        for name, value in both.items()
+        for scalar in (Scalar(name, value), Scalar(f"{name} vs samples", value, over_samples=True))
+    ]
+    if report.skipped_samples:
+        found.append(Scalar("skipped-train-samples", float(report.skipped_samples)))
+    if choices.world_size is not None:
+        found.append(Scalar("world-size", float(choices.world_size)))
+    if choices.memory:
+        found.append(Scalar("mem-max-allocated-bytes", float(report.memory_bytes)))
+        found += [Scalar(name, value) for name, value in report.memory.items()]
+    if choices.timers:
+        found.append(Scalar("throughput", report.teraflops_per_device))
+        found.append(Scalar("iteration-time", report.seconds))
+    found.append(Scalar("tokens-per-second", report.tokens_per_second))
+    if validation is not None:
+        found += _of_validation(validation, choices.perplexity)
+    return found
+
+
+def _of_validation(loss: float, perplexity: bool) -> list[Scalar]:
+    values = {"lm loss validation": loss}
+    if perplexity:
+        values["lm loss validation ppl"] = math.exp(min(20.0, loss))
+    return [
+        scalar
+        for name, value in values.items()
+        for scalar in (Scalar(name, value), Scalar(f"{name} vs samples", value, over_samples=True))
+    ]

@@ -1,0 +1,44 @@
+"""The numbers of every step for TensorBoard."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pentatron.config.errors import UserError
+from pentatron.monitor.recorder import Recorder
+from pentatron.monitor.report import StepReport
+from pentatron.monitor.scalars import Choices, scalars
+
+
+class TensorBoard(Recorder):
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], choices: Choices, interval: int, step: int
+    ) -> None:
+        """Events after `step` were lost with an interrupted run and are computed again: the viewer drops the old ones."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(
+                "--tensorboard-dir needs the tensorboard package: pip install tensorboard"
+            ) from None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        except OSError as error:
+            raise UserError(
+                f"--tensorboard-dir {folder} cannot be written ({error.strerror}); choose another folder"
+            ) from None
+        self.choices, self.interval = choices, interval
+        for name, value in settings.items():
+            self._writer.add_text(name, str(value), global_step=step)
+
+    def record(self, report: StepReport, validation: float | None) -> None:
+        if report.step % self.interval and validation is None:
+            return
+        for scalar in scalars(report, validation, self.choices):
+            place = report.consumed_samples if scalar.over_samples else report.step
+            self._writer.add_scalar(scalar.name, scalar.value, place)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

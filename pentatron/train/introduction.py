@@ -1,0 +1,36 @@
+"""What the log says before the first step, in Megatron's words: settings, sizes, and who holds how much."""
+
+from datetime import datetime
+
+from pentatron.config.run import RunConfig
+from pentatron.monitor.arguments import arguments_block
+from pentatron.monitor.memory import memory_figures, memory_line
+from pentatron.parallel.collectives import gather_objects
+from pentatron.parallel.world import World
+from pentatron.train.output import Output
+from pentatron.train.parallel_model import ParallelModel
+
+
+def introduce(config: RunConfig, world: World, model: ParallelModel, output: Output) -> None:
+    """Every rank must call it; the first one speaks."""
+    held = sum(p.numel() for stage in model.stages.values() for p in stage.parameters())
+    everyone = gather_objects((world.tensor.rank, world.pipeline.rank, held), world.everyone)
+    grid = config.grid
+    output.note(arguments_block(config.flat()))
+    output.note(
+        f"using world size: {grid.world_size}, data-parallel size: {grid.data}, context-parallel size: {grid.context}, "
+        f"tensor-model-parallel size: {grid.tensor}, pipeline-model-parallel size: {grid.pipeline}"
+    )
+    for (tensor, pipeline), count in sorted({(t, p): n for t, p, n in everyone}.items()):
+        output.note(
+            f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {count}"
+        )
+    output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+def tell_memory(world: World, steps: int, output: Output) -> None:
+    """One line for each rank of the first replica; every rank must call it."""
+    figures = gather_objects((world.data.rank, memory_figures(world.device)), world.everyone)
+    for rank, (replica, of_rank) in enumerate(figures):
+        if replica == 0:
+            output.note(memory_line(rank, steps, of_rank))

@@ -1,0 +1,165 @@
+"""Every recorder's files, read back by their own readers."""
+
+import json
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pentatron.monitor.arguments import arguments_block
+from pentatron.monitor.memory_samples import MemorySampler
+from pentatron.monitor.performance import PerformanceSummary
+from pentatron.monitor.progress_file import ProgressFile, earlier_seconds
+from pentatron.monitor.scalars import Choices, scalars
+from pentatron.monitor.tensorboard import TensorBoard
+from pentatron.monitor.weights_and_biases import Place, WeightsAndBiases
+from tests.monitor.test_log_lines import report
+
+
+def test_numbers_have_megatrons_names() -> None:
+    found = {s.name for s in scalars(report(1, skipped_samples=4), 2.0, Choices(True, True, 8, True))}
+    both = ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
+    both.append("lm loss validation ppl")
+    once = {"skipped-train-samples", "world-size", "mem-max-allocated-bytes", "throughput", "iteration-time"}
+    assert found == once | {"tokens-per-second"} | {n for name in both for n in (name, f"{name} vs samples")}
+    plain = {s.name for s in scalars(report(1), None, Choices())}
+    assert not plain & once and not any("validation" in name for name in plain)
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path, {"hidden_size": 64}, Choices(), interval=2, step=0)
+    for step in (1, 2, 3):
+        board.record(report(step, loss=float(step), consumed_samples=10 * step), 0.5 if step == 3 else None)
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    losses = [(e.step, e.value) for e in events.Scalars("lm loss")]
+    assert losses == [(2, 2.0), (3, 3.0)], "every second step, and the one with a validation"
+    assert [e.step for e in events.Scalars("lm loss vs samples")] == [20, 30]
+    assert [e.value for e in events.Scalars("lm loss validation")] == [0.5]
+    assert "hidden_size/text_summary" in events.Tags()["tensors"]
+
+
+def test_steps_that_are_computed_again_replace_the_lost_ones(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for begins_at, value in ((0, 1.0), (2, 5.0)):
+        board = TensorBoard(tmp_path, {}, Choices(), interval=1, step=begins_at)
+        for step in range(begins_at + 1, 5):
+            board.record(report(step, loss=value), None)
+        board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == [(1, 1.0), (2, 1.0), (3, 5.0), (4, 5.0)]
+
+
+def records_of(file: Path) -> list[bytes]:
+    """What wandb's service wrote: after a header of 7 bytes, blocks of 32 KiB with pieces of records in them."""
+    found, begun = [], b""
+    data, at, block = file.read_bytes(), 7, 32768
+    while at + 7 <= len(data):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        begun += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            found.append(begun)
+            begun = b""
+    return found
+
+
+def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real service process and its real file, without a network."""
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    place = Place("small", "first", None, tmp_path / "wandb-files")
+    run = WeightsAndBiases(place, {"model": {"hidden_size": 64}}, Choices(), interval=1)
+    for step in (1, 2):
+        run.record(report(step, loss=4.0 / step), None)
+    run.close()
+    [file] = tmp_path.rglob("*.wandb")
+    rows: list[dict[str, float]] = []
+    # The service writes the last of it a moment after it says that it has finished.
+    for _ in range(200):
+        records = [wandb_internal_pb2.Record.FromString(data) for data in records_of(file)]
+        histories = [record.history.item for record in records if record.HasField("history")]
+        rows = [{i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in h} for h in histories]
+        if any(record.HasField("exit") for record in records):
+            break
+        time.sleep(0.1)
+    assert [(row["_step"], row["lm loss"]) for row in rows] == [(1, 4.0), (2, 2.0)]
+    assert rows[0]["samples vs steps"] == 28 and "lm loss vs samples" not in rows[0]
+
+
+def test_progress_counts_the_time_of_earlier_jobs_up_to_their_last_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "progress.txt"
+    head = "Job ID: 7\t# GPUs: 2"
+    path.write_text(
+        f"2026-01-01 10:00:00\t{head}\tStarting job\n"
+        f"2026-01-01 10:01:00\t{head}\tSaved checkpoint\tIteration: 5\n"
+        f"2026-01-01 10:30:00\t{head}\tStarting job\n"
+        f"2026-01-01 10:30:30\t{head}\tSaved checkpoint\tIteration: 9\n"
+        f"2026-01-01 10:40:00\t{head}\tStart"
+    )
+    assert earlier_seconds(path) == 90
+    path.unlink()
+    file = ProgressFile(path, "8", devices=2, flops_before=1e15)
+    file.record(report(10, flops=1e15, consumed_tokens=3_000_000_000), None)
+    file.saved(10)
+    start, save = path.read_text().splitlines()
+    assert start.split("\t")[1:] == ["Job ID: 8", "# GPUs: 2", "Starting job"]
+    words = save.split("\t")
+    assert words[3:5] == ["Saved checkpoint", "Iteration: 10"]
+    assert words[5].startswith("Job throughput: ") and words[6].startswith("Cumulative throughput: ")
+    assert words[7:] == ["Floating-point operations: 2.00e+15", "Tokens (in billions): 3.00"]
+
+
+def test_the_performance_summary_leaves_out_the_first_steps(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary = PerformanceSummary(path, {"device": "CPU"})
+    for step, seconds in enumerate((30.0, 5.0, 1.0, 1.0, 4.0), start=1):
+        summary.record(report(step, seconds=seconds, peak_teraflops=100.0), None)
+    summary.close()
+    found = json.loads(path.read_text())
+    assert found["device"] == "CPU" and found["steps"] == 5 and found["measured_steps"] == 3
+    assert found["step_seconds"] == {"mean": 2.0, "median": 1.0, "fastest": 1.0, "slowest": 4.0}
+    assert found["tokens_per_second"] == 2048 and found["samples_per_second"] == 2
+    assert found["model_flops_utilisation"] == pytest.approx(3 * 12.34 / 6 / 2 / 100, abs=1e-4)
+
+
+def test_a_run_without_steps_has_no_summary(tmp_path: Path) -> None:
+    PerformanceSummary(tmp_path / "summary.json", {}).close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_sampled_while_something_else_runs(tmp_path: Path) -> None:
+    path = tmp_path / "memory" / "rank-00000.csv"
+    sampler = MemorySampler(path, torch.device("cpu"), interval=0.01)
+    before = sampler.peak["resident"]
+    block = torch.ones(64 * 2**20 // 4)
+    while sampler.peak["resident"] < before + 48 * 2**20:
+        assert len(path.read_text().splitlines()) < 2000, "the block was never seen"
+        block.add_(1)
+    sampler.close()
+    sampler.close()
+    names, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    assert names == ["seconds", "resident_bytes"]
+    seconds = [float(row[0]) for row in rows]
+    assert seconds == sorted(seconds) and len(rows) >= 3
+
+
+def test_settings_are_listed_as_megatron_lists_them() -> None:
+    block = arguments_block({"seq_length": 128, "Bf16": True, "adam_eps": 1e-8}).splitlines()
+    assert block[0] == "------------------------ arguments ------------------------"
+    assert [line.split()[0] for line in block[1:-1]] == ["adam_eps", "Bf16", "seq_length"], (
+        "without regard to case"
+    )
+    assert block[1] == "  adam_eps " + "." * 40 + " 1e-08"
