@@ -12,7 +12,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("plan", "bench", "launch", "doctor")
+PLANNED = ("plan", "bench", "doctor")
 
 USAGE = """usage: pentatron COMMAND [...]
 
@@ -28,6 +28,7 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   layout     show which rank does what, and draw the pipeline's schedule
   verify     compare a layout with one process, number by number, on a small model
   presets    list the named models and their shapes
+  launch     write the script that trains on several machines, for Slurm or torchrun
   monitor    watch a run, or look back at a finished one
 
 Not available yet: {planned}
@@ -192,6 +193,12 @@ def _monitor(words: Sequence[str]) -> int:
     return monitor_command(words)
 
 
+def _launch(words: Sequence[str]) -> int:
+    from pentatron.cli.launch import launch_command
+
+    return launch_command(words)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prepare": _prepare,
     "data": _data,
@@ -203,5 +210,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "layout": _layout,
     "verify": _verify,
     "presets": _presets,
+    "launch": _launch,
     "monitor": _monitor,
 }

@@ -22,16 +22,19 @@ class Prepared:
     worker: Worker | None
 
 
-def prepare(words: Sequence[str], entry: EntryPoint) -> Prepared:
-    """Reads, completes and checks the configuration; raises every problem at once."""
-    worker = find_worker(os.environ)
+def prepare(words: Sequence[str], entry: EntryPoint, planned: Facts | None = None) -> Prepared:
+    """Reads, completes and checks the configuration; raises every problem at once.
+
+    `planned` are the processes of a job that will run elsewhere, in place of those of this machine.
+    """
+    worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
     find_tokenizer(draft)
     learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
     if draft["job_id"] is None and "SLURM_JOB_ID" in os.environ:
         draft.derive("job_id", os.environ["SLURM_JOB_ID"], "environment SLURM_JOB_ID")
-    facts = _facts(draft, worker)
+    facts = planned or _facts(draft, worker)
     # As a run does: who names something to load wants to go on from it.
     afresh = draft["fresh"] or not (entry.resumes or draft.given("load"))
     learn_from_loaded(draft, facts, afresh)

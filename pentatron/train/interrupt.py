@@ -2,12 +2,15 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 # Besides the usual two: a closed terminal, and the warnings that schedulers send before they take a machine away.
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# A scheduler signals every process of a job, and the launcher passes on what it received: one request, told twice.
+_ECHO_SECONDS = 5.0
 
 
 class StopRequest:
@@ -16,6 +19,7 @@ class StopRequest:
     def __init__(self, launcher: int | None = None) -> None:
         self._received: signal.Signals | None = None
         self._launcher = launcher
+        self._since = 0.0
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -25,9 +29,10 @@ class StopRequest:
         return self._received
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None:
+        if self._received is None:
+            self._received, self._since = signal.Signals(number), time.monotonic()
+        elif self._launcher is None or time.monotonic() - self._since > _ECHO_SECONDS:
             raise KeyboardInterrupt
-        self._received = signal.Signals(number)
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""Text that both kinds of script share: quoted words, variables, the line that starts the workers of one machine."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+
+from pentatron.launch.job import Job
+
+WRITTEN_BY = "# Written by: "
+
+
+def head(command: Sequence[str], equation: str) -> list[str]:
+    """The first lines; the second one tells a script of ours from any other file."""
+    return ["#!/usr/bin/env bash", f"{WRITTEN_BY}{shlex.join(command)}", f"# {equation}"]
+
+
+def exports(job: Job) -> list[str]:
+    """What the workers inherit; the user's own values win."""
+    lines = []
+    for item in job.variables:
+        lines += [f"# {item.name}: {item.reason}", f'export {item.name}="${{{item.name}:-{item.value}}}"']
+    return lines
+
+
+def words_array(words: Iterable[str]) -> list[str]:
+    """The training command as an array, a flag with its values on a line."""
+    lines: list[list[str]] = []
+    for word in words:
+        if not lines or (word.startswith("--") and len(word) > 2):
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    return ["train=(", *(f"    {' '.join(line)}" for line in lines), ")"]
+
+
+def meeting(job: Job) -> str:
+    """How the machines meet. Restarts need a meeting that can be repeated; otherwise every node keeps its number."""
+    if job.restarts:
+        return f"--rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv_id=$RUN_ID --max_restarts={job.restarts}"
+    return "--node_rank=$NODE_RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT"

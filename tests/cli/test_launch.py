@@ -1,0 +1,160 @@
+"""`pentatron launch`: what is refused, what is written, and a written script that trains on two machines."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.main import main
+from tests.cli.test_parallel_commands import free_port, layout_of
+from tests.cli.test_train import environment, finish, losses
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 "
+    "--micro-batch-size 2 --global-batch-size 16 --train-iters 3 --eval-interval 0 --threads-per-process 1"
+).split()
+CLUSTER = ["--nodes", "2", "--gpus-per-node", "4"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        ([*CLUSTER, "--tp", "3"],
+         ["8 processes cannot be divided into copies of the model of 3 (tensor) × 1 (pipeline) × 1 (context) = 3"]),
+        ([*CLUSTER, "--tp", "4", "--pp", "4"],
+         ["8 processes are too few: one copy of the model needs 4 (tensor) × 4 (pipeline) × 1 (context) = 16"]),
+        ([*CLUSTER, "--world-size", "16"], ["--world-size 16 does not match the 8 process(es)"]),
+        ([*CLUSTER, "--hiden-size", "8"], ["unknown flag --hiden-size"]),
+        (["--nodes", "2"], ["how many GPUs does a node have? Say --gpus-per-node G"]),
+        (["--nodes", "0", "--gpus-per-node", "4", "--time", "soon"],
+         ["--nodes 0 must be at least 1", "--time soon must look like"]),
+        ([*CLUSTER, "--max-restarts", "1", "--fresh"], ["with --fresh every restart would start anew"]),
+        ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist here"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_and_nothing_is_written(
+    words: list[str], sentences: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", *words, *MODEL]) == 2
+    said = capsys.readouterr().err
+    assert all(sentence in said for sentence in sentences), said
+    assert list(here.iterdir()) == []
+
+
+def test_options_of_the_other_kind_and_other_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "torchrun", *CLUSTER, "--partition", "gpu", *MODEL]) == 2
+    assert "--partition is a matter of Slurm" in capsys.readouterr().err
+    assert main(["launch", "slum"]) == 2
+    assert "(did you mean slurm?)" in capsys.readouterr().err
+
+
+def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (
+        "--time 1-00:00:00 --partition gpu --account us --qos high --constraint h100 --mem 0 --cpus-per-task 32 --grace 120 "
+        "--container-image image:1 --container-mounts /data:/data --output logs/%j.out --job-name try"
+    )
+    words = [
+        *CLUSTER,
+        *asked.split(),
+        "--sbatch",
+        "--mail-type=END --exclusive",
+        "--setup",
+        "module load cuda",
+    ]
+    assert main(["launch", "slurm", *words, "--tp", "2", "--pp", "2", *MODEL, "--", "--my-own", "flag"]) == 0
+    out = capsys.readouterr().out
+    assert "try.sbatch: 2 nodes × 4 = 8 processes = 2 tensor × 2 pipeline × 1 context × 2 data" in out
+    assert "submit it with: sbatch try.sbatch" in out
+    script = (here / "try.sbatch").read_text()
+    lines = script.splitlines()
+    for line in (
+        "--job-name=try --nodes=2 --ntasks-per-node=1 --cpus-per-task=32 --gres=gpu:4 --mem=0 --time=1-00:00:00 "
+        "--partition=gpu --account=us --qos=high --constraint=h100 --output=logs/%j.out --signal=B:USR1@120 --requeue "
+        "--mail-type=END --exclusive"
+    ).split():
+        assert f"#SBATCH {line}" in lines, line
+    assert "module load cuda" in lines and "    --my-own flag" in lines
+    assert '--container-image=image:1 --container-mounts=/data:/data --container-workdir="$PWD"' in script
+    assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"' in lines
+    assert 'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"' in lines
+    assert subprocess.run(["bash", "-n", "try.sbatch"], check=False).returncode == 0
+
+
+def test_on_cpus_no_gpu_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", *CLUSTER, "--device", "cpu", "--write", "-", *MODEL]) == 0
+    script = capsys.readouterr().out
+    assert "gres" not in script and "CUDA" not in script and "NCCL" not in script
+
+
+def test_tensor_groups_over_nodes_and_one_core_are_remarked_upon(capsys: pytest.CaptureFixture[str]) -> None:
+    one_head_each = ["--num-attention-heads", "8", "--tp", "8"]
+    assert main(["launch", "slurm", *CLUSTER, *MODEL, *one_head_each]) == 0
+    said = capsys.readouterr().out
+    assert "note: tensor groups of 8 reach over several nodes of 4" in said
+    assert "without --cpus-per-task Slurm may give one core to the 4 workers" in said
+
+
+def test_a_script_that_starts_anew_goes_on_after_a_requeue(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "train.py").write_text("")
+    words = "--script train.py --vocab_size 50 --hidden_size 32 --num_layers 1 --max_steps 5 --run-dir out".split()
+    assert main(["launch", "slurm", *CLUSTER, *words]) == 0
+    script = (here / "pentatron.sbatch").read_text()
+    assert "-gt 0 ]; then train+=(--save out/checkpoints --load out/checkpoints); fi" in script
+    assert main(["launch", "slurm", *CLUSTER, *words, "--max-restarts", "1"]) == 2
+    assert "train.py starts anew each time" in capsys.readouterr().err
+
+
+def test_a_file_of_others_is_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main(["launch", "torchrun", *CLUSTER, *MODEL]) == 0, "our own may be written again"
+    (here / "pentatron.sh").write_text("echo mine\n")
+    assert main(["launch", "torchrun", *CLUSTER, *MODEL]) == 2
+    assert "pentatron.sh is not a script of ours and is kept" in capsys.readouterr().err
+
+
+def test_submitting_needs_sbatch(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what it answers, good or bad."""
+    tools = here / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    words = ["launch", "slurm", *CLUSTER, *MODEL, "--submit"]
+    if not Path("/usr/bin/sbatch").exists():
+        assert main(words) == 2
+        assert "pentatron.sbatch is written, but there is no sbatch here" in capsys.readouterr().err
+    (tools / "sbatch").write_text('#!/bin/sh\necho "Submitted batch job 7 of $1"\n')
+    (tools / "sbatch").chmod(0o755)
+    assert main(words) == 0
+    assert "Submitted batch job 7 of pentatron.sbatch" in capsys.readouterr().out
+    (tools / "sbatch").write_text('#!/bin/sh\necho "error: invalid partition" >&2; exit 1\n')
+    assert main(words) == 2
+    assert "sbatch did not take pentatron.sbatch (error: invalid partition)" in capsys.readouterr().err
+
+
+def test_the_written_script_trains_on_two_machines(here: Path) -> None:
+    """Two launchers on the loopback interface, each with one stage of the pipeline."""
+    place = f"--nodes 2 --gpus-per-node 1 --device cpu --pp 2 --master-addr 127.0.0.1 --master-port {free_port()}".split()
+    assert main(["launch", "torchrun", *place, *MODEL, "--run-dir", str(here / "run")]) == 0
+    machines = [
+        subprocess.Popen(
+            ["bash", "pentatron.sh", str(number)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    ended = [finish(machine) for machine in machines]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert layout_of(here / "run") == (1, 2)
+    assert [step for step, _ in losses(here / "run")] == [1, 2, 3]

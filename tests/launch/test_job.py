@@ -1,0 +1,62 @@
+"""What a job asks of the cluster: times, names, and what is refused before a script is written."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pentatron.launch.job import Job, problems_of, seconds_of
+
+SOUND = Job(2, 8, True, "python", ("-m", "pentatron", "train"), time="12:00:00")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("5:30", 330),
+        ("12:00:00", 43200),
+        ("2-00", 172800),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+        ("", None),
+        ("12h", None),
+        ("1:2:3:4", None),
+        ("-5", None),
+    ],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_a_sound_job_has_no_problem() -> None:
+    assert problems_of(SOUND) == []
+    assert (
+        problems_of(dataclasses.replace(SOUND, sbatch="--exclusive --mem=0", output="logs/%x-%j.out")) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"nodes": 0}, "--nodes 0 must be at least 1"),
+        ({"processes": -1}, "--gpus-per-node -1 must be at least 1"),
+        ({"time": "tomorrow"}, "--time tomorrow must look like 12:00:00"),
+        (
+            {"time": "5"},
+            "leaves nothing to train: the job is asked to save --grace 300 seconds before its end",
+        ),
+        ({"grace": -1}, "--grace -1 must not be negative"),
+        ({"port": 80}, "--master-port 80 must lie between 1024 and 65535"),
+        ({"restarts": -1}, "--max-restarts -1 must not be negative"),
+        ({"partition": "gpu; rm -rf x"}, "--partition 'gpu; rm -rf x' must be one word"),
+        ({"name": "a\n#SBATCH --nodes=9"}, "must be one word"),
+        ({"container_mounts": "/data:/data"}, "add --container-image"),
+        ({"sbatch": "--nodes=4"}, "--sbatch: --nodes is set by the script itself"),
+        ({"sbatch": "exclusive"}, "'exclusive' must be an option of sbatch in one word"),
+        ({"sbatch": "--comment='a"}, "cannot be read as words"),
+    ],
+)
+def test_problems(change: dict[str, Any], sentence: str) -> None:
+    [problem] = problems_of(dataclasses.replace(SOUND, **change))
+    assert sentence in problem
