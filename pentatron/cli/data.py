@@ -21,6 +21,15 @@ A PREFIX is the name of a .bin/.idx pair without its ending.
 
 
 def data_command(words: Sequence[str]) -> int:
+    try:
+        return _run(words)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
+
+
+def _run(words: Sequence[str]) -> int:
     if words[:1] == ["show"]:
         return _show(words[1:])
     if not words or words[0] in ("--help", "-h", "help") or "--help" in words:

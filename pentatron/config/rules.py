@@ -1,6 +1,6 @@
 """All cross-field rules. Each returns a sentence with the equation filled in and the fix; all are asked every time."""
 
-import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -152,11 +152,11 @@ def _per_split(v: Values, facts: Facts) -> str | None:
 
 
 def _split(v: Values, facts: Facts) -> str | None:
-    try:
-        numbers = [float(p) for p in str(v["split"]).split(",")]
-    except ValueError:
-        numbers = []
-    sound = 1 <= len(numbers) <= 3 and all(math.isfinite(n) and n >= 0 for n in numbers)
+    # As the data is split later: no signs, no exponents.
+    written = [part.strip() for part in str(v["split"]).split(",")]
+    plain = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in written)
+    numbers = [float(part) for part in written] if plain else []
+    sound = 1 <= len(numbers) <= 3
     if sound and numbers[0] > 0:
         return None
     return f"--split {v['split']} must be up to three numbers with a training share above 0, such as 969,30,1"

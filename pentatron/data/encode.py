@@ -119,6 +119,10 @@ class Encoder:
                 self.tokenizer.encode(text)
             except UserError as error:
                 return str(error).rstrip(".")
+            except MemoryError:
+                raise
+            except Exception as error:
+                return f"cannot be encoded by the tokenizer ({' '.join(str(error).split()).rstrip('.')})"
         return None
 
     def _documents(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
@@ -167,7 +171,8 @@ class Encoder:
                 result.blank_lines += 1
                 continue
             try:
-                yield number, [[raw.decode()]]
+                # Some editors begin a file with a byte order mark, which is no text.
+                yield number, [[raw.decode("utf-8-sig" if number == 1 else "utf-8")]]
             except UnicodeDecodeError as error:
                 _note(result, number, f"is not UTF-8 text ({error})")
 

@@ -53,11 +53,8 @@ def exhaustive_order(sizes: Sequence[int]) -> Ids:
     total = sum(sizes)
     shares = np.array(sizes, dtype=np.float64) / float(total)
     order = greedy_order(shares.tolist(), total)
-    end = total
-    for number, size in enumerate(sizes):
-        drawn = np.flatnonzero(order == number)
-        if len(drawn) > size:
-            end = min(end, int(drawn[size]))
+    beyond = places_within(order, len(sizes)) >= np.array(sizes, dtype=np.int64)[order]
+    end = int(beyond.argmax()) if beyond.any() else total
     counts = np.bincount(order[:end], minlength=len(sizes)).astype(np.float64)
     for i in range(end, total):
         error = shares * max(i, 1) - counts
@@ -70,9 +67,10 @@ def exhaustive_order(sizes: Sequence[int]) -> Ids:
 def places_within(order: Ids, datasets: int) -> npt.NDArray[np.int64]:
     """For each draw, how many draws from the same dataset came before it."""
     places = np.empty(len(order), dtype=np.int64)
-    for number in range(datasets):
-        chosen = np.flatnonzero(order == number)
-        places[chosen] = np.arange(len(chosen))
+    # Sorted by dataset, the draws from each lie together in their order; numbers of 16 bits take one pass, however many there are.
+    together = np.argsort(order, kind="stable")
+    counts = np.bincount(order, minlength=datasets)
+    places[together] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     return places
 
 

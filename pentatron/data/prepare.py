@@ -26,7 +26,7 @@ from pentatron.data.tokenizer import identify
 from pentatron.data.workers import Workers
 
 # Raise this when the same text and settings give other tokens than before.
-VERSION = 1
+VERSION = 2
 SECONDS_BETWEEN_NOTES = 5.0
 
 
@@ -94,9 +94,9 @@ def prepare(job: Job, report: Report = lambda counts, total: None, say: Say = la
     if job.recipe.append_eod:
         # Named by the tokenizer, or this is the sentence that says how.
         _ = tokenizer.eod
-    fingerprint = _fingerprint(job, identity)
-    job.prefix.parent.mkdir(parents=True, exist_ok=True)
     try:
+        fingerprint = _fingerprint(job, identity)
+        job.prefix.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(job.folder):
             if _is_done(job, fingerprint):
                 return Outcome(Counts(), 0.0, 0, already_there=True)
@@ -113,6 +113,8 @@ class _Preparation:
         self.job, self.identity, self.fingerprint = job, identity, fingerprint
         self.counts, self.place = Counts(), Place()
         self.bad: list[str] = []
+        # Whether the growing files, the place and the counts are of the same chunks.
+        self.is_whole = True
         noted = self._noted(say)
         self.resumed = noted is not None
         states: Mapping[str, Any] = {}
@@ -164,8 +166,8 @@ class _Preparation:
                         self._note()
                         noted_at = time.monotonic()
             except (UserError, KeyboardInterrupt):
-                # What is encoded is good, whatever stopped us.
-                if self.place != Place():
+                # What is encoded is good, whatever stopped us; Ctrl-C in the midst of a chunk goes back to the last note.
+                if self.place != Place() and self.is_whole:
                     self._note()
                 raise
         if _stats(job) != sizes:
@@ -175,6 +177,7 @@ class _Preparation:
             )
 
     def _append(self, chunk: Chunk, encoded: EncodedChunk) -> None:
+        self.is_whole = False
         for pair, documents in zip(self.pairs, encoded.keys, strict=True):
             pair.append(documents.tokens, documents.lengths, documents.counts, documents.largest)
         self.place = chunk.after
@@ -185,6 +188,7 @@ class _Preparation:
         self.counts.read = chunk.read
         room = MOST_BAD_SHOWN - len(self.bad)
         self.bad += [self._bad_line(chunk, *entry) for entry in encoded.bad[:room]]
+        self.is_whole = True
 
     def _refuse_bad_lines(self, chunk: Chunk, encoded: EncodedChunk) -> None:
         if encoded.bad and not self.job.skip_bad_lines:

@@ -64,7 +64,7 @@ def build_conversations(
     def prepare() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder):
-            if not all(file.exists() for file in pair_paths(prefix)):
+            if not _is_good(prefix, display):
                 writer = Writer(tokenizer, template)
                 write_conversations(
                     path, prefix, writer, lambda done, total: display.work("tokenize", done, total)
@@ -100,6 +100,18 @@ def build_conversations(
         display.say(f"note: {missing[0]}")
     fingerprint = f"sft {what.hexdigest()} {'packed' if packed else 'padded'}"
     return Conversations(EpochShuffle(rows, seed), evaluated[0], evaluated[1], fingerprint, missing[1])
+
+
+def _is_good(prefix: Path, display: Display) -> bool:
+    """Whether an earlier run has left the tokens here; what is damaged is made again rather than complained about."""
+    if not all(file.exists() for file in pair_paths(prefix)):
+        return False
+    try:
+        IndexedDataset(prefix).compare_all()
+    except UserError as error:
+        display.say(f"note: {str(error).partition(';')[0]}; it is made again")
+        return False
+    return True
 
 
 def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | None":

@@ -138,6 +138,8 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
         ("--append-eod=yes", "--append-eod takes no value"),
         ("--find-optimal-num-workers", "--find-optimal-num-workers is not available; one worker for each core"),
         ("data.jsonl", "'data.jsonl' is no flag; write --input data.jsonl"),
+        ("--input README.md --output-prefix README.md/o --tokenizer-type ByteTokenizer",
+         "README.md cannot be read or written (File exists)"),
     ],
 )  # fmt: skip
 def test_mistakes_are_sentences(
@@ -189,6 +191,14 @@ def test_describe_verify_merge_seal(pairs: list[Path], capsys: pytest.CaptureFix
     assert main(["data", "verify", first, "--vocab-size", "5"]) == 0
     assert "13 tokens below 5" in capsys.readouterr().out
     assert main(["data", "verify", first, "--vocab-size", "4"]) == 1
+
+
+def test_what_cannot_be_written_is_a_sentence(pairs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    inside = f"{pairs[0]}.bin/out"
+    for words in (["merge", inside, str(pairs[0])], ["describe", "x" * 300]):
+        assert main(["data", *words]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and words[1].removesuffix("/out") in err
 
 
 def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

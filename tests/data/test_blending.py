@@ -52,6 +52,19 @@ def test_a_million_draws_are_quick() -> None:
     assert np.bincount(order).tolist() == [500_000, 300_000, 150_000, 50_000]
 
 
+def test_many_datasets_cost_no_more_than_few() -> None:
+    draw, size = np.random.default_rng(1), 1_000_000
+    seconds = []
+    for datasets in (2, 3000):
+        order = draw.integers(0, datasets, size).astype(np.int16)
+        begin = time.process_time()
+        places = places_within(order, datasets)
+        seconds.append(time.process_time() - begin)
+        for number in (0, datasets - 1):
+            assert (places[order == number] == np.arange((order == number).sum())).all()
+    assert seconds[1] < 10 * seconds[0]
+
+
 def test_exhaustive_orders_give_everything_once() -> None:
     draw = random.Random(5)
     for _ in range(50):

@@ -110,6 +110,29 @@ def test_what_the_tokenizer_refuses_is_a_bad_line() -> None:
     assert chunk.bad[0][0] == 2 and "NullTokenizer reads numbers below 11, found 'x'" in chunk.bad[0][1]
 
 
+def test_what_a_tokenizer_chokes_on_is_a_bad_line() -> None:
+    """Libraries raise errors of their own kinds; a worker that died of one would tell nobody which line it was."""
+
+    class Choking(NullTokenizer):
+        def encode(self, text: str) -> list[int]:
+            if text == "7":
+                raise Exception("no merge for\nthis")
+            return super().encode(text)
+
+    recipe = Recipe(TokenizerChoice("NullTokenizer", vocab_size=10), ("text",), False, False)
+    chunk = encoded([{"text": "1 2"}, {"text": "7"}], Encoder(recipe, Choking(10)))
+    assert documents(chunk) == [[[1, 2]]]
+    assert chunk.bad == [(2, "cannot be encoded by the tokenizer (no merge for this)")]
+
+
+@pytest.mark.parametrize("cut", ["file", "line", "blank-line"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes("\ufeffone".encode())
+    (chunk,) = read_chunks([path], cut, 100)
+    assert documents(encoder().encode(chunk)) == [[ids("one", END)]]
+
+
 def test_split_sentences_takes_lists_only() -> None:
     chunk = encoded([{"text": ["a", "b"]}, {"text": "a. b."}], encoder(sentences=True))
     assert documents(chunk) == [[ids("a"), ids("b", END)]]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from pentatron.data import prepare as prepare_module
 from pentatron.data.encode import Recipe
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import verify
+from pentatron.data.pair_writer import PairInProgress
 from pentatron.data.prepare import Counts, Job, Outcome, prepare
 from pentatron.data.tokenizer import TokenizerChoice, train_bpe
 
@@ -103,6 +105,7 @@ KILLED = """
 import os, signal, sys
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 from pentatron.data import prepare as prepare_module
 from tests.data.test_prepare import job
 
@@ -153,6 +156,36 @@ def test_killed_and_resumed(
     assert outcome.tokens_now < clean[1].counts.tokens * 0.6
     assert outcome.counts == clean[1].counts
     assert contents(out) == clean[0]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_ctrl_c_in_the_midst_of_a_chunk(
+    source: Path,
+    tmp_path: Path,
+    clean: tuple[dict[str, bytes], Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+    before: bool,
+) -> None:
+    """Between its two keys, or after them and before the place is noted: no document may be there twice, or under one key only."""
+    monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_NOTES", 0.0)
+    append, calls = PairInProgress.append, 0
+
+    def interrupted(self: PairInProgress, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 8 and before:
+            raise KeyboardInterrupt
+        append(self, *arguments)
+        if calls == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PairInProgress, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(job(source, tmp_path, 1, ("text", "title")))
+    monkeypatch.setattr(PairInProgress, "append", append)
+    outcome = prepare(job(source, tmp_path, 1, ("text", "title")))
+    assert outcome.resumed and outcome.counts == clean[1].counts
+    assert contents(tmp_path) == clean[0]
 
 
 def wait_until_gone(pids: list[int]) -> None:

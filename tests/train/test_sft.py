@@ -167,6 +167,20 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         build(write(path, long), tmp_path / "data", length=2)
 
 
+def test_damaged_tokens_of_an_earlier_run_are_made_again(tmp_path: Path) -> None:
+    path, data = write(tmp_path / "c.jsonl", lines(30)), tmp_path / "data"
+    expected = build(path, data).train[3]["tokens"].tolist()
+    (tokens,) = data.glob("sft-*.bin")
+    good = tokens.read_bytes()
+    for damaged in (bytes([good[0] ^ 1]) + good[1:], good[:-2]):
+        tokens.write_bytes(damaged)
+        said = Said()
+        opened(path, data, said=said)
+        assert any("it is made again" in line for line in said.lines)
+        assert tokens.read_bytes() == good
+    assert build(path, data).train[3]["tokens"].tolist() == expected
+
+
 def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", lines(30))
     found = build(path, tmp_path, "--split", "8,1,1", "--eval-iters", "1")
