@@ -54,8 +54,16 @@ EXAMPLE = EntryPoint(
     spellings={"batch-size": "global_batch_size"},
     resumes=False,
 )
+# Those of torch's GradScaler, which the guide of this project writes out.
+GRAD_SCALER: Mapping[str, Any] = {
+    "initial_loss_scale": 2.0**16,
+    "loss_scale_window": 2000,
+    "hysteresis": 1,
+    "min_loss_scale": 0.0,
+}
 _PROJECT_3D = {
     **_SMALL_MODEL,
+    **GRAD_SCALER,
     "dataset_size": 10000,
     "rank_batch_size": 8,
     "train_iters": 200,

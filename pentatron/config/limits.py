@@ -19,6 +19,8 @@ ZERO_OR_MORE = Limit(lambda x: x >= 0, "0 or more")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "at least 0 and below 1")
 ONE_OR_MORE = Limit(lambda x: x >= 1, "1 or more")
 TOKENS_OR_ALL = Limit(lambda x: x >= -1, "-1 or more")
+ABOVE_ONE = Limit(lambda x: x > 1, "more than 1")
+BETWEEN = Limit(lambda x: 0 < x < 1, "more than 0 and below 1")
 SHARE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
 # NumPy's generators take no larger ones.
 SEED = Limit(lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
@@ -42,7 +44,8 @@ LIMITS: dict[str, Limit] = {
             "microbatch_group_size_per_virtual_pipeline_stage "
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
             "recompute_num_layers save_interval keep_checkpoints log_interval tensorboard_log_interval memory_monitor_interval nproc_per_node "
-            "threads_per_process world_size distributed_timeout_minutes"
+            "threads_per_process world_size distributed_timeout_minutes "
+            "initial_loss_scale loss_scale_window hysteresis"
         ).split(),
         ABOVE_ZERO,
     ),
@@ -50,16 +53,20 @@ LIMITS: dict[str, Limit] = {
         (
             "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate "
             "yarn_mscale yarn_mscale_all_dim num_workers train_iters eval_interval eval_iters lr min_lr "
-            "lr_warmup_iters weight_decay clip_grad local_rank mid_level_dataset_surplus"
+            "lr_warmup_iters weight_decay clip_grad local_rank mid_level_dataset_surplus "
+            "loss_scale min_loss_scale"
         ).split(),
         ZERO_OR_MORE,
     ),
     **dict.fromkeys(
-        "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2".split(), BELOW_ONE
+        "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2 sgd_momentum".split(),
+        BELOW_ONE,
     ),
     "rotary_percent": SHARE,
     "window_size": TOKENS_OR_ALL,
     **dict.fromkeys(("rope_scaling_factor", "rotary_seq_len_interpolation_factor"), ONE_OR_MORE),
+    "loss_scale_growth_factor": ABOVE_ONE,
+    "loss_scale_backoff_factor": BETWEEN,
     "seed": SEED,
     "master_port": PORT,
 }

@@ -6,6 +6,7 @@ from pentatron.config.data_notices import IDLE_OF_DATA
 from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
+from pentatron.config.precision_rules import IDLE_OF_PRECISION
 from pentatron.config.run import table
 from pentatron.config.sft_rules import IDLE_OF_SFT
 from pentatron.layout.schedules import takes_groups
@@ -319,6 +320,7 @@ IDLE: dict[str, Reason] = {
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), _nothing_recomputed),
     "recompute_modules": _modules_not_recomputed,
     "fp8_recipe": _no_fp8,
+    **IDLE_OF_PRECISION,
     "memory_monitor_interval": _not_monitored,
     **dict.fromkeys(
         (

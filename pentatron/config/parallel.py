@@ -106,7 +106,25 @@ class PrecisionConfig:
     """Precision"""
 
     bf16: bool = setting(False, "bf16 weights and activations, fp32 master weights and gradients")
-    fp16: bool = setting(False, "fp16 with loss scaling", not_yet="fp16 with loss scaling")
+    fp16: bool = setting(
+        False, "fp16 weights and activations, fp32 master weights and gradients, and a scaled loss"
+    )
+    loss_scale: float | None = setting(
+        None,
+        "multiply the loss by this before backward, in any precision (fp16: by what fits, found on the way)",
+    )
+    initial_loss_scale: float = setting(2.0**32, "first loss scale in fp16", also="--init-scale")
+    min_loss_scale: float = setting(1.0, "smallest loss scale (0: as small as it takes)")
+    loss_scale_window: int = setting(
+        1000, "steps in a row without an overflow after which the loss scale grows", also="--growth-interval"
+    )
+    loss_scale_growth_factor: float = setting(2.0, "what it is then multiplied by", also="--growth-factor")
+    loss_scale_backoff_factor: float = setting(
+        0.5, "what the loss scale is multiplied by when gradients overflow", also="--backoff-factor"
+    )
+    hysteresis: int = setting(
+        2, "how many overflows it takes, after it has grown, to make the loss scale smaller"
+    )
     fp8_format: str | None = setting(
         None, "fp8 matmuls", also="--fp8", choices=("e4m3", "hybrid"), not_yet="fp8 training"
     )

@@ -12,6 +12,7 @@ from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
+from pentatron.config.precision_rules import PRECISION_RULES
 from pentatron.config.run import table
 from pentatron.config.sft_rules import SFT_RULES
 from pentatron.config.zero_rules import ZERO_RULES
@@ -117,10 +118,6 @@ def _spec(v: Values, facts: Facts) -> str | None:
     return f"--spec {' '.join(words)} has {len(words)} word{'s' if len(words) > 1 else ''}; it wants two: MODULE FUNCTION"
 
 
-def _precision(v: Values, facts: Facts) -> str | None:
-    return "--fp16 and --bf16 exclude each other; choose one" if v["fp16"] and v["bf16"] else None
-
-
 def _data(v: Values, facts: Facts) -> str | None:
     sources = [table()[n].flag for n in ("corpus", "data_path", "train_data_path", "mock_data") if v[n]]
     if len(sources) > 1:
@@ -194,6 +191,7 @@ RULES: tuple[Rule, ...] = (
     *ZERO_RULES,
     *POSITION_RULES,
     *SFT_RULES,
+    *PRECISION_RULES,
     _meeting_point,
     _groups,
     _grouping,
@@ -201,7 +199,6 @@ RULES: tuple[Rule, ...] = (
     _vocabulary,
     _tokenizer,
     _spec,
-    _precision,
     _data,
     _blend,
     _per_split,

@@ -118,6 +118,12 @@ class TrainConfig:
 class OptimConfig:
     """Optimizer"""
 
+    optimizer: str = setting(
+        "adam",
+        "the rule of updates: AdamW, or gradient descent with momentum",
+        choices=("adam", "sgd"),
+    )
+    sgd_momentum: float = setting(0.9, "momentum of gradient descent")
     lr: float = setting(3e-4, "learning rate", also="--learning_rate")
     min_lr: float = setting(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = setting(
@@ -126,7 +132,7 @@ class OptimConfig:
     lr_decay_iters: int | None = setting(None, "steps until the decay ends (train-iters)")
     lr_warmup_iters: int = setting(0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps")
     lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay")
-    weight_decay: float = setting(0.01, "decoupled weight decay; norms and biases have none")
+    weight_decay: float = setting(0.01, "weight decay, decoupled in AdamW; norms and biases have none")
     clip_grad: float = setting(
         1.0, "largest gradient norm (0: never clip)", also="--gradient-clip-val --max_grad_norm"
     )

@@ -68,10 +68,11 @@ class RouterLoad(nn.Module):
         self.register_buffer("counts", torch.zeros(self.experts, dtype=torch.float64), persistent=False)
         self.losses: dict[str, Tensor] = {}
         self.share = 1.0
+        self.scale = 1.0
 
-    def begin_step(self, micro_batches: int) -> None:
-        """Of how many micro-batches, on all ranks, the step's losses are the mean."""
-        self.share = 1 / micro_batches
+    def begin_step(self, micro_batches: int, scale: float = 1.0) -> None:
+        """Of how many micro-batches, on all ranks, the step's losses are the mean; `scale` times as large are gradients."""
+        self.share, self.scale = 1 / micro_batches, scale
         self.counts.zero_()
         self.losses = {}
 
@@ -105,7 +106,7 @@ class RouterLoad(nn.Module):
                 added = value.detach().double() * self.share
                 self.losses[name] = self.losses[name] + added if name in self.losses else added
 
-        result = _WithLoss.apply(weights_TK, total, count)
+        result = _WithLoss.apply(weights_TK, total, count, self.scale)
         assert isinstance(result, Tensor)
         return result
 
@@ -150,12 +151,12 @@ class _WithLoss(torch.autograd.Function):
     """A stage that is not the last has no loss to add these to; they enter where they arise."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, count: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, count: Callable[[], None], scale: float) -> Tensor:
         ctx.count = count
-        ctx.like = loss.new_ones(())
+        ctx.seed = loss.new_full((), scale)
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         ctx.count()
-        return gradients[0], ctx.like, None
+        return gradients[0], ctx.seed, None, None

@@ -1,4 +1,4 @@
-"""AdamW over what this rank keeps of the flat buffers: fp32 master weights, moments and gradients.
+"""An update of what this rank keeps of the flat buffers: fp32 master weights, moments and gradients.
 
 What the ranks with copies of a parameter divide between them is decided by the ZeRO stage: 0 nothing, 1 master weights and moments, 2 gradients as
 well. Everything below works on stretches of buckets and is the same for all of them, and for one process.
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from pentatron.config.parallel import ParallelConfig
 from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
-from pentatron.optim.adam import Adam, Part
 from pentatron.optim.clip import squared_norm
+from pentatron.optim.rules import build_update
+from pentatron.optim.update import Part
 from pentatron.parallel.buckets import Bucket, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.gathering import WeightGathering
 from pentatron.parallel.partial_sums import KeptGradients, PartialSums
@@ -80,7 +81,7 @@ class Optimizer:
         self._uncovered = [view for bucket, kept in self._kept for view in _uncovered(bucket, kept)]
         self._normed = self._runs_counted_here()
         self._stretches = [s for bucket, kept in self._kept for s in _stretches(bucket, kept)]
-        self._adam = Adam([stretch.part for stretch in self._stretches], config)
+        self._update = build_update([stretch.part for stretch in self._stretches], config)
 
     def _take_over(
         self, chunks: Mapping[int, nn.Module], parallel: ParallelConfig, dtype: torch.dtype
@@ -149,11 +150,11 @@ class Optimizer:
         """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
         return squared_norm(self._normed, self.world.device)
 
-    def step(self, learning_rate: float, norm: float) -> None:
-        """Clips by the norm of all gradients and updates the weights."""
+    def step(self, learning_rate: float, norm: float, scale: float = 1.0) -> None:
+        """Clips and updates the weights. Gradients are `scale` times what they should be, `norm` is what it should be."""
         assert math.isfinite(norm), "a step with gradients that are no numbers"
         self.wait_for_weights()
-        self._adam.step(learning_rate, norm)
+        self._update.step(learning_rate, norm, scale)
         self._publish()
 
     def _publish(self) -> None:
@@ -175,7 +176,7 @@ class Optimizer:
         """
         self.wait_for_weights()
         for stretch in self._stretches:
-            for kind, values in self._adam.state(stretch.part).items():
+            for kind, values in self._update.state(stretch.part).items():
                 yield from self._named(kind, stretch, values, owned_only)
 
     def gradients(self, owned_only: bool) -> Iterator[Fragment]:
@@ -199,7 +200,7 @@ class Optimizer:
 
     def loaded(self, updates: int) -> None:
         """To be called after the fragments were overwritten: `updates` steps had been taken by then."""
-        self._adam.set_updates(updates)
+        self._update.set_updates(updates)
         self._publish()
         self.wait_for_weights()
 
@@ -210,7 +211,7 @@ class Optimizer:
             "parameters": held_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
             "gradients": held_bytes(t for r in self._reductions.values() for t in r.memory()),
             "master": held_bytes(b.master for b in buckets if b.master_is_separate),
-            "moments": held_bytes(self._adam.moments()),
+            "moments": held_bytes(self._update.moments()),
         }
 
 

@@ -1,4 +1,4 @@
-"""ZeRO 3 behind the interface of `Optimizer`: parameters, gradients and Adam's state, of which each rank keeps a share.
+"""ZeRO 3 behind the interface of `Optimizer`: parameters, gradients and the optimizer's state, of which each rank keeps a share.
 
 `pentatron/parallel/sharding.py` cuts the parameters and sums their gradients in every backward pass; here the shards are
 updated, counted, saved and loaded. Where the replicas form several groups that each hold the whole model, the sums of
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
-from pentatron.optim.adam import Adam, Part
 from pentatron.optim.clip import squared_norm
+from pentatron.optim.rules import build_update
+from pentatron.optim.update import Part
 from pentatron.parallel.buckets import held_bytes
 from pentatron.parallel.collectives import Pending, start_all_reduce_
 from pentatron.parallel.partial_sums import KeptGradients, PartialSums
@@ -52,7 +53,7 @@ class ShardedOptimizer:
             for s in self._shards
             if s.values.numel()
         ]
-        self._adam = Adam([part for _, part in self._parts], config)
+        self._update = build_update([part for _, part in self._parts], config)
 
     def _owns(self, shard: Shard, piece: Piece) -> bool:
         """Whether this rank speaks for all that hold this piece of this shard."""
@@ -93,10 +94,10 @@ class ShardedOptimizer:
         """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
         return squared_norm(self._normed, self.world.device)
 
-    def step(self, learning_rate: float, norm: float) -> None:
-        """Clips by the norm of all gradients and updates the weights."""
+    def step(self, learning_rate: float, norm: float, scale: float = 1.0) -> None:
+        """Clips and updates the weights. Gradients are `scale` times what they should be, `norm` is what it should be."""
         assert math.isfinite(norm), "a step with gradients that are no numbers"
-        self._adam.step(learning_rate, norm)
+        self._update.step(learning_rate, norm, scale)
         self._publish()
 
     def _publish(self) -> None:
@@ -112,7 +113,7 @@ class ShardedOptimizer:
         Over all ranks the parts cover every element exactly once.
         """
         for shard, part in self._parts:
-            for kind, values in self._adam.state(part).items():
+            for kind, values in self._update.state(part).items():
                 yield from self._named(kind, shard, values, owned_only)
 
     def gradients(self, owned_only: bool) -> Iterator[Fragment]:
@@ -133,7 +134,7 @@ class ShardedOptimizer:
 
     def loaded(self, updates: int) -> None:
         """To be called after the fragments were overwritten: `updates` steps had been taken by then."""
-        self._adam.set_updates(updates)
+        self._update.set_updates(updates)
         self._publish()
 
     def bytes(self) -> dict[str, int]:
@@ -142,7 +143,7 @@ class ShardedOptimizer:
             "parameters": held_bytes(shard.values for shard in self._shards),
             "gradients": held_bytes(flat for stage in self._stages.values() for flat in stage.flat.values()),
             "master": 0,
-            "moments": held_bytes(self._adam.moments()),
+            "moments": held_bytes(self._update.moments()),
         }
 
 

@@ -69,9 +69,14 @@ class Executor:
         self.device = device
         self.deferred = deferred or DeferredGradients()
 
-    def train(self, schedule: Schedule, program: StageProgram, gradients: GradientSink) -> Tensor:
-        """Forward and backward of every micro-batch; the sum of the losses (fp64), 0 on a rank without the last stage."""
-        return _Step(self, schedule, program, gradients).run()
+    def train(
+        self, schedule: Schedule, program: StageProgram, gradients: GradientSink, scale: float = 1.0
+    ) -> Tensor:
+        """Forward and backward of every micro-batch; the sum of the losses (fp64), 0 on a rank without the last stage.
+
+        Gradients are those of `scale` times the losses.
+        """
+        return _Step(self, schedule, program, gradients, scale).run()
 
     @torch.no_grad()
     def evaluate(self, schedule: Schedule, program: StageProgram) -> Tensor:
@@ -95,9 +100,16 @@ class _Step:
     of `gradients` the gradient of what stage s received; messages on their way are there as arrivals."""
 
     def __init__(
-        self, executor: Executor, schedule: Schedule, program: StageProgram, gradients: GradientSink | None
+        self,
+        executor: Executor,
+        schedule: Schedule,
+        program: StageProgram,
+        gradients: GradientSink | None,
+        scale: float = 1.0,
     ) -> None:
         self.executor = executor
+        # What the backward of a loss begins with.
+        self.seed = None if scale == 1 else torch.tensor(scale, dtype=torch.float32, device=executor.device)
         self.messages = executor.messages
         self.deferred = executor.deferred
         self.program = program
@@ -152,7 +164,7 @@ class _Step:
         """A whole backward, or its input half: everything but the weight gradients that layers leave for later."""
         assert self.sink is not None, "a schedule for evaluation has no backward"
         stage, micro_batch = cell = (action.stage, action.micro_batch)
-        gradient = None
+        gradient = self.seed
         if stage < self.last_stage:
             gradient = self._take(self.gradients, True, (stage + 1, micro_batch))
         passed = self.passed.pop(cell)

@@ -90,6 +90,8 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:
+    if config.precision.fp16:
+        return torch.float16
     return torch.bfloat16 if config.precision.bf16 else torch.float32
 
 

@@ -18,7 +18,7 @@ def describe(config: RunConfig, world: World, parameters: int) -> str:
     """One line on what is about to run, and where."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     size = world.everyone.size
-    precision = "bf16" if config.precision.bf16 else "fp32"
+    precision = "fp16" if config.precision.fp16 else "bf16" if config.precision.bf16 else "fp32"
     return (
         f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
         f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {precision}; "

@@ -21,6 +21,7 @@ from pentatron.hf.folder import open_folder
 from pentatron.hf.small_files import carry_files
 from pentatron.hf.weights import load_weights
 from pentatron.optim.build import AnyOptimizer
+from pentatron.optim.rules import rule_of
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
@@ -251,6 +252,8 @@ class _Start:
                     "or start anew with --fresh"
                 )
             require_same_model(found.folder, saved_settings(found), self.config)
+            if optimizer:
+                require_same_rule(found, self.config)
             own = self.optimizer.fragments(owned_only=False) if optimizer else self._weights()
             wanted = itertools.chain(own, self.model.routers.fragments(owned_only=False))
             load_fragments(found.folder, found.manifest, wanted)
@@ -259,9 +262,15 @@ class _Start:
 
         on_some_ranks(True, load, self.world.everyone)
         if not optimizer:
-            state.optimizer_since = state.step
+            state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)
-        return state, self._take_data(state, before, changed) + _changes(found.manifest.config, self.config)
+        changes = self._take_data(state, before, changed) + _changes(found.manifest.config, self.config)
+        if state.loss_scaling and any("initial_loss_scale" in change for change in changes):
+            scale = state.loss_scaling["scale"]
+            changes.append(
+                f"--initial-loss-scale is where a new run begins: the loss scale goes on at {scale:g}"
+            )
+        return state, changes
 
     def _take_data(self, state: TrainState, before: DataIdentity, changed: str) -> list[str]:
         """From now on the run's data is what is there; what was drawn before is not forgotten."""
@@ -290,7 +299,24 @@ def starting_point(
 
 
 def _has_optimizer(found: Found) -> bool:
-    return any(name.startswith("exp_avg/") for name in found.manifest.tensors)
+    """Whether a run can go on from it. Gradient descent without momentum has nothing to remember, and says so."""
+    return not found.manifest.run_state.get("weights_only", False)
+
+
+def require_same_rule(found: Found, config: RunConfig) -> None:
+    """What one rule remembers is nothing to another."""
+    before = saved_settings(found).get("optimizer", "adam")
+    now = config.optim.optimizer
+    momentum = now == "sgd" and config.optim.sgd_momentum > 0
+    if before == now and (rule_of(found.manifest.tensors) or not momentum):
+        return
+    held = (
+        f"the state of --optimizer {before}" if before != now else "no momentum, which --sgd-momentum needs"
+    )
+    raise UserError(
+        f"{found.folder} holds {held}; go on with the settings it was made with, or keep weights and step but begin with a "
+        f"new optimizer state by --load {found.folder.parent} --no-load-optim and another --run-dir"
+    )
 
 
 def _changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:

@@ -60,10 +60,10 @@ class RouterLoads:
         self.experts = config.moe.num_experts or 0
         self.own = {number: load for stage in stages.values() for number, load in loads_of(stage).items()}
 
-    def begin_step(self, micro_batches: int) -> None:
-        """`micro_batches`: those of this rank."""
+    def begin_step(self, micro_batches: int, scale: float = 1.0) -> None:
+        """`micro_batches`: those of this rank. `scale`: what the loss of the step is multiplied by before backward."""
         for load in self.own.values():
-            load.begin_step(micro_batches * self.world.data.size)
+            load.begin_step(micro_batches * self.world.data.size, scale)
 
     def numbers(self) -> Tensor:
         """One after the other for all layers of the model; summed over all ranks, the numbers of the step."""

@@ -21,18 +21,35 @@ class TrainState:
     drawn: dict[str, int] = field(default_factory=dict)
     # Floating-point operations of the run, by the formula that throughput is computed with.
     flops: float = 0.0
-    # The step at which the optimizer's state was new: Adam counts its updates from there.
-    optimizer_since: int = 0
+    # Samples of the steps whose update was made: what schedules are a function of.
+    scheduled_samples: int = 0
+    # Updates that the optimizer's state has seen since it was new.
+    updates: int = 0
+    # Steps whose update was left out, and those of them whose loss was no number.
+    skipped_steps: int = 0
+    nan_steps: int = 0
+    # Of `LossScaler`.
+    loss_scaling: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def updates(self) -> int:
-        """What the optimizer's state has seen."""
-        return self.step - self.optimizer_since
+    def count_update(self, samples: int) -> None:
+        self.updates += 1
+        self.scheduled_samples += samples
+
+    def count_skipped(self, is_nan: bool) -> None:
+        """A step without an update: schedules stand still, data does not."""
+        self.skipped_steps += 1
+        self.nan_steps += is_nan
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
         known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in saved.items() if name in known})
+        state = cls(**{name: value for name, value in saved.items() if name in known})
+        if "scheduled_samples" not in saved:
+            # Checkpoints that do not say so were made when no step was ever skipped.
+            state.scheduled_samples = state.consumed_samples
+        if "updates" not in saved:
+            state.updates = state.step - int(saved.get("optimizer_since", 0))
+        return state
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

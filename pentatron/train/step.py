@@ -22,33 +22,42 @@ class StepResult:
     gradient_norm: float
     tokens: int
     experts: ExpertLoad | None = None
+    # Otherwise loss or gradients were no numbers, and everything was left as it is.
+    updated: bool = True
 
 
 def train_step(
-    model: ParallelModel, optimizer: AnyOptimizer, batches: Sequence[Batch], learning_rate: float, step: int
+    model: ParallelModel,
+    optimizer: AnyOptimizer,
+    batches: Sequence[Batch],
+    learning_rate: float,
+    step: int,
+    scale: float = 1.0,
 ) -> StepResult:
     """Forward and backward over every micro-batch as the schedule says, one reduction, one update.
 
     The valid tokens of the whole step are counted before the first backward and every loss is divided by that one
-    number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0.
+    number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0. Backward is that of
+    `scale` times the loss; loss and norm are told without it.
     """
     world = model.world
     batches = model.own_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
-    model.routers.begin_step(len(batches))
+    model.routers.begin_step(len(batches), scale)
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
-    loss = model.executor.train(model.config.schedule(len(batches)), program, optimizer)
+    loss = model.executor.train(model.config.schedule(len(batches)), program, optimizer, scale)
     optimizer.finish_reduction()
-    of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm().double()))
+    of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm()))
     totals = all_reduce_(torch.cat((of_step, model.routers.numbers())), world.everyone)
     mean_loss, squared_norm = totals[:2].tolist()
-    norm = math.sqrt(squared_norm)
+    norm = math.sqrt(squared_norm) / scale
     # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
-    if math.isfinite(mean_loss) and math.isfinite(norm):
-        optimizer.step(learning_rate, norm)
+    updated = math.isfinite(mean_loss) and math.isfinite(norm)
+    if updated:
+        optimizer.step(learning_rate, norm, scale)
         model.routers.settle(totals[2:])
-    return StepResult(mean_loss, norm, int(valid.total()), model.routers.report(totals[2:]))
+    return StepResult(mean_loss, norm, int(valid.total()), model.routers.report(totals[2:]), updated)
 
 
 def _said_once(loss: Tensor, world: World) -> Tensor:

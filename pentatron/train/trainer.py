@@ -13,6 +13,7 @@ from pentatron.monitor.memory import memory_bytes, memory_now
 from pentatron.monitor.peaks import peak_teraflops
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
+from pentatron.optim.loss_scale import LossScaler
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.world import World
 from pentatron.train.batches import agree_on_next_step, micro_batches
@@ -55,6 +56,7 @@ class Trainer:
         self.batch_size = config.train.global_batch_size
         self.save_interval = config.checkpoint.save_interval
         self.rate = learning_rate(config.optim, self.batch_size)
+        self.scaler = LossScaler(config.precision, state.loss_scaling)
         self.flops = step_flops(config.model, self.batch_size, config.model.seq_length, config.moe)
         self.ranks = RankWatch(config, world, self.total_steps)
         self._recent: list[float] = []
@@ -73,9 +75,9 @@ class Trainer:
                 if self.state.step != self._saved_step:
                     self.save()
                 return stopped_by
-            rate = self.rate(self.state.consumed_samples)
-            result = train_step(self.model, self.optimizer, drawn, rate, self.state.step)
-            self._refuse_bad_numbers(result)
+            rate = self.rate(self.state.scheduled_samples)
+            result = train_step(self.model, self.optimizer, drawn, rate, self.state.step, self.scaler.scale)
+            self._settle(result)
             self.state.step += 1
             self._count_samples()
             self.state.consumed_tokens += result.tokens
@@ -116,9 +118,23 @@ class Trainer:
             f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}",
         )
 
+    def _settle(self, result: StepResult) -> None:
+        """Counts the update. Where the loss scale is looked for, an overflow is how it is found."""
+        self.scaler.settle(result.updated)
+        self.state.loss_scaling = self.scaler.state()
+        if result.updated:
+            self.state.count_update(self.batch_size)
+        elif self.scaler.is_dynamic and not self.scaler.is_hopeless:
+            self.state.count_skipped(not math.isfinite(result.loss))
+        else:
+            self._refuse_bad_numbers(result)
+
     def _refuse_bad_numbers(self, result: StepResult) -> None:
-        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
-            return
+        if self.scaler.is_dynamic:
+            raise AgreedError(
+                f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
+                f"weights stand still. Lower --lr, use --bf16, or check the data; the last checkpoint is step {self._saved_step}"
+            )
         raise AgreedError(
             f"step {self.state.step + 1}: the loss is {result.loss} and the gradient norm {result.gradient_norm}; "
             f"training stopped before the weights were touched. Lower --lr, raise --lr-warmup-iters, or check the data; "
@@ -144,7 +160,7 @@ class Trainer:
             total_steps=self.total_steps,
             loss=result.loss,
             learning_rate=rate,
-            next_learning_rate=self.rate(self.state.consumed_samples),
+            next_learning_rate=self.rate(self.state.scheduled_samples),
             gradient_norm=result.gradient_norm,
             tokens=result.tokens,
             consumed_samples=self.state.consumed_samples,
@@ -158,6 +174,9 @@ class Trainer:
             memory=self._memory(),
             experts=self._expert_report(result.experts),
             ranks=self.ranks.report(self.state.step, seconds),
+            loss_scale=self.scaler.scale,
+            is_skipped=not result.updated,
+            is_nan=not result.updated and not math.isfinite(result.loss),
         )
 
     def _expert_report(self, load: ExpertLoad | None) -> ExpertReport | None:

@@ -15,6 +15,7 @@ from pentatron.data.loader import build_loader
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.nn.init import normal_region
 from pentatron.optim.build import AnyOptimizer, build_optimizer
+from pentatron.optim.loss_scale import LossScaler
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.pieces import Fragment, held_parameters, region
 from pentatron.parallel.world import World
@@ -79,13 +80,17 @@ def follow(
     found = Trajectory()
     batch = config.train.global_batch_size
     assert batch is not None
-    rate = learning_rate(config.optim, batch)
+    rate, scaler = learning_rate(config.optim, batch), LossScaler(config.precision)
     batches = micro_batches(config, world, first_step * batch)
     for step in range(first_step, first_step + STEPS):
         if step in (0, STEPS - 1):
             keep_gradients(optimizer, found, f"gradients {step + 1}")
         chunk = list(itertools.islice(batches, config.accumulation))
-        result = train_step(model, optimizer, chunk, rate(step * batch), step)
+        scale = scaler.scale
+        result = train_step(model, optimizer, chunk, rate(step * batch), step, scale)
+        scaler.settle(result.updated)
+        for _, _, _, gradients in found.fragments.get(f"gradients {step + 1}", ()):
+            gradients.div_(scale)
         found.losses.append(result.loss)
         found.norms.append(result.gradient_norm)
         found.tokens.append(result.tokens)

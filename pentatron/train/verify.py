@@ -34,8 +34,13 @@ _REVEALING: dict[str, Any] = {
     "weight_decay": 0.1,
     "ddp_bucket_size": 3000,
 }
-# What no comparison can hold still: bf16 rounds by layout, attention dropout draws by rank, kernels are the GPU's.
-_LEFT_OUT: dict[str, Any] = {"bf16": False, "attention_dropout": 0.0, "attention_backend": "auto"}
+# What no comparison can hold still: bf16 and fp16 round by layout, attention dropout draws by rank, kernels are the GPU's.
+_LEFT_OUT: dict[str, Any] = {
+    "bf16": False,
+    "fp16": False,
+    "attention_dropout": 0.0,
+    "attention_backend": "auto",
+}
 _DIVISION = (
     "pipeline_model_parallel_layout",
     "num_layers_per_virtual_pipeline_stage",
@@ -193,8 +198,9 @@ def _expert_ranks_in_words(config: RunConfig) -> str:
 def left_out(config: RunConfig) -> list[str]:
     """What of the settings is not compared, and why."""
     found = []
-    if config.precision.bf16:
-        found.append("bf16 is left out: its rounding depends on the layout")
+    if config.precision.bf16 or config.precision.fp16:
+        name = "bf16" if config.precision.bf16 else "fp16"
+        found.append(f"{name} is left out: its rounding depends on the layout")
     if config.model.attention_dropout > 0:
         found.append("attention dropout is left out: what it drops depends on the layout")
     return found

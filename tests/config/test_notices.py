@@ -342,6 +342,28 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
     ),
     ("job_id", f"{LEAST} --job-id 7", f"{LEAST} --job-id 7 --log-progress", ONE, ONE),
+    *(
+        (name, f"{LEAST} {idle} {words}", f"{LEAST} --fp16 {words}", ONE, ONE)
+        for idle in ("--bf16", "--fp16 --loss-scale 8")
+        for name, words in (
+            ("initial_loss_scale", "--initial-loss-scale 16.0"),
+            ("min_loss_scale", "--min-loss-scale 2.0"),
+            ("loss_scale_window", "--loss-scale-window 9"),
+            ("loss_scale_growth_factor", "--loss-scale-growth-factor 3.0"),
+            ("loss_scale_backoff_factor", "--loss-scale-backoff-factor 0.25"),
+            ("hysteresis", "--hysteresis 1"),
+        )
+    ),
+    ("loss_scale", f"{LEAST} --fp16 --loss-scale 0.0", f"{LEAST} --loss-scale 4.0", ONE, ONE),
+    ("sgd_momentum", f"{LEAST} --sgd-momentum 0.8", f"{LEAST} --sgd-momentum 0.8 --optimizer sgd", ONE, ONE),
+    *(
+        (name, f"{LEAST} --optimizer sgd {words}", f"{LEAST} {words}", ONE, ONE)
+        for name, words in (
+            ("adam_beta1", "--adam-beta1 0.8"),
+            ("adam_beta2", "--adam-beta2 0.8"),
+            ("adam_eps", "--adam-eps 0.1"),
+        )
+    ),
     ("moe_router_topk", f"{LEAST} --moe-router-topk 2", LEAST, ONE, ONE),
     ("moe_token_dispatcher_type", f"{LEAST} --moe-token-dispatcher-type alltoall", LEAST, ONE, ONE),
     ("moe_router_load_balancing_type", f"{LEAST} --moe-router-load-balancing-type aux_loss", LEAST, ONE, ONE),

@@ -12,7 +12,14 @@ from pentatron.config.run import sections, table
 
 PACKAGE = Path(__file__).parents[2] / "pentatron"
 DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "setting.py"}
-ONLY_TALK = {"data_notices.py", "rules.py", "layout_rules.py", "limits.py", "notices.py"}
+ONLY_TALK = {
+    "data_notices.py",
+    "rules.py",
+    "layout_rules.py",
+    "limits.py",
+    "notices.py",
+    "precision_rules.py",
+}
 DRAFTS = {"draft", "values", "written"}
 SECTION_OF = {cls.__name__: section for section, cls in sections().items()}
 

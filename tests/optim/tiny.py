@@ -112,19 +112,24 @@ def global_norm(optimizer: AnyOptimizer) -> float:
 
 
 def one_step(
-    model: nn.Module, optimizer: AnyOptimizer, step: int, count: int = 1, rate: float = RATE
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    step: int,
+    count: int = 1,
+    rate: float = RATE,
+    scale: float = 1.0,
 ) -> float:
     replicas = optimizer.world.replicas
     optimizer.zero_gradients()
     for number, (x, y) in enumerate(micro_batches(step, count, replicas.rank, replicas.size), 1):
-        loss = loss_of(model, x, y)
+        loss = loss_of(model, x, y) * scale
         optimizer.begin_backward(0, last=number == count)
         loss.backward()
         optimizer.end_backward(0, last=number == count)
     optimizer.reduce(0)
     optimizer.finish_reduction()
-    norm = global_norm(optimizer)
-    optimizer.step(rate, norm)
+    norm = global_norm(optimizer) / scale
+    optimizer.step(rate, norm, scale)
     return norm
 
 
@@ -135,11 +140,12 @@ def trajectory(
     steps: int = 5,
     dtype: torch.dtype = torch.float32,
     optim: OptimConfig = OPTIM,
+    scale: float = 1.0,
 ) -> dict[str, Any]:
     """What some steps computed: norms, weights, and the clipped gradients of the last one."""
     model = network().to(world.device)
     optimizer = build_optimizer({0: model}, world, optim, config, dtype)
-    norms = [one_step(model, optimizer, step, count, RATE / (step + 1)) for step in range(steps)]
+    norms = [one_step(model, optimizer, step, count, RATE / (step + 1), scale) for step in range(steps)]
     with torch.no_grad():
         output = model(data(99)[0].to(world.device, dtype)).float().cpu()
     optimizer.wait_for_weights()
