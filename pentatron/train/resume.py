@@ -299,8 +299,11 @@ def starting_point(
 
 
 def _has_optimizer(found: Found) -> bool:
-    """Whether a run can go on from it. Gradient descent without momentum has nothing to remember, and says so."""
-    return not found.manifest.run_state.get("weights_only", False)
+    """Whether a run can go on from it. Gradient descent without momentum has nothing to remember."""
+    if rule_of(found.manifest.tensors) is not None:
+        return True
+    imported = found.manifest.run_state.get("weights_only", False)
+    return not imported and saved_settings(found).get("optimizer") == "sgd"
 
 
 def require_same_rule(found: Found, config: RunConfig) -> None:
