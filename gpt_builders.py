@@ -2,17 +2,20 @@
 
 from types import SimpleNamespace
 
-from pentatron.config.core import arguments, core_transformer_config_from_args
-from pentatron.config.model import TransformerConfig
+from pentatron.config.core import arguments
 from pentatron.config.run import RunConfig
-from pentatron.models.gpt_model import GPTModel, ProcessGroups
-from pentatron.models.layer_specs import (
+from pentatron.megatron.core.models.gpt import GPTModel
+from pentatron.megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from pentatron.megatron.core.transformer import ModuleSpec, TransformerConfig
+from pentatron.megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from pentatron.megatron.core.transformer.transformer_config import core_of
+from pentatron.megatron.training.arguments import core_transformer_config_from_args
+from pentatron.models.gpt_model import ProcessGroups
 from pentatron.models.user_spec import user_spec
-from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
 
 
 def gpt_builder(
@@ -23,12 +26,13 @@ def gpt_builder(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> GPTModel:
-    """A model of the given architecture; `args` is a resolved configuration, or its settings in one object."""
+    """A model of the given architecture; `args` is `get_args()`, or a resolved configuration."""
     args = arguments(args) if isinstance(args, RunConfig) else args
-    core = config if config is not None else core_transformer_config_from_args(args)
-    chosen = user_spec(core_transformer_config_from_args(args)) or _spec(args, core, vp_stage)
+    if config is None:
+        config = core_transformer_config_from_args(args)
+    chosen = user_spec(core_of(config)) or _spec(args, config, vp_stage)
     return GPTModel(
-        config=core,
+        config=config,
         transformer_layer_spec=chosen,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

@@ -5,8 +5,8 @@ from typing import Any
 
 from gpt_builders import gpt_builder
 from pentatron.config.core import arguments
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
+from pentatron.megatron.training import get_args
 
 
 def model_provider(
@@ -14,15 +14,19 @@ def model_provider(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    config: RunConfig | None = None,
+    config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds the model of a resolved configuration; the builder gets its settings as `args`."""
+    """Builds the model, or a stage of it, of the run under way; of a resolved configuration (`config`), without any run."""
     if isinstance(model_builder, bool):
         # The older form has no builder in front: model_provider(pre_process, post_process).
         return model_provider(gpt_builder, model_builder, pre_process, vp_stage, config, pg_collection)
-    if config is None:
-        raise UserError("model_provider needs config=...; arguments kept in a global are not available yet")
+    args: Any = arguments(config) if isinstance(config, RunConfig) else get_args()
     return model_builder(
-        arguments(config), pre_process, post_process, vp_stage=vp_stage, pg_collection=pg_collection
+        args,
+        pre_process,
+        post_process,
+        vp_stage=vp_stage,
+        config=None if isinstance(config, RunConfig) else config,
+        pg_collection=pg_collection,
     )

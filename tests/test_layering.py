@@ -20,7 +20,7 @@ LEVELS = {
     "hf": 5,
     "plan": 5,
     "train": 6,
-    "megatron": 7,
+    "megatron": 9,
     "launch": 7,
     "simulate": 7,
     "cli": 8,

@@ -5,11 +5,15 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import TRAIN, EntryPoint
 from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
+
+if TYPE_CHECKING:
+    from pentatron.train.program import Program
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
 PLANNED = ("plan", "bench", "doctor")
@@ -87,13 +91,33 @@ def run_entry(entry: EntryPoint) -> None:
     sys.exit(guarded(lambda: _train(words, entry, [script])))
 
 
+def train_by(
+    take_words: Callable[[list[str]], tuple[list[str], "Program"]], entry: EntryPoint, restart: Sequence[str]
+) -> int:
+    """The same for a program of the user's own, which may keep some words of the command line for itself."""
+    words = sys.argv[1:]
+
+    def action() -> int:
+        left, program = take_words(words)
+        return _train(left, entry, restart, program, words)
+
+    return guarded(action)
+
+
 def run_command(command: Callable[[Sequence[str]], int]) -> None:
     """Body of a script that stands for one command."""
     words = sys.argv[1:]
     sys.exit(guarded(lambda: command(words)))
 
 
-def _train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> int:
+def _train(
+    words: Sequence[str],
+    entry: EntryPoint,
+    restart: Sequence[str],
+    program: "Program | None" = None,
+    typed: Sequence[str] | None = None,
+) -> int:
+    """`typed`: all words, for the workers, where a program kept some."""
     if "--help" in words or "-h" in words:
         from pentatron.cli.help import entry_help
         from pentatron.config.run import sections
@@ -106,7 +130,7 @@ def _train(words: Sequence[str], entry: EntryPoint, restart: Sequence[str]) -> i
         return 0
     from pentatron.cli.train import train
 
-    return train(words, entry, restart)
+    return train(words, entry, restart, program, typed)
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -33,16 +33,23 @@ _LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broke
 
 
 def train(
-    words: Sequence[str], entry: EntryPoint, restart: Sequence[str], program: "Program | None" = None
+    words: Sequence[str],
+    entry: EntryPoint,
+    restart: Sequence[str],
+    program: "Program | None" = None,
+    typed: Sequence[str] | None = None,
 ) -> int:
-    """Trains here, or starts workers that do. `restart` are the words after `python` that run this program again."""
+    """Trains here, or starts workers that do. `restart` are the words after `python` that run this program again.
+
+    `typed` are all words of the command line, where the program keeps some for itself.
+    """
     prepared = prepare(words, entry)
     _check_spec(prepared.resolved)
     if prepared.worker is not None:
         return _work(prepared, entry, prepared.worker, program)
     if prepared.facts.world_size == 1:
         return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program)
-    return _launch(prepared, [*restart, *words])
+    return _launch(prepared, [*restart, *(words if typed is None else typed)])
 
 
 def _check_spec(resolved: Resolved) -> None:

@@ -37,7 +37,12 @@ PRETRAIN_GPT = EntryPoint(
     name="pretrain_gpt.py",
     summary="Pretrain a GPT-like model with Megatron's flags.",
     refused={"batch-size": "say --micro-batch-size or --global-batch-size instead, as Megatron does"},
-    defaults={"run_dir": "runs/pretrain_gpt", "lr_decay_style": "linear", "console_lines": "megatron"},
+    defaults={
+        "run_dir": "runs/pretrain_gpt",
+        "lr_decay_style": "linear",
+        "tokenizer_type": "GPT2BPETokenizer",
+        "console_lines": "megatron",
+    },
 )
 EXAMPLE = EntryPoint(
     name="megatron_core_training_example.py",

@@ -53,8 +53,18 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     if preset is not None:
         values |= _preset(preset)
     draft = Draft({**values, **written}, list(flags.notices))
+    _drop_idle_default(draft)
     read_data_files(draft)
     return draft
+
+
+def _drop_idle_default(draft: Draft) -> None:
+    """A script's usual kind of tokenizer is meant for its files; without them, or with a model that says its kind, it is not."""
+    name = "tokenizer_type"
+    has_files = draft["vocab_file"] is not None or draft["merge_file"] is not None
+    by_script = draft.source(name).startswith("default of")
+    if by_script and (not has_files or draft["tokenizer_model"] is not None):
+        draft.values[name] = Assigned(table()[name].default, "default")
 
 
 def _preset(name: str) -> dict[str, Assigned]:

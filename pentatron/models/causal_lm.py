@@ -4,7 +4,7 @@ A pipeline stage is the same class with parts missing: no embedding, some of the
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -185,13 +185,13 @@ def build_stages(
         with device:
             stages[number] = CausalLM(config, moe, part, axes, attention_backend, spec)
     if not config.untie_embeddings_and_output_weights:
-        _tie_ends(list(stages.values()))
+        tie_ends(stages.values())
     if seed is not None:
         draw_weights(held_parameters(*stages.values()), seed, config.init_method_std)
     return stages
 
 
-def _tie_ends(stages: Sequence[CausalLM]) -> None:
+def tie_ends(stages: Collection[CausalLM]) -> None:
     """Where a pipeline is folded, the first and the last stage are on one rank."""
     tables = [stage.embedding.word for stage in stages if stage.embedding is not None]
     heads = [stage.head for stage in stages if stage.head is not None]

@@ -23,10 +23,14 @@ from pentatron.parallel.world import World
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Where models of one rank are built: the axes their layers are spread over, and what each of its stages holds."""
+    """Where models of one rank are built: the axes their layers are spread over, and what each of its stages holds.
+
+    `tied_later`: who builds all stages ties the ends of a folded pipeline when both are there.
+    """
 
     axes: Axes
     stages: tuple[StagePart, ...]
+    tied_later: bool = False
 
 
 def process_groups(config: RunConfig, world: World) -> ProcessGroups:
@@ -99,15 +103,18 @@ class GPTModel(CausalLM):
         Attention is causal; a mask (True: hidden) may say so, or that tokens see their own document of a sequence alone, but looking
         at it takes time: without documents None is better.
         """
-        documents = None
-        if attention_mask is not None:
-            documents = _documents_of(attention_mask, *input_ids.shape)
-            if documents is not None and self.split_sequences:
-                raise UserError(
-                    "with context parallelism attention_mask tells the documents of a part of each sequence; pass None, and the "
-                    "places where documents begin as CausalLM.forward(..., documents=...)"
-                )
+        documents = None if attention_mask is None else self.documents_of(attention_mask, input_ids)
         return super().forward(input_ids, position_ids, labels, received_BSD, documents=documents)
+
+    def documents_of(self, attention_mask: Tensor, input_ids: Tensor) -> DocumentStarts | None:
+        """The documents that a mask tells of, if it is causal otherwise."""
+        documents = _documents_of(attention_mask, *input_ids.shape)
+        if documents is not None and self.split_sequences:
+            raise UserError(
+                "with context parallelism attention_mask tells the documents of a part of each sequence; pass None, and the "
+                "places where documents begin as CausalLM.forward(..., documents=...)"
+            )
+        return documents
 
 
 def _part(
@@ -127,7 +134,8 @@ def _part(
         return StagePart(tuple(range(layers)), embedding=True, head=True)
     if not 0 <= (vp_stage or 0) < len(groups.stages):
         raise UserError(f"vp_stage={vp_stage}: this rank has {len(groups.stages)} stages, counted from 0")
-    if tied and {(part.embedding, part.head) for part in groups.stages} >= {(True, False), (False, True)}:
+    folded = {(True, False), (False, True)}
+    if tied and not groups.tied_later and {(part.embedding, part.head) for part in groups.stages} >= folded:
         raise UserError(
             "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot make one by "
             "one; untie it (share_embeddings_and_output_weights=False), or use build_stages"

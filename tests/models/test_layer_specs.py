@@ -218,7 +218,7 @@ def test_the_older_form_of_the_provider() -> None:
     config = resolved("--num-layers 3").config
     assert len(model_provider(True, True, config=config).layers) == 3
     assert len(model_provider(pre_process=True, post_process=True, config=config).layers) == 3
-    with pytest.raises(UserError, match="model_provider needs config"):
+    with pytest.raises(UserError, match="there is no run yet"):
         model_provider(True, True)
 
 

@@ -1,0 +1,31 @@
+"""`python -m pentatron.megatron SCRIPT …`: runs a program written for Megatron-LM as it is."""
+
+import runpy
+import sys
+from pathlib import Path
+
+from pentatron.cli.terminal import complain, say
+from pentatron.megatron.names import as_megatron
+from pentatron.megatron.state import started_as
+
+_USAGE = "usage: python -m pentatron.megatron SCRIPT [flags of the script]"
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        say(f"{_USAGE}\n\nRuns SCRIPT with `megatron.…` resolving to pentatron.megatron.")
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    script = sys.argv[1]
+    if not Path(script).is_file():
+        complain(f"there is no script {script}; {_USAGE}")
+        sys.exit(2)
+    as_megatron()
+    started_as(("-m", "pentatron.megatron", script))
+    sys.argv = sys.argv[1:]
+    # As for `python SCRIPT`: what lies beside the script can be imported.
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

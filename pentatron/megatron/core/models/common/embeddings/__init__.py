@@ -1,0 +1,5 @@
+"""Positions."""
+
+from pentatron.nn.rope import RotaryEmbedding
+
+__all__ = ["RotaryEmbedding"]

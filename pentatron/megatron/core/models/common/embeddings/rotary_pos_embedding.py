@@ -1,0 +1,5 @@
+"""Rotary positions."""
+
+from pentatron.nn.rope import RotaryEmbedding
+
+__all__ = ["RotaryEmbedding"]

@@ -1,0 +1,18 @@
+"""Cross entropy of logits whose vocabulary is spread over the tensor axis."""
+
+from torch import Tensor
+
+from pentatron.megatron.state import current
+from pentatron.nn.loss import token_losses
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
+    """The loss of every token from this rank's part of the logits; the same on every tensor rank."""
+    assert label_smoothing == 0.0, "labels are not smoothed here"
+    run = current()
+    axis, vocabulary = run.groups.axes.tensor, run.config.model.vocab_size
+    assert vocabulary is not None
+    first = axis.rank * vocab_parallel_logits.shape[-1]
+    return token_losses(vocab_parallel_logits, target, vocabulary, first, axis.group)

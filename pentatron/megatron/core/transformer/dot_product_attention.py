@@ -1,0 +1,5 @@
+"""Attention between queries, keys and values."""
+
+from pentatron.nn.attention import DotProductAttention
+
+__all__ = ["DotProductAttention"]

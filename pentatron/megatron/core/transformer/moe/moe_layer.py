@@ -1,0 +1,5 @@
+"""A layer of experts."""
+
+from pentatron.nn.moe import MoE as MoELayer
+
+__all__ = ["MoELayer"]

@@ -1,0 +1,5 @@
+"""The layers of a model."""
+
+from pentatron.nn.spec import TransformerBlockSubmodules
+
+__all__ = ["TransformerBlockSubmodules"]

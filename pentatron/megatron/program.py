@@ -1,0 +1,140 @@
+"""A user's providers and forward step as a program that the session runs."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentatron.config.errors import UserError
+from pentatron.config.resolve import Resolved
+from pentatron.config.run import RunConfig
+from pentatron.data.loader import Batch
+from pentatron.layout.stages import StagePart
+from pentatron.megatron import state
+from pentatron.megatron.arguments import arguments_of
+from pentatron.megatron.core.models.gpt.gpt_model import GPTModel
+from pentatron.megatron.datasets import DatasetProvider, provided_data
+from pentatron.megatron.losses import stated_loss, summed_loss
+from pentatron.models.causal_lm import CausalLM, tie_ends
+from pentatron.monitor.display import Display
+from pentatron.parallel.axes import Axes
+from pentatron.parallel.world import World
+from pentatron.train.datasets import OpenedData
+from pentatron.train.program import Program, StageCall
+from pentatron.train.state import TrainState
+
+ForwardStep = Callable[[Iterator[dict[str, Tensor]], Any], tuple[Tensor, Callable[[Tensor], Any]]]
+
+
+class UserProgram(Program):
+    def __init__(
+        self,
+        dataset_provider: DatasetProvider | None,
+        model_provider: Callable[..., Any],
+        forward_step: ForwardStep,
+        extra: Mapping[str, Any],
+        notes: Sequence[str] = (),
+    ) -> None:
+        """`extra`: arguments of the user's own. `notes`: what of the user's program is without effect."""
+        self.dataset_provider = dataset_provider
+        self.model_provider = model_provider
+        self.forward_step = forward_step
+        self.extra = extra
+        self.notes = notes
+        self.has_run = False
+
+    @contextmanager
+    def running(self, resolved: Resolved, world: World, display: Display) -> Iterator[None]:
+        self.has_run = True
+        with state.running(resolved, world, display, arguments_of(resolved, world, self.extra)):
+            for note in self.notes:
+                display.say(f"note: {note}")
+            yield
+
+    def begins(self, state_of_run: TrainState) -> None:
+        state.current().args.follow(state_of_run)
+
+    def open_data(self, config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
+        if self.dataset_provider is None:
+            return super().open_data(config, world, folder, display)
+        return provided_data(self.dataset_provider, config, world, folder, display)
+
+    def build_stages(
+        self, config: RunConfig, parts: Mapping[int, StagePart], axes: Axes, device: torch.device
+    ) -> dict[int, CausalLM]:
+        run = state.current()
+        takes = inspect.signature(self.model_provider).parameters
+        named = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        made: dict[int, GPTModel] = {}
+        for number, part in parts.items():
+            run.stage = number
+            given: dict[str, Any] = {"pre_process": part.embedding, "post_process": part.head}
+            # The older form of a provider knows of no virtual stages: its model finds its own.
+            if "vp_stage" in takes or named:
+                given["vp_stage"] = run.virtual_rank
+            with device:
+                made[number] = _checked(self.model_provider(**given))
+        run.stage = None
+        if not any(stage.config.untie_embeddings_and_output_weights for stage in made.values()):
+            tie_ends(made.values())
+        return dict(made)
+
+    def forward(self, module: CausalLM, call: StageCall) -> Tensor:
+        run = state.current()
+        assert isinstance(module, GPTModel), "checked when it was built"
+        run.stage = call.stage
+        module.receive(call)
+        try:
+            output, loss_function = self._called(call.batch, module)
+            if not call.is_last:
+                return output
+            valid = call.batch.valid_tokens
+            # With labels the model gave losses; without, the loss function makes them of logits.
+            of_tokens = output.shape == call.batch.labels.shape
+            return (summed_loss if of_tokens else stated_loss)(output, loss_function, valid)
+        finally:
+            module.receive(None)
+            run.stage = None
+
+    def _called(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        result = self.forward_step(MicroBatchIterator(batch), module)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+            raise UserError(
+                "forward_step must return (output_tensor, loss function), the output as the model gave it; "
+                f"it returned {type(result).__name__}"
+            )
+        return result
+
+
+class MicroBatchIterator(Iterator[dict[str, Tensor]]):
+    """The micro-batch of one forward step, as a data iterator: the tokens that this rank computes."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch: Batch | None = batch
+
+    def __next__(self) -> dict[str, Tensor]:
+        if self._batch is None:
+            raise UserError(
+                "forward_step took a second micro-batch from data_iterator; take one in each call (--micro-batch-size says how "
+                "many samples it has)"
+            )
+        batch, self._batch = self._batch, None
+        return {
+            "tokens": batch.tokens,
+            "labels": batch.labels,
+            "loss_mask": batch.loss_mask,
+            "position_ids": batch.position_ids,
+        }
+
+
+def _checked(model: Any) -> GPTModel:
+    if not isinstance(model, GPTModel):
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise UserError(
+            f"model_provider returned a {kind}; it must return a GPTModel of pentatron.megatron, or of a class derived from it"
+        )
+    return model

@@ -1,0 +1,112 @@
+"""The run of this process, for functions that take no argument: `get_args()`, `get_timers()`, `mpu.*`.
+
+This is the one place of the package where something is global: Megatron's names leave no other way. Nothing outside
+`pentatron.megatron` reads it; the program that a user's script is made into sets it when its run begins.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from pentatron.config.errors import UserError
+from pentatron.config.resolve import Resolved
+from pentatron.config.run import RunConfig
+from pentatron.layout.ranks import Axis
+from pentatron.megatron.arguments import Arguments
+from pentatron.megatron.timers import Timers
+from pentatron.models.gpt_model import ProcessGroups, process_groups
+from pentatron.monitor.display import Display
+from pentatron.parallel.world import World
+
+if TYPE_CHECKING:
+    from pentatron.megatron.datasets import DataPlan
+
+
+@dataclass
+class Running:
+    """`stage`: the number of the stage that is built or computed right now; None in between."""
+
+    resolved: Resolved
+    world: World
+    display: Display
+    args: Arguments
+    timers: Timers
+    groups: ProcessGroups
+    stage: int | None = None
+    data: "DataPlan | None" = None
+    process_groups: dict[Axis, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        return tuple(self.config.placement.stages_of(self.world.at.pipeline))
+
+    @property
+    def virtual_rank(self) -> int | None:
+        """Which of this rank's stages is at work, where it has several."""
+        if self.stage is None or self.config.virtual_stages == 1:
+            return None
+        return self.own_stages.index(self.stage)
+
+    def process_group(self, axis: Axis) -> Any:
+        """Torch's group of the ranks along an axis; on an axis without company, of this rank alone."""
+        group = self.world.everyone if axis == "everyone" else self.world.group(axis)
+        if group.process_group is not None:
+            return group.process_group
+        if axis not in self.process_groups:
+            alone = dist.new_group([self.world.everyone.rank], use_local_synchronization=True)
+            self.process_groups.update(dict.fromkeys((*self.process_groups, axis), alone))
+        return self.process_groups[axis]
+
+
+_running: Running | None = None
+_started_as: tuple[str, ...] = ()
+
+
+def current() -> Running:
+    if _running is None:
+        raise UserError(
+            "there is no run yet: what get_args(), get_timers() and mpu.* tell is known inside the functions given to pretrain()"
+        )
+    return _running
+
+
+def is_running() -> bool:
+    return _running is not None
+
+
+@contextmanager
+def running(resolved: Resolved, world: World, display: Display, args: Arguments) -> Iterator[Running]:
+    """Makes this the run of the process, until the end of the block."""
+    global _running
+    if _running is not None:
+        raise UserError("a run is under way in this process; a second one needs a process of its own")
+    made_group = not dist.is_initialized()
+    if made_group:
+        # Loss functions reduce over mpu's groups themselves, also where a process is alone.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    timers = Timers(world.everyone, display.say)
+    groups = dataclasses.replace(process_groups(resolved.config, world), tied_later=True)
+    _running = Running(resolved, world, display, args, timers, groups)
+    try:
+        yield _running
+    finally:
+        _running = None
+        if made_group:
+            dist.destroy_process_group()
+
+
+def started_as(words: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """The words after `python` that run the user's script, where it was not started by its name alone."""
+    global _started_as
+    if words is not None:
+        _started_as = words
+    return _started_as

@@ -1,0 +1,124 @@
+"""Programs written for Megatron train as `pentatron train` does, in every layout and to the last digit."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from gpt_builders import gpt_builder
+from model_provider import model_provider
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.megatron.names import as_megatron
+from pentatron.megatron.program import UserProgram
+from pentatron.parallel.world import connect
+from pentatron.train.program import Program
+from pentatron.train.session import run_training
+from tests.harness import run_distributed
+from tests.support import LLAMA, resolved
+
+GUIDE_CODE = Path(__file__).parent / "guide_code"
+# What follows the end of a document does not count in the loss: micro-batches have other numbers of valid tokens.
+DATA = "--split 8,1,1 --tokenizer-type ByteTokenizer --vocab-size 257 --eod-mask-loss --global-batch-size 4"
+RUN = (
+    f"{LLAMA} {DATA} --train-iters 2 --eval-interval 2 --eval-iters 1 --micro-batch-size 1 --progress-bar off"
+)
+DOCUMENTS = "--reset-position-ids --reset-attention-mask"
+
+
+def guide_module(name: str) -> Any:
+    """A file of guide_code, whose imports are Megatron's. For a process of its own: an oracle there would be ours."""
+    for known in [known for known in sys.modules if known.split(".")[0] == "megatron"]:
+        del sys.modules[known]
+    as_megatron()
+    sys.path.insert(0, str(GUIDE_CODE))
+    return importlib.import_module(name)
+
+
+def ours() -> Program:
+    """pretrain_gpt.py."""
+    provider = partial(model_provider, gpt_builder)
+    return UserProgram(
+        pretrain_gpt.train_valid_test_datasets_provider, provider, pretrain_gpt.forward_step, {}
+    )
+
+
+def guide() -> Program:
+    """All of guide 004."""
+    module = guide_module("guide_pretrain")
+    return UserProgram(
+        module.train_valid_test_datasets_provider, module.model_provider, module.forward_step, {}
+    )
+
+
+def qwen() -> Program:
+    """The builder of guide 001 in pretrain_gpt.py."""
+    builder = guide_module("qwen_builder").qwen_builder
+    provider = partial(model_provider, builder)
+    return UserProgram(
+        pretrain_gpt.train_valid_test_datasets_provider, provider, pretrain_gpt.forward_step, {}
+    )
+
+
+def write_corpus(prefix: Path) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for number in range(40):
+            length = 3 + number * number % 23
+            writer.add_document([*((7 * number + place) % 256 for place in range(length)), 256])
+
+
+def train(program: Program, folder: Path, words: str, world_size: int) -> None:
+    config = resolved(f"{RUN} --data-path {folder.parent}/corpus --run-dir {folder} {words}", world_size)
+    world = connect(config.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    run_training(config, world, True, program=program)
+
+
+def train_both(program: Callable[[], Program], folder: Path, words: str, world_size: int) -> None:
+    train(Program(), folder / "configured", words, world_size)
+    train(program(), folder / "program", words, world_size)
+
+
+def outcome(folder: Path) -> Any:
+    """Losses, norms, the validation loss and the checksums of all weights and moments."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True, set_aside=True)
+    assert found is not None
+    files = {name: record.sha256 for name, record in found.manifest.files.items()}
+    return [(row["loss"], row["gradient_norm"], row.get("validation_loss")) for row in rows], files
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "world_size"),
+    [
+        (guide, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4),
+        (guide, "--pipeline-model-parallel-size 2 --zero-stage 1 --hidden-dropout 0.1", 4),
+        (
+            qwen,
+            "--num-layers 4 --pipeline-model-parallel-size 2 --vpp 2 --untie-embeddings-and-output-weights",
+            2,
+        ),
+        (
+            ours,
+            f"--num-layers 4 --pipeline-model-parallel-size 2 --vpp 2 --pipeline-schedule zbv {DOCUMENTS}",
+            2,
+        ),
+        (ours, "--zero-stage 3", 2),
+    ],
+)
+def test_a_program_trains_as_the_configured_one(
+    program: Callable[[], Program], words: str, world_size: int, tmp_path: Path
+) -> None:
+    write_corpus(tmp_path / "corpus")
+    run_distributed(
+        train_both, world_size, program=program, folder=tmp_path, words=words, world_size=world_size
+    )
+    assert outcome(tmp_path / "program") == outcome(tmp_path / "configured")
