@@ -54,7 +54,7 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 FIRST_SAMPLES = "0:8"
 ANY_TOKEN = 2**31 - 1
 # Settings of these sections are about machines, and this command needs one process only.
-ELSEWHERE = ("parallel", "precision", "memory", "kernels", "launch", "checkpoint", "log")
+ELSEWHERE = ("parallel", "precision", "memory", "kernels", "launch", "checkpoint", "loop", "log")
 WIDTH = 110
 LONGEST_REPETITION = 8
 _OWN = {"index": "", "part": "train", "train-samples": ""}

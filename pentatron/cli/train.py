@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,12 +44,13 @@ def train(
 
     `typed` are all words of the command line, where the program keeps some for itself.
     """
+    started = time.time()
     prepared = prepare(words, entry)
     _check_spec(prepared.resolved)
     if prepared.worker is not None:
-        return _work(prepared, entry, prepared.worker, program)
+        return _work(prepared, entry, prepared.worker, program, started)
     if prepared.facts.world_size == 1:
-        return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program)
+        return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program, started)
     return _launch(prepared, [*restart, *(words if typed is None else typed)])
 
 
@@ -67,7 +69,9 @@ def _check_spec(resolved: Resolved) -> None:
     check_user_spec(config.model, config.moe)
 
 
-def _work(prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None") -> int:
+def _work(
+    prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
+) -> int:
     import torch
 
     from pentatron.data.loader import death_of_a_reader
@@ -90,7 +94,9 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Progr
     place = (worker.rank, worker.local_rank, worker.local_size)
     try:
         with open_world(config.grid, *place, device, timeout, config.shared()) as world:
-            outcome = run_training(prepared.resolved, world, entry.resumes, launcher, program or CONFIGURED)
+            outcome = run_training(
+                prepared.resolved, world, entry.resumes, launcher, program or CONFIGURED, started
+            )
     except AgreedError:
         raise
     except UserError as error:
@@ -107,8 +113,8 @@ def _work(prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Progr
         # Whoever failed has said why; what we were doing when we noticed would only bury it.
         complain(f"rank {worker.rank}: lost contact with another rank ({reason}), so this one stops too")
         return _LOST
-    if outcome.stopped_by is not None:
-        return 128 + outcome.stopped_by
+    if outcome.ending is not None:
+        return outcome.ending.exit_code
     if prepared.worker is None:
         _what_next(config, outcome.folder)
     return 0

@@ -40,22 +40,24 @@ def _unknown_epochs(draft: Draft, facts: Facts) -> str:
 def _eval_interval(draft: Draft, facts: Facts) -> str:
     if draft["eval_interval"] == 0:
         return ""
+    if draft["skip_train"]:
+        return "nothing is trained (--skip-train); there is one evaluation"
     if draft["eval_iters"] == 0:
         return "there are no validation steps (--eval-iters 0)"
-    return _no_validation_data(draft)
+    return no_validation_data(draft)
 
 
 def _eval_iters(draft: Draft, facts: Facts) -> str:
     if draft["eval_iters"] == 0:
         return ""
-    if draft["eval_interval"] == 0:
+    if draft["eval_interval"] == 0 and not draft["skip_train"]:
         return "there is no validation (--eval-interval 0)"
     if draft["full_validation"] and not (draft.is_synthetic or draft["sft"]):
         return "every validation sample is read once (--full-validation)"
-    return _no_validation_data(draft)
+    return no_validation_data(draft)
 
 
-def _no_validation_data(draft: Draft) -> str:
+def no_validation_data(draft: Draft) -> str:
     if draft["train_data_path"]:
         return "" if draft["valid_data_path"] else "there is no --valid-data-path, so nothing is validated"
     shares = [float(share) for share in draft["split"].split(",")]
@@ -105,9 +107,10 @@ def _endless_validation(draft: Draft, facts: Facts) -> str:
     if draft.is_synthetic or draft["sft"]:
         kind = "conversations are" if draft["sft"] else "synthetic data is"
         return f"{kind} validated by --eval-iters steps"
-    if draft["eval_interval"] == 0 or draft["eval_iters"] == 0:
+    never = draft["eval_interval"] == 0 and not draft["skip_train"]
+    if never or draft["eval_iters"] == 0:
         return "there is no validation (--eval-interval or --eval-iters is 0)"
-    return _no_validation_data(draft)
+    return no_validation_data(draft)
 
 
 def _no_order(draft: Draft, facts: Facts) -> str:

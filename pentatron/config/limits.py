@@ -45,7 +45,8 @@ LIMITS: dict[str, Limit] = {
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
             "recompute_num_layers save_interval keep_checkpoints log_interval tensorboard_log_interval memory_monitor_interval nproc_per_node "
             "threads_per_process world_size distributed_timeout_minutes "
-            "initial_loss_scale loss_scale_window hysteresis"
+            "initial_loss_scale loss_scale_window hysteresis "
+            "eval_global_batch_size eval_micro_batch_size exit_interval exit_duration_in_mins"
         ).split(),
         ABOVE_ZERO,
     ),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pentatron.config.data_notices import IDLE_OF_DATA
 from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
+from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.precision_rules import IDLE_OF_PRECISION
 from pentatron.config.run import table
@@ -310,6 +311,7 @@ IDLE: dict[str, Reason] = {
     **IDLE_OF_SFT,
     "make_vocab_size_divisible_by": _padding_is_given,
     **IDLE_OF_DATA,
+    **IDLE_OF_THE_LOOP,
     "min_lr": _no_decay,
     "lr_decay_iters": _no_decay_nor_fraction,
     "ddp_bucket_size": _bucketless,

@@ -10,6 +10,7 @@ from pentatron.config.draft import Facts
 from pentatron.config.errors import UserError
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
+from pentatron.config.loop_rules import LOOP_RULES
 from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.precision_rules import PRECISION_RULES
@@ -192,6 +193,7 @@ RULES: tuple[Rule, ...] = (
     *POSITION_RULES,
     *SFT_RULES,
     *PRECISION_RULES,
+    *LOOP_RULES,
     _meeting_point,
     _groups,
     _grouping,

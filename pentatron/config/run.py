@@ -5,6 +5,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from pentatron.config.loop import LoopConfig
 from pentatron.config.model import KernelConfig, MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
 from pentatron.config.output import CheckpointConfig, LogConfig, RunSettings
@@ -32,6 +33,7 @@ class RunConfig:
     memory: MemoryConfig
     kernels: KernelConfig
     checkpoint: CheckpointConfig
+    loop: LoopConfig
     log: LogConfig
     launch: LaunchConfig
 
@@ -107,6 +109,18 @@ class RunConfig:
         t = self.train
         assert t.global_batch_size is not None and t.micro_batch_size is not None
         return accumulation_steps(t.global_batch_size, t.micro_batch_size, self.grid.data)
+
+    @property
+    def eval_batch(self) -> tuple[int, int]:
+        """Samples of one evaluation step, and how many of them a rank computes at once."""
+        t = self.train
+        assert t.global_batch_size is not None and t.micro_batch_size is not None
+        return t.eval_global_batch_size or t.global_batch_size, t.eval_micro_batch_size or t.micro_batch_size
+
+    @property
+    def eval_accumulation(self) -> int:
+        """Micro-batches each data-parallel rank runs in one evaluation step."""
+        return accumulation_steps(*self.eval_batch, self.grid.data)
 
     def flat(self) -> dict[str, Any]:
         """Every setting by name, in the order of the table."""

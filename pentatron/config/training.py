@@ -106,7 +106,9 @@ class TrainConfig:
     full_validation: bool = setting(
         False, "validate on every validation sample once, whatever its weight, instead of --eval-iters steps"
     )
-    skip_train: bool = setting(False, "evaluate only", not_yet="evaluation without training")
+    eval_global_batch_size: int | None = setting(None, "samples of one validation step (global batch)")
+    eval_micro_batch_size: int | None = setting(None, "samples one rank evaluates at once (micro-batch)")
+    skip_train: bool = setting(False, "evaluate what is loaded, on the validation and the test set, and end")
     calculate_per_token_loss: bool = setting(
         True,
         "weigh every token of a step equally",

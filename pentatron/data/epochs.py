@@ -59,6 +59,16 @@ class EpochShuffle:
         return self._order
 
 
+class Repeated:
+    """A dataset that begins again after its end, in the same order; without a length, as it does not end."""
+
+    def __init__(self, dataset: FiniteDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.dataset[index % len(self.dataset)]
+
+
 class Padded:
     """A dataset and, after its end, samples without a label that counts, up to a `total`: no real one is left out of a last batch."""
 

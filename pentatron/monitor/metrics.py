@@ -1,5 +1,6 @@
 """`metrics.jsonl`: one JSON object a step, flushed, so that a reader or a crash never meets half a line."""
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,12 +18,24 @@ class MetricsFile(Recorder):
         replacement.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         replacement.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        # The last row and where it begins: what is known of its step later is added to it.
+        self._last: dict[str, Any] = {}
+        self._last_at = 0
 
     def record(self, report: StepReport, validation: float | None) -> None:
         row = metrics_row(report)
         self.write(row if validation is None else {**row, "validation_loss": validation})
 
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        """A validation in the middle of the run, at the same step, has been told already and stays."""
+        if self._last.get("step") != step:
+            return
+        row = {**{f"{name}_loss": loss for name, loss in losses.items()}, **self._last}
+        self._file.truncate(self._last_at)
+        self.write(row)
+
     def write(self, row: Mapping[str, Any]) -> None:
+        self._last, self._last_at = dict(row), self._file.seek(0, io.SEEK_END)
         self._file.write(_line(row))
         self._file.flush()
 

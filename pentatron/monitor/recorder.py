@@ -1,11 +1,16 @@
 """What keeps the numbers of a run: a file, a viewer's folder, a service."""
 
+from collections.abc import Mapping
+
 from pentatron.monitor.report import StepReport
 
 
 class Recorder:
     def record(self, report: StepReport, validation: float | None) -> None:
         """After every step; `validation` is the loss of the evaluation that followed it, if one did."""
+
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        """After the last step: the losses on the `validation` and the `test` set, as far as there are any."""
 
     def saved(self, step: int) -> None:
         """After every checkpoint."""

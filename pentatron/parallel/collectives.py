@@ -195,6 +195,11 @@ def largest(number: int, group: Group) -> int:
     return int(all_reduce_max_(torch.tensor(number), group).item())
 
 
+def earliest(moment: float, group: Group) -> float:
+    """The smallest of the ranks' times, in seconds since the epoch, to the millisecond. Every rank must ask."""
+    return -largest(-int(moment * 1000), group) / 1000
+
+
 def broadcast_(tensor: Tensor, group: Group, source: int) -> Tensor:
     """Overwrites the tensor with what rank `source` of the group has in its own."""
     if group.size > 1:

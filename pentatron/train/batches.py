@@ -16,14 +16,17 @@ from pentatron.train.interrupt import StopRequest
 _BAD_DATA = 1000
 
 
-def micro_batches(config: RunConfig, world: World, dataset: Any, consumed_samples: int) -> Iterator[Batch]:
-    """This rank's micro-batches on its device, without end, after what was consumed."""
-    assert config.train.micro_batch_size
+def micro_batches(
+    config: RunConfig, world: World, dataset: Any, consumed_samples: int, size: int | None = None
+) -> Iterator[Batch]:
+    """This rank's micro-batches on its device, without end, after what was consumed; `size`: not those of training."""
+    size = size or config.train.micro_batch_size
+    assert size
     on_gpu = world.device.type == "cuda"
     loader = build_loader(
         dataset,
         consumed_samples,
-        config.train.micro_batch_size,
+        size,
         world.data.rank,
         world.data.size,
         num_workers=config.data.num_workers,

@@ -36,6 +36,8 @@ from pentatron.train.state import TrainState
 _MOCK_SPLIT = "1,1,1"
 # A smaller order takes less time to build than files take to be made.
 _WORTH_A_FILE = 1 << 20
+# Of synthetic walks: beyond all that is ever trained on or validated with.
+_FIRST_TEST_SAMPLE = 1 << 31
 
 
 class TrainingSamples(Protocol):
@@ -73,9 +75,16 @@ class Parts(NamedTuple):
     test: SampleSource | None
 
 
-Order = Callable[[Sequence[int], IndexCache], Parts]
+Order = Callable[["Numbers", IndexCache], Parts]
 # For training, validation and test: which part of which files.
 Members = tuple[list[Member], list[Member] | None, list[Member] | None]
+
+
+class Numbers(NamedTuple):
+    """For how many samples the orders of training and validation were built, first and each time they had to grow."""
+
+    train: Sequence[int]
+    valid: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ def arrange(
     The first rank of every machine builds; the others wait and find what it left, or build the same in memory.
     """
     require_same_data(opened.identity, world)
-    wanted = wanted_samples(config).train
+    wanted, validated, _ = wanted_samples(config)
     longer = not state.ordered_for or wanted > state.ordered_for[-1]
     if longer and state.ordered_for and opened.depends_on_length:
         display.say(
@@ -137,13 +146,15 @@ def arrange(
         )
     if longer:
         state.ordered_for = [*state.ordered_for, wanted]
+    if validated > max(state.valid_ordered_for, default=0):
+        state.valid_ordered_for = [*state.valid_ordered_for, validated]
     named = config.data.data_cache_path
     place = Path(named) if named is not None else folder / "order"
     least = 0 if named is not None else _WORTH_A_FILE
 
     def lay_out(builds: bool) -> Parts:
         cache = IndexCache(place, builds, least, lambda text: display.say(f"note: {text}"))
-        return opened.order(state.ordered_for, cache)
+        return opened.order(Numbers(state.ordered_for, state.valid_ordered_for), cache)
 
     built = on_some_ranks(world.local_rank == 0, lambda: lay_out(True), world.everyone)
     datasets = Datasets(*(built or lay_out(False)), opened.tokenizer, opened.names, opened.untested)
@@ -232,7 +243,7 @@ def _laid_out(
     config: RunConfig,
     members: Members,
     weights: Sequence[Sequence[float] | None],
-    numbers: Sequence[int],
+    numbers: Numbers,
     cache: IndexCache,
 ) -> Parts:
     data, wanted = config.data, wanted_samples(config)
@@ -246,16 +257,15 @@ def _laid_out(
     train: TrainingSamples
     if data.dataloader_type == "cyclic":
         # Epochs of one fixed set: a longer run has more of them. Only weights need a number to make that set.
-        once = build_blend(members[0], weights[0], numbers[:1] if weights[0] else None, recipe)
+        once = build_blend(members[0], weights[0], numbers.train[:1] if weights[0] else None, recipe)
         train = EpochShuffle(once, config.run.seed)
     else:
-        train = build_blend(members[0], weights[0], numbers, recipe)
+        train = build_blend(members[0], weights[0], numbers.train, recipe)
     valid = test = None
     if members[1] is not None and config.train.full_validation:
         valid = build_blend(members[1], None, None, recipe)
     elif members[1] is not None:
-        # Always the same samples, however long the run is: losses of several validations can then be compared.
-        valid = build_blend(members[1], weights[1], [wanted.valid], recipe)
+        valid = build_blend(members[1], weights[1], numbers.valid, recipe)
     if members[2] is not None:
         test = build_blend(members[2], weights[2], [wanted.test], recipe)
     return Parts(train, valid, test)
@@ -305,12 +315,11 @@ def _open_synthetic(config: RunConfig) -> OpenedData:
     length, wanted = config.model.seq_length, wanted_samples(config)
     assert data.dataset_size is not None and vocabulary is not None
     synthetic = SyntheticDataset(data.dataset_size, vocabulary, length, seed)
-    # Walks around the same cycle, which nothing before them has seen.
-    begin, unseen = data.dataset_size, list[SyntheticDataset | None]()
-    for size in wanted[1:]:
-        unseen.append(SyntheticDataset(size, vocabulary, length, seed, first=begin) if size else None)
-        begin += size
-    valid, test = unseen
+    # Walks around the same cycle, which nothing before them has seen, however long the run becomes.
+    valid, test = (
+        SyntheticDataset(size, vocabulary, length, seed, first) if size else None
+        for size, first in ((wanted.valid, data.dataset_size), (wanted.test, _FIRST_TEST_SAMPLE))
+    )
     return OpenedData(
         lambda numbers, cache: Parts(EpochShuffle(synthetic, seed), valid, test),
         None,
@@ -327,15 +336,18 @@ class Wanted(NamedTuple):
 
 
 def wanted_samples(config: RunConfig) -> Wanted:
-    """How many samples training, one validation and the test need."""
+    """How many samples training, all its validations and the test need, as Megatron counts them."""
     train = config.train
     assert train.train_iters is not None and train.global_batch_size is not None
-    evaluated = train.eval_iters * train.global_batch_size
+    evaluated = train.eval_iters * config.eval_batch[0]
+    validates = train.eval_interval or train.skip_train
+    # Every validation goes on where the one before ended; one more follows the last step.
+    times = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
     # Without an interval nothing is evaluated, unless files were named for it.
-    tests = train.eval_interval or config.data.test_data_path
+    tests = validates or config.data.test_data_path
     return Wanted(
         max(1, train.train_iters) * train.global_batch_size,
-        evaluated if train.eval_interval else 0,
+        times * evaluated if validates else 0,
         evaluated if tests else 0,
     )
 

@@ -1,33 +1,125 @@
-"""The loss on data that is not trained on."""
+"""The loss on data that is not trained on: during training, after it, or instead of it."""
 
 import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
 
 from pentatron.config.run import RunConfig
-from pentatron.data.epochs import FiniteDataset, Padded
+from pentatron.data.epochs import FiniteDataset, Padded, Repeated
+from pentatron.data.loader import Batch
 from pentatron.parallel.world import World
 from pentatron.train.batches import micro_batches
 from pentatron.train.datasets import Datasets
+from pentatron.train.ending import Ending, Endings
+from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
+from pentatron.train.state import TrainState
 from pentatron.train.step import validation_loss
+
+# Above it a perplexity says no more than the loss, and its digits fill the line.
+_LARGEST_EXPONENT = 20.0
 
 
 class Evaluation:
-    def __init__(self, config: RunConfig, world: World, model: ParallelModel, datasets: Datasets) -> None:
-        self.config, self.world, self.model, self.datasets = config, world, model, datasets
+    """Every validation goes on where the last one ended; the test set is always read from its beginning."""
 
-    def loss(self) -> float | None:
-        """The loss on the validation set, if there is one."""
-        valid, steps, size = (
-            self.datasets.valid,
-            self.config.train.eval_iters,
-            self.config.train.global_batch_size,
-        )
-        assert size is not None
-        if valid is None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        model: ParallelModel,
+        datasets: Datasets,
+        state: TrainState,
+        output: Output,
+        endings: Endings,
+    ) -> None:
+        self.config, self.world, self.model, self.datasets = config, world, model, datasets
+        self.state, self.output, self.endings = state, output, endings
+        # Of the last one over a whole set: at which step it was, and what it found.
+        self._whole: tuple[int, float] | None = None
+        # What broke the last one off, if it was.
+        self.ended_by: Ending | None = None
+
+    def during_training(self) -> float | None:
+        """The loss on the next validation samples, if there are any; None also if it was broken off."""
+        return self._validate(f"iteration {self.state.step}")
+
+    def after_training(self) -> dict[str, float]:
+        """The losses on the sets that there are, by name. Every rank must ask."""
+        step, found = self.state.step, {}
+        if (loss := self._validate(f"iteration {step} on validation set")) is not None:
+            found["validation"] = loss
+        if self.datasets.test is not None and self.ended_by is None:
+            loss = self._loss(self.datasets.test, 0)
+            if loss is not None:
+                self._tell("test", f"iteration {step} on test set", loss)
+                found["test"] = loss
+        if self.datasets.untested:
+            self.output.note(f"no test: {self.datasets.untested}")
+        return found
+
+    def _validate(self, where: str) -> float | None:
+        if self.datasets.valid is None:
             return None
-        if self.config.train.full_validation and isinstance(valid, FiniteDataset):
-            steps = -(-len(valid) // size)
-            valid = Padded(valid, steps * size)
-        batches = micro_batches(self.config, self.world, valid, consumed_samples=0)
-        wanted = itertools.islice(batches, steps * self.config.accumulation)
-        return validation_loss(self.model, wanted, self.config.accumulation)
+        whole = self._is_whole(self.datasets.valid)
+        if whole and self._whole is not None and self._whole[0] == self.state.step:
+            # The same weights on the same samples.
+            loss: float | None = self._whole[1]
+        else:
+            loss = self._loss(self.datasets.valid, self.state.consumed_valid_samples)
+        if loss is None:
+            return None
+        if whole:
+            self._whole = self.state.step, loss
+        else:
+            self.state.consumed_valid_samples += self.config.train.eval_iters * self.config.eval_batch[0]
+        self._tell("validation", where, loss)
+        return loss
+
+    def _is_whole(self, samples: Any) -> bool:
+        return self.config.train.full_validation and isinstance(samples, FiniteDataset)
+
+    def _loss(self, samples: Any, consumed: int) -> float | None:
+        """The mean over the tokens of `--eval-iters` steps, or of all samples; None if the run is to end at once."""
+        steps, (size, micro) = self.config.train.eval_iters, self.config.eval_batch
+        if self._is_whole(samples):
+            steps, consumed = -(-len(samples) // size), 0
+            samples = Padded(samples, steps * size)
+        elif isinstance(samples, FiniteDataset):
+            samples = Repeated(samples)
+        count = self.config.eval_accumulation
+        batches = micro_batches(self.config, self.world, samples, consumed, micro)
+        walk = _Walk(itertools.islice(batches, steps * count), count, self.endings)
+        loss = validation_loss(self.model, walk, count)
+        self.ended_by = walk.ended_by
+        if self.ended_by is not None:
+            why = "timelimit reached" if self.ended_by.signal is None else "signal received"
+            self.output.note(f"Exiting during evaluation, {why}")
+            return None
+        return loss
+
+    def _tell(self, name: str, where: str, loss: float) -> None:
+        perplexity = math.exp(min(_LARGEST_EXPONENT, loss))
+        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        rule = "-" * (len(line) + 1)
+        for text in (rule, line, rule):
+            self.output.note(text)
+        if not self.output.echoes:
+            self.output.display.say(f"step {self.state.step:>5}  {name} loss {loss:.4f}")
+
+
+class _Walk:
+    """Micro-batches up to their end, or to the first evaluation step before which the run is to end."""
+
+    def __init__(self, batches: Iterator[Batch], at_once: int, endings: Endings) -> None:
+        self.batches, self.at_once, self.endings = batches, at_once, endings
+        self.ended_by: Ending | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self.batches):
+            if number % self.at_once == 0:
+                self.ended_by = self.endings.between_steps()
+                if self.ended_by is not None:
+                    return
+            yield batch

@@ -1,6 +1,6 @@
 """Where a rank tells what happens in a run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TextIO
@@ -48,6 +48,10 @@ class Output:
     def record(self, report: StepReport, validation: float | None) -> None:
         for recorder in self.recorders:
             recorder.record(report, validation)
+
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        for recorder in self.recorders:
+            recorder.evaluated(step, losses)
 
     def saved(self, step: int, text: str) -> None:
         self.note(text)

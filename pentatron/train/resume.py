@@ -35,7 +35,7 @@ from pentatron.train.state import TrainState
 T = TypeVar("T")
 
 # These belong to the machine or to the output, not to the numbers a run computes.
-_FREE_SECTIONS = frozenset({"launch", "log", "checkpoint", "parallel"})
+_FREE_SECTIONS = frozenset({"launch", "log", "loop", "checkpoint", "parallel"})
 _DRAW_THE_ORDER = frozenset({"seed", "split", "seq_length", "dataloader_type", "mid_level_dataset_surplus"})
 _FREE_SETTINGS = frozenset(
     {

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.memory_samples import MemorySampler
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.collectives import on_some_ranks
+from pentatron.parallel.collectives import earliest, on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.datasets import arrange
-from pentatron.train.interrupt import StopRequest, signal_name, stop_on_signals
+from pentatron.train.ending import Ending
+from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
@@ -33,10 +35,14 @@ from pentatron.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `stopped_by` is the signal that ended it early, the same on every rank."""
+    """How a run ended: `ending` is what ended it early, the same on every rank."""
 
     folder: RunFolder
-    stopped_by: signal.Signals | None
+    ending: Ending | None
+
+    @property
+    def stopped_by(self) -> signal.Signals | None:
+        return None if self.ending is None else self.ending.signal
 
 
 def run_training(
@@ -45,13 +51,18 @@ def run_training(
     resumes: bool,
     launcher: int | None = None,
     program: Program = CONFIGURED,
+    started: float | None = None,
 ) -> Outcome:
-    """Trains as configured on this rank of the world; `launcher` is the process that must live while we do."""
+    """Trains as configured on this rank of the world; `launcher` is the process that must live while we do.
+
+    `started`: when this process began, in seconds since the epoch.
+    """
     config = resolved.config
     assert config.run.run_dir is not None and config.checkpoint.save is not None
     folder = RunFolder(Path(config.run.run_dir))
     # Who names a checkpoint to load wants to go on from it, also with a script that otherwise starts anew.
-    start_afresh = config.run.fresh or not (resumes or resolved.given("load"))
+    goes_on = resumes or resolved.given("load") or config.train.skip_train
+    start_afresh = config.run.fresh or not goes_on
     own_lines = config.log.console_lines == "short"
     display = open_display(config.log.progress_bar, shows_steps=own_lines) if world.is_first else Silent()
     with contextlib.ExitStack() as cleanup:
@@ -64,8 +75,9 @@ def run_training(
             world.everyone,
         )
         cleanup.enter_context(program.running(resolved, world, display))
-        stopped_by = _run(resolved, world, folder, display, stop, cleanup, program)
-        return Outcome(folder, stopped_by)
+        first = earliest(time.time() if started is None else started, world.everyone)
+        ending = _run(resolved, world, folder, display, stop, first, cleanup, program)
+        return Outcome(folder, ending)
 
 
 def _open_folders(
@@ -90,9 +102,10 @@ def _run(
     folder: RunFolder,
     display: Display,
     stop: StopRequest,
+    started: float,
     cleanup: contextlib.ExitStack,
     program: Program,
-) -> signal.Signals | None:
+) -> Ending | None:
     config = resolved.config
     assert config.checkpoint.save is not None
     for notice in resolved.notices:
@@ -124,19 +137,23 @@ def _run(
     for note in [*_without_effect_here(resolved, world), *began.notes]:
         output.say(f"note: {note}")
     _say_where_it_stands(config, began, output)
-    trainer = Trainer(config, world, model, optimizer, datasets, store, state, output, stop, began.is_saved)
-    stopped_by = trainer.run()
+    trainer = Trainer(
+        config, world, model, optimizer, datasets, store, state, output, stop, began.is_saved, started
+    )
+    ending = trainer.run()
     if len(datasets.names) > 1:
         output.say(
             f"samples so far: {', '.join(f'{count} from {name}' for name, count in state.drawn.items())}"
         )
     if world.is_first:
-        draw_curve(folder)
-        if stopped_by is None:
+        if not config.train.skip_train:
+            draw_curve(folder)
+        if ending is not None:
+            output.note(ending.line)
+            output.say(_farewell(ending, state))
+        elif not config.train.skip_train:
             finish(config, folder, datasets, output)
-        else:
-            output.say(_farewell(stopped_by, state))
-    return stopped_by
+    return ending
 
 
 def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
@@ -170,6 +187,11 @@ def _open_output(
         cleanup.callback(sampler.close)
     if not world.is_first:
         return Output(display)
+    log = cleanup.enter_context(folder.log.open("a", encoding="utf-8"))
+    echoes = config.log.console_lines == "megatron"
+    if config.train.skip_train:
+        # Who only looks changes nothing of what a run has left.
+        return Output(display, log, echoes=echoes)
     folder.write_config(resolved)
     if began.replaces_training:
         folder.set_metrics_aside()
@@ -177,14 +199,15 @@ def _open_output(
     for recorder in open_recorders(config, world, folder, began.state, parameters):
         cleanup.callback(recorder.close)
         recorders.append(recorder)
-    log = cleanup.enter_context(folder.log.open("a", encoding="utf-8"))
     lines = LogLines(config.log.log_interval, config.log.log_throughput)
-    return Output(display, log, recorders, lines, echoes=config.log.console_lines == "megatron")
+    return Output(display, log, recorders, lines, echoes)
 
 
 def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) -> None:
     state = began.state
     assert config.train.train_iters is not None
+    if config.train.skip_train:
+        return
     if config.train.train_iters == 0:
         output.say("no steps are asked for (--train-iters 0): the weights are saved as they are")
     elif state.step >= config.train.train_iters:
@@ -199,10 +222,10 @@ def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) ->
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")
 
 
-def _farewell(stopped_by: signal.Signals, state: TrainState) -> str:
+def _farewell(ending: Ending, state: TrainState) -> str:
     if state.step == 0:
-        return f"stopped by {signal_name(stopped_by)} before the first step; nothing was trained yet"
+        return f"{ending.reason} before the first step; nothing was trained yet"
     return (
-        f"stopped by {signal_name(stopped_by)} after step {state.step}; its checkpoint is saved, "
+        f"{ending.reason} after step {state.step}; its checkpoint is saved, "
         f"the same command goes on from there"
     )

@@ -12,11 +12,15 @@ class TrainState:
     step: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    # Of the validation set: the next validation goes on from there.
+    consumed_valid_samples: int = 0
     data_fingerprint: str = ""
     # Of each file that the fingerprint is made of, with the checksum of its tokens where that is known.
     data_files: list[dict[str, Any]] = field(default_factory=list)
     # How many samples the order was built for, first and each time the run was made longer: it grows, and never changes.
     ordered_for: list[int] = field(default_factory=list)
+    # The same for the validation set.
+    valid_ordered_for: list[int] = field(default_factory=list)
     # How many samples came from each dataset.
     drawn: dict[str, int] = field(default_factory=dict)
     # Floating-point operations of the run, by the formula that throughput is computed with.

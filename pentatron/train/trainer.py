@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import signal
 import time
 
 from pentatron.checkpoint.store import CheckpointStore
@@ -18,6 +17,7 @@ from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.world import World
 from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.datasets import Datasets
+from pentatron.train.ending import Ending, Endings
 from pentatron.train.evaluation import Evaluation
 from pentatron.train.interrupt import StopRequest
 from pentatron.train.introduction import tell_memory
@@ -45,13 +45,15 @@ class Trainer:
         output: Output,
         stop: StopRequest,
         is_saved: bool,
+        started: float,
     ) -> None:
         """`is_saved`: the run's own folder holds the state it begins with."""
         assert config.train.train_iters is not None
         assert config.train.global_batch_size and config.checkpoint.save_interval
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
-        self.evaluation = Evaluation(config, world, model, datasets)
+        self.endings = Endings(config, world, stop, started)
+        self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
         self.batch_size = config.train.global_batch_size
         self.save_interval = config.checkpoint.save_interval
@@ -64,8 +66,19 @@ class Trainer:
         self._saved_step = state.step
         self._begins_unsaved = not is_saved
 
-    def run(self) -> signal.Signals | None:
-        """Trains to the end, or to the first request to stop, which is returned; all ranks return the same."""
+    def run(self) -> Ending | None:
+        """Trains to the end, or to what ends the run before, which is returned; all ranks return the same."""
+        if self.config.train.skip_train:
+            self.output.say("skipping training (--skip-train is on) ...")
+            return self._evaluate_at_the_end()
+        is_done = self.state.step >= self.total_steps
+        ending = self._train()
+        if ending is None:
+            self.save()
+            ending = None if is_done else self._evaluate_at_the_end()
+        return ending
+
+    def _train(self) -> Ending | None:
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
@@ -74,7 +87,7 @@ class Trainer:
             if stopped_by is not None:
                 if self.state.step != self._saved_step:
                     self.save()
-                return stopped_by
+                return self.endings.by_signal(stopped_by)
             rate = self.rate(self.state.scheduled_samples)
             result = train_step(self.model, self.optimizer, drawn, rate, self.state.step, self.scaler.scale)
             self._settle(result)
@@ -89,7 +102,10 @@ class Trainer:
             self.output.record(report, self._validate_if_due())
             if self.state.step % self.save_interval == 0:
                 self.save()
-        self.save()
+            ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
+            if ending is not None:
+                self.save()
+                return ending
         return None
 
     def _count_samples(self) -> None:
@@ -143,15 +159,18 @@ class Trainer:
 
     def _validate_if_due(self) -> float | None:
         interval = self.config.train.eval_interval
-        due = interval > 0 and (self.state.step % interval == 0 or self.state.step == self.total_steps)
-        loss = self.evaluation.loss() if due else None
-        if loss is not None:
-            perplexity = math.exp(min(20.0, loss))
-            self.output.note(
-                f" validation loss at iteration {self.state.step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        return self.evaluation.during_training() if interval and self.state.step % interval == 0 else None
+
+    def _evaluate_at_the_end(self) -> Ending | None:
+        """On the validation and the test set."""
+        losses = self.evaluation.after_training()
+        if not self.config.train.skip_train:
+            self.output.evaluated(self.state.step, losses)
+        elif not losses:
+            self.output.say(
+                "there is nothing to evaluate on: no validation and no test samples (--eval-iters, --split)"
             )
-            self.output.display.say(f"step {self.state.step:>5}  validation loss {loss:.4f}")
-        return loss
+        return self.evaluation.ended_by
 
     def _report(self, result: StepResult, rate: float, seconds: float) -> StepReport:
         self._recent = [*self._recent[1 - _SPEED_WINDOW :], seconds]

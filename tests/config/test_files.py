@@ -95,7 +95,7 @@ def test_values(tmp_path: Path, text: str, expected: dict[str, object]) -> None:
         ("num_layer: 3", "a.yaml: num_layer: unknown setting (did you mean num_layers?)"),
         ("optim: {lrr: 3}", "a.yaml: optim.lrr: unknown setting (did you mean lr?)"),
         ("optm: {lr: 3}", "a.yaml: optm: unknown section (did you mean optim?); there are run, model, moe, data, train, "
-                          "optim, parallel, precision, memory, kernels, checkpoint, log, launch, language_model, model_parallel"),
+                          "optim, parallel, precision, memory, kernels, checkpoint, loop, log, launch, language_model, model_parallel"),
         ("model: qwen3-8b", "a.yaml: model is a section; write its settings indented below it"),
         ("model: {num_layers: many}", "a.yaml: model.num_layers wants a whole number, not 'many'"),
         ("num_layers: 2.5", "a.yaml: num_layers wants a whole number, not '2.5'"),

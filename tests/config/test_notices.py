@@ -6,6 +6,7 @@ import pytest
 
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
+from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.notices import IDLE
 from pentatron.config.resolve import gather, resolve
@@ -410,9 +411,12 @@ def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts
 
 
 def test_every_idle_reason_has_a_case() -> None:
-    """Those of the model are in test_model_settings.py."""
+    """Those of the model are in test_model_settings.py, those of the loop in test_loop_settings.py."""
     elsewhere = (
-        {n for n, s in table().items() if s.section == "moe"} | set(IDLE_OF_THE_MODEL) | set(IDLE_OF_SFT)
+        {n for n, s in table().items() if s.section == "moe"}
+        | set(IDLE_OF_THE_MODEL)
+        | set(IDLE_OF_SFT)
+        | set(IDLE_OF_THE_LOOP)
     )
     assert set(IDLE) - elsewhere == {case[0] for case in CASES} - elsewhere
 

@@ -5,6 +5,7 @@ import pytest
 from pentatron.config.draft import Facts
 from pentatron.config.entry import STANDARD
 from pentatron.config.limits import LIMITS, not_available, out_of_limits
+from pentatron.config.loop_rules import LOOP_RULES
 from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.rules import RULES, problems_of
@@ -278,8 +279,9 @@ def test_what_is_missing(rule: str, least: str, sentence: str, help: str) -> Non
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py, about chats in train/test_sft.py."""
-    elsewhere = {rule.__name__ for rule in (*MOE_RULES, *POSITION_RULES, *SFT_RULES)}
+    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py, about chats in train/test_sft.py,
+    of the loop in test_loop_settings.py."""
+    elsewhere = {rule.__name__ for rule in (*MOE_RULES, *POSITION_RULES, *SFT_RULES, *LOOP_RULES)}
     named = {case[0] for case in CASES} | {case[0] for case in MISSING}
     assert named == {rule.__name__ for rule in RULES} - elsewhere
 

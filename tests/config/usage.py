@@ -11,12 +11,13 @@ from pathlib import Path
 from pentatron.config.run import sections, table
 
 PACKAGE = Path(__file__).parents[2] / "pentatron"
-DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "setting.py"}
+DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "loop.py", "setting.py"}
 ONLY_TALK = {
     "data_notices.py",
     "rules.py",
     "layout_rules.py",
     "limits.py",
+    "loop_rules.py",
     "notices.py",
     "precision_rules.py",
 }

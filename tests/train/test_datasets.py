@@ -15,7 +15,7 @@ from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import ByteTokenizer, identify
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import Datasets, OpenedData, arrange, open_data
+from pentatron.train.datasets import Datasets, Numbers, OpenedData, arrange, open_data
 from pentatron.train.state import TrainState
 
 TEXT = "What the model sees is what was written. "
@@ -104,7 +104,7 @@ def test_files_of_its_own_to_test_with(prefix: Path) -> None:
         config = prepare(named.split(), TRAIN).resolved.config
         return open_data(config, single_process(torch.device("cpu")), prefix.parent, open_display("off"))
 
-    found = opened(f"--test-data-path {other}").order([12], IndexCache())
+    found = opened(f"--test-data-path {other}").order(Numbers([12], [6]), IndexCache())
     assert found.test is not None and set(found.test[39]["tokens"].tolist()) == {7}
     assert found.valid is None
     # What a run is tested with may change while it goes on.
@@ -121,7 +121,7 @@ def test_made_up_data_has_a_test_set_of_its_own(tmp_path: Path, words: str) -> N
     named = f"{words} --vocab-size 97 --global-batch-size 4 --device cpu {shape} --eval-iters 2"
     config = prepare(named.split(), TRAIN).resolved.config
     opened = open_data(config, single_process(torch.device("cpu")), tmp_path, open_display("off"))
-    parts = opened.order([12], IndexCache())
+    parts = opened.order(Numbers([12], [6]), IndexCache())
     assert parts.test is not None and parts.valid is not None
     seen = {tuple(part[i]["tokens"].tolist()) for part in (parts.valid, parts.test) for i in range(8)}
     assert len(seen) == 16

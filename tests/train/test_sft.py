@@ -20,7 +20,7 @@ from pentatron.data.plain_tokenizers import ByteTokenizer
 from pentatron.data.sft import pack
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import Datasets, OpenedData, arrange, open_data
+from pentatron.train.datasets import Datasets, Numbers, OpenedData, arrange, open_data
 from pentatron.train.parallel_model import build_parallel_model
 from pentatron.train.state import TrainState
 from pentatron.train.trial import reveal
@@ -239,7 +239,9 @@ def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None
     texts = []
     for found in (own, changed):
         assert found.tokenizer is not None
-        texts.append(found.tokenizer.decode(found.order([4], IndexCache())[0][0]["tokens"].tolist()))
+        texts.append(
+            found.tokenizer.decode(found.order(Numbers([4], []), IndexCache())[0][0]["tokens"].tolist())
+        )
     assert texts[0].startswith("<|im_start|>user\n") and "|say" in texts[1]
     assert own.identity == again.identity != changed.identity
     assert (
