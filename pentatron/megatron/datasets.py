@@ -25,7 +25,7 @@ from pentatron.megatron import state
 from pentatron.megatron.core.datasets.gpt_dataset import Blend, GPTDatasetConfig, MockGPTDataset
 from pentatron.monitor.display import Display
 from pentatron.parallel.world import World
-from pentatron.train.datasets import OpenedData, Parts, open_data, wanted_samples
+from pentatron.train.datasets import Numbers, OpenedData, Parts, Wanted, open_data, wanted_samples
 
 DatasetProvider = Callable[[Sequence[int]], Any]
 
@@ -52,17 +52,17 @@ class PlannedDataset:
 class Planned:
     """Opened data, and its samples once an order is known or needed."""
 
-    def __init__(self, opened: OpenedData, wanted: int) -> None:
+    def __init__(self, opened: OpenedData, wanted: Wanted) -> None:
         self.opened = opened
         self.wanted = wanted
         self._parts: Parts | None = None
 
-    def lay_out(self, numbers: Sequence[int], cache: IndexCache) -> None:
+    def lay_out(self, numbers: Numbers, cache: IndexCache) -> None:
         self._parts = self.opened.order(numbers, cache)
 
     def parts(self) -> Parts:
         if self._parts is None:
-            self.lay_out([self.wanted], IndexCache())
+            self.lay_out(Numbers([self.wanted.train], [self.wanted.valid]), IndexCache())
         assert self._parts is not None
         return self._parts
 
@@ -90,7 +90,7 @@ class DataPlan:
                     "provider is called with"
                 )
         config = _as_asked(self.config, asked, cls is MockGPTDataset)
-        planned = Planned(open_data(config, self.world, self.folder, self.display), wanted.train)
+        planned = Planned(open_data(config, self.world, self.folder, self.display), wanted)
         self.made.append(planned)
         return [PlannedDataset(planned, place) if wanted[place] else None for place in range(len(sizes))]
 
@@ -142,7 +142,7 @@ def provided_data(
     beneath = _length(given.train) if source is None else source.fingerprint
     fingerprint = f"{names[0]} {beneath}" if own is None else own.fingerprint
 
-    def order(numbers: Sequence[int], cache: IndexCache) -> Parts:
+    def order(numbers: Numbers, cache: IndexCache) -> Parts:
         for planned in plan.made:
             planned.lay_out(numbers, cache)
         train, valid, test = (_samples(dataset) for dataset in given)
