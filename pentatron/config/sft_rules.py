@@ -20,11 +20,16 @@ def _sft_file(v: Values, facts: Facts) -> str | None:
             "conversations"
         )
     if v["train_data_path"]:
-        return "--sft reads one file of conversations, which --split divides; give --data-path FILE.jsonl instead of a file for each split"
-    if len(words) == 1:
-        return None
-    found = f"found {len(words)} words" if words else "none is named"
-    return f"--sft reads one file of conversations, {found}; give --data-path FILE.jsonl (cat joins several files)"
+        return "--sft reads files of conversations, which --split divides; give --data-path FILE.jsonl instead of files for each split"
+    if not words:
+        return "--sft reads files of conversations, and none is named; give --data-path FILE.jsonl"
+    weight = next((word for word in words if word.replace(".", "", 1).isdecimal()), None)
+    if weight is not None:
+        return (
+            f"--sft reads every conversation once in an epoch, so the weight {weight} has nothing to weigh; give --data-path FILES alone "
+            "(a file named twice counts twice)"
+        )
+    return None
 
 
 def _sft_tokenizer(v: Values, facts: Facts) -> str | None:

@@ -68,7 +68,7 @@ class DataConfig:
         not_yet="a loader of your own",
         available=("single", "cyclic"),
     )
-    sft: bool = setting(False, "fine-tune on the answers of conversations (--data-path FILE.jsonl)")
+    sft: bool = setting(False, "fine-tune on the answers of conversations (--data-path FILE.jsonl ...)")
     sft_packing: bool = setting(False, "put several conversations into a sequence, each seeing itself alone")
     sft_tokenizer_prompt_format: str = setting(
         "default",

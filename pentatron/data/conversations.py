@@ -169,7 +169,7 @@ def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
     """Every line of a file of JSON lines: its number, its conversation, and the bytes of the file read up to it."""
     if not path.is_file():
         raise UserError(
-            f"there is no file {path}; with --sft, --data-path takes one file of JSON lines: {FORMS}"
+            f"there is no file {path}; with --sft, --data-path takes files of JSON lines: {FORMS}"
         )
     if not is_json(path):
         raise UserError(f"{path} is plain text, and --sft reads JSON lines: {FORMS}")

@@ -1,5 +1,6 @@
 """Reading a finite dataset for ever, in another order every epoch, or once in whole batches."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -67,6 +68,28 @@ class Repeated:
 
     def __getitem__(self, index: int) -> Sample:
         return self.dataset[index % len(self.dataset)]
+
+
+class Joined:
+    """Datasets one after another."""
+
+    def __init__(self, datasets: Sequence[FiniteDataset]) -> None:
+        self.datasets = tuple(datasets)
+        self._ends = np.cumsum([len(dataset) for dataset in datasets])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} samples")
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        dataset = self.datasets[number]
+        return dataset[index - (int(self._ends[number]) - len(dataset))]
+
+    def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Which dataset each of these samples comes from."""
+        return np.searchsorted(self._ends, samples, side="right")
 
 
 class Padded:

@@ -272,7 +272,9 @@ def _laid_out(
 
 
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
-    tokenizer = configured_tokenizer(config.data, config.model.vocab_size)
+    tokenizer = on_some_ranks(
+        True, lambda: configured_tokenizer(config.data, config.model.vocab_size), world.everyone
+    )
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
     cache = config.data.data_cache_path
     place = folder if cache is None else Path(cache)

@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.corpus import only_one
-from pentatron.data.epochs import EpochShuffle
+from pentatron.data.epochs import EpochShuffle, Joined
 from pentatron.data.indexed import IndexedDataset, pair_paths
 from pentatron.data.sampling import parse_split, split_ranges
 from pentatron.data.tokenizer import Tokenizer, identify
@@ -47,59 +48,83 @@ def build_conversations(
     validates: bool,
     tests: bool,
 ) -> Conversations:
-    """Conversations to train on, to validate and to test with, where that is wanted."""
+    """Conversations to train on, to validate and to test with, where that is wanted.
+
+    Several files are read as one set; --split divides each of them.
+    """
     from pentatron.data.conversations import Writer
     from pentatron.data.sft import SFTDataset, write_conversations
 
     data = config.data
-    path = Path(data.data_path[0])
-    template = find_template(data, tokenizer)
-    recipe = [RECIPE, asdict(identify(tokenizer)), None]
-    if template is not None:
-        recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
-    what = hashlib.sha256(repr(recipe).encode())
-    what.update(_content(path).encode())
-    prefix = folder / f"sft-{what.hexdigest()[:16]}"
+    paths = [Path(name) for name in data.data_path]
+    # What fails on one machine alone must be told by all, before any of them waits for the others.
+    found = on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
+    assert found is not None
+    template, contents = found
+    prefixes = [folder / f"sft-{content[:16]}" for content in contents]
 
     def prepare() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder):
-            if not _is_good(prefix, display):
-                writer = Writer(tokenizer, template)
-                write_conversations(
-                    path, prefix, writer, lambda done, total: display.work("tokenize", done, total)
-                )
+            for path, prefix in zip(paths, prefixes):
+                if not _is_good(prefix, display):
+                    writer = Writer(tokenizer, template)
+                    write_conversations(
+                        path, prefix, writer, lambda done, total: display.work("tokenize", done, total)
+                    )
         return True
 
     on_some_ranks(world.local_rank == 0, prepare, world.everyone)
-    source = IndexedDataset(prefix, config.model.vocab_size)
-    conversations = len(source.document_indices) - 1
-    length, packed, seed = config.model.seq_length, data.sft_packing, config.run.seed
-    parts = split_ranges(parse_split(data.split), conversations)
-    train, *held_back = (part or range(0) for part in parts)
-    rows = SFTDataset(source, train, length, packed)
-    if len(rows) == 0:
-        raise UserError(_nothing_left(path, data.split, train, rows))
-    display.say(_report("training", rows, len(train)))
-    evaluated: list[EpochShuffle | None] = [None, None]
-    missing = ["", ""]
-    for number, (name, verb, wanted) in enumerate(
-        [("validation", "validate", validates), ("test", "test", tests and parts[2] is not None)]
-    ):
-        if not wanted:
-            continue
-        others = SFTDataset(source, held_back[number], length, packed)
-        if len(others):
-            display.say(_report(name, others, len(held_back[number])))
-            evaluated[number] = EpochShuffle(others, seed)
-        else:
-            missing[number] = (
-                f"--split {data.split} leaves none of {_count(conversations, 'conversation')} to {verb} with"
-            )
-    if missing[0]:
-        display.say(f"note: {missing[0]}")
-    fingerprint = f"sft {what.hexdigest()} {'packed' if packed else 'padded'}"
-    return Conversations(EpochShuffle(rows, seed), evaluated[0], evaluated[1], fingerprint, missing[1])
+    sources = [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes]
+    length, packed = config.model.seq_length, data.sft_packing
+    shares = parse_split(data.split)
+
+    def read(part: int, name: str) -> list[SFTDataset]:
+        """A part of every file that has something for it, after saying what it is."""
+        parts = []
+        for path, source in zip(paths, sources):
+            documents = split_ranges(shares, len(source.document_indices) - 1)[part] or range(0)
+            rows = SFTDataset(source, documents, length, packed)
+            if len(rows) == 0:
+                if part == 0:
+                    raise UserError(_nothing_left(path, data.split, documents, rows))
+                continue
+            display.say(_report(name if len(paths) == 1 else f"{name}, {path}", rows, len(documents)))
+            parts.append(rows)
+        return parts
+
+    train = _endless(read(0, "training"), config.run.seed)
+    assert train is not None
+    conversations = sum(len(source.document_indices) - 1 for source in sources)
+    missing = f"--split {data.split} leaves none of {_count(conversations, 'conversation')} to"
+    valid = _endless(read(1, "validation"), config.run.seed) if validates else None
+    if validates and valid is None:
+        display.say(f"note: {missing} validate with")
+    tests = tests and shares[2] > 0
+    test = _endless(read(2, "test"), config.run.seed) if tests else None
+    untested = f"{missing} test with" if tests and test is None else ""
+    what = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
+    return Conversations(train, valid, test, f"sft {what} {'packed' if packed else 'padded'}", untested)
+
+
+def _identified(
+    data: DataConfig, tokenizer: Tokenizer, paths: Sequence[Path]
+) -> "tuple[ChatTemplate | None, list[str]]":
+    """The template, and a hash of everything that determines the tokens of each file."""
+    template = find_template(data, tokenizer)
+    recipe = [RECIPE, asdict(identify(tokenizer)), None]
+    if template is not None:
+        recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
+    hashes = []
+    for path in paths:
+        what = hashlib.sha256(repr(recipe).encode())
+        what.update(_content(path).encode())
+        hashes.append(what.hexdigest())
+    return template, hashes
+
+
+def _endless(parts: "Sequence[SFTDataset]", seed: int) -> EpochShuffle | None:
+    return EpochShuffle(parts[0] if len(parts) == 1 else Joined(parts), seed) if parts else None
 
 
 def _is_good(prefix: Path, display: Display) -> bool:

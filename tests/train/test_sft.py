@@ -8,23 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.errors import AgreedError, ConfigError, UserError
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.data.boundaries import DOCUMENT_STARTS
 from pentatron.data.index_cache import IndexCache
 from pentatron.data.loader import build_loader, collate
 from pentatron.data.plain_tokenizers import ByteTokenizer
 from pentatron.data.sft import pack
+from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
-from pentatron.parallel.world import single_process
+from pentatron.parallel.collectives import on_some_ranks
+from pentatron.parallel.world import connect, single_process
 from pentatron.train.datasets import Datasets, Numbers, OpenedData, arrange, open_data
 from pentatron.train.parallel_model import build_parallel_model
 from pentatron.train.state import TrainState
 from pentatron.train.trial import reveal
 from tests.data.chats import CHATML, tokenizer_folder
+from tests.harness import distributed
 
 CPU = torch.device("cpu")
 LENGTH = 48
@@ -181,6 +185,46 @@ def test_damaged_tokens_of_an_earlier_run_are_made_again(tmp_path: Path) -> None
     assert build(path, data).train[3]["tokens"].tolist() == expected
 
 
+def test_several_files_are_one_set(tmp_path: Path) -> None:
+    names = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, part in zip(names, (lines(30)[:20], lines(30)[20:]), strict=True):
+        write(path, part)
+    both = ["--data-path", *map(str, names), "--split", "8,1,1", "--eval-iters", "1"]
+    said = Said()
+    found = build(names[0], tmp_path, *both, said=said)
+
+    def labels(part: Any, count: int) -> list[list[int]]:
+        return sorted(part[i]["labels"].tolist() for i in range(count))
+
+    whole = write(
+        tmp_path / "whole.jsonl", [line for at in (0, 20) for line in lines(30)[at : at + (8 if at else 16)]]
+    )
+    assert labels(found.train, 24) == labels(build(whole, tmp_path).train, 24)
+    # Every file is divided by itself; an epoch has every conversation once, so it draws as many as each file has.
+    assert labels(found.valid, 3) == labels(
+        build(write(tmp_path / "v.jsonl", [*lines(30)[16:18], lines(30)[28]]), tmp_path).train, 3
+    )
+    assert found.drawn(0, 48) == {str(names[0]): 32, str(names[1]): 16}
+    assert any(line.startswith(f"training, {names[1]}: 8 conversations") for line in said.lines)
+    other = opened(names[0], tmp_path, "--data-path", str(names[1]), str(names[0]), *both[3:])
+    assert other.fingerprint != opened(names[0], tmp_path, *both).fingerprint
+    with pytest.raises(UserError, match=r"there is no file .*absent\.jsonl"):
+        build(names[0], tmp_path, "--data-path", str(names[0]), "absent.jsonl")
+
+
+@distributed(world=2)
+def test_what_one_machine_lacks_is_one_sentence_on_both(tmp_path: Path) -> None:
+    """Before any rank waits for the tokens: a sentence that only the other rank knew would be lost."""
+    rank = dist.get_rank()
+    path = tmp_path / f"{rank}.jsonl"
+    write(path, lines(4))
+    folder = tokenizer_folder(tmp_path / f"tokenizer{rank}", CHATML) if rank == 0 else tmp_path / "absent"
+    config = resolved(path, "--tokenizer-model", str(folder), "--vocab-size", "2000").config
+    world = connect(Grid(data=2), rank, rank, CPU)
+    with pytest.raises(AgreedError, match="Tokenizer not found"):
+        on_some_ranks(True, lambda: open_data(config, world, tmp_path, Said()), world.everyone)
+
+
 def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", lines(30))
     found = build(path, tmp_path, "--split", "8,1,1", "--eval-iters", "1")
@@ -262,7 +306,7 @@ def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
         (["--data-path", "a.jsonl"], "--data-path a.jsonl is text"),
         (
             ["--sft", "--data-path", "1", "a.jsonl", "1", "b.jsonl"],
-            "one file of conversations, found 4 words",
+            "the weight 1 has nothing to weigh",
         ),
         (["--sft", "--data-path", "a.jsonl"], "--sft needs a tokenizer"),
         (["--sft-tokenizer-prompt-format", "nemotron-h-aligned"], "--chat-template FILE takes any template"),
