@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import TRAIN, EntryPoint
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.flags import did_you_mean
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ def _sentences(action: Callable[[], int]) -> int:
     except UserError as error:
         if _speaks():
             complain(str(error))
+        elif os.environ.get("LOCAL_RANK") == "0" and not isinstance(error, AgreedError):
+            # What another machine lacks (a file, a tokenizer) the first rank does not know.
+            complain(f"rank {os.environ['RANK']}: {error}")
         return 2
     except KeyboardInterrupt:
         if _speaks():

@@ -13,6 +13,7 @@ from pentatron.cli.environment import (
     tasks_per_node,
     timeout_seconds,
 )
+from pentatron.cli.main import main
 from pentatron.config.address import meeting_point
 from pentatron.config.errors import UserError
 
@@ -21,6 +22,27 @@ SLURM = {
     "SLURM_STEP_ID": "0", "SLURM_NTASKS": "11", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
 }  # fmt: skip
+
+
+def test_what_another_machine_lacks_is_said_there_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "train --data-args-path absent --vocab-size 9 --train-iters 1 --nproc-per-node 1".split()
+    for rank, local, expected in ((0, 0, 1), (3, 1, 0), (2, 0, 1)):
+        places = {
+            "RANK": rank,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": 4,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": 1,
+        }
+        for name, value in places.items():
+            monkeypatch.setenv(name, str(value))
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert err.count("--data-args-path absent does not exist") == expected
+        assert ("rank 2: " in err) == (rank == 2)
 
 
 def test_nobody() -> None:
