@@ -5,7 +5,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from pentatron.parallel.world import World
     from pentatron.train.program import Program
 
 _USER_ERROR = 2
@@ -69,15 +71,12 @@ def _check_spec(resolved: Resolved) -> None:
     check_user_spec(config.model, config.moe)
 
 
-def _work(
-    prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
-) -> int:
+@contextmanager
+def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
+    """This process as one of the run's, on its device."""
     import torch
 
-    from pentatron.data.loader import death_of_a_reader
     from pentatron.parallel.world import choose_device, open_world
-    from pentatron.train.program import CONFIGURED
-    from pentatron.train.session import run_training
 
     config = prepared.resolved.config
     assert config.launch.threads_per_process is not None
@@ -89,13 +88,28 @@ def _work(
         announce_worker(worker, config.launch.init_method)
     device = choose_device(config.launch.device, worker.local_rank)
     timeout = config.launch.distributed_timeout_minutes
-    # An agent that started us passes signals on; without it we would train on, unseen.
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     place = (worker.rank, worker.local_rank, worker.local_size)
+    with open_world(config.grid, *place, device, timeout, config.shared()) as world:
+        yield world
+
+
+def launching_agent() -> int | None:
+    """The process that started us, if it passes signals on; without it we would train on, unseen."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _work(
+    prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
+) -> int:
+    from pentatron.data.loader import death_of_a_reader
+    from pentatron.train.program import CONFIGURED
+    from pentatron.train.session import run_training
+
+    config = prepared.resolved.config
     try:
-        with open_world(config.grid, *place, device, timeout, config.shared()) as world:
+        with joined_world(prepared, worker) as world:
             outcome = run_training(
-                prepared.resolved, world, entry.resumes, launcher, program or CONFIGURED, started
+                prepared.resolved, world, entry.resumes, launching_agent(), program or CONFIGURED, started
             )
     except AgreedError:
         raise

@@ -150,14 +150,9 @@ def provided_data(
             train = EpochShuffle(train, config.run.seed)
         return Parts(train, valid, test)
 
-    return OpenedData(
-        order,
-        None if source is None else source.tokenizer,
-        names,
-        fingerprint,
-        source is not None and source.depends_on_length,
-        "" if source is None else source.untested,
-    )
+    if source is None:
+        return OpenedData(order, None, names, fingerprint, depends_on_length=False)
+    return dataclasses.replace(source, order=order, names=names, fingerprint=fingerprint)
 
 
 class _Given(NamedTuple):

@@ -3,8 +3,10 @@
 import contextlib
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -15,15 +17,15 @@ from pentatron.config.run import RunConfig
 from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.memory_samples import MemorySampler
-from pentatron.optim.build import build_optimizer
+from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import earliest, on_some_ranks
 from pentatron.parallel.world import World
-from pentatron.train.datasets import arrange
+from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.ending import Ending
 from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
 from pentatron.train.output import Output
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.program import CONFIGURED, Program
 from pentatron.train.recorders import open_recorders
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
@@ -31,6 +33,8 @@ from pentatron.train.resume import Beginning, starting_point
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.state import TrainState
 from pentatron.train.trainer import Trainer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,23 @@ def run_training(
 
     `started`: when this process began, in seconds since the epoch.
     """
+    with open_session(resolved, world, resumes, launcher, program, started) as session:
+        session.open_data()
+        session.build()
+        session.prepare()
+        return session.train()
+
+
+@contextlib.contextmanager
+def open_session(
+    resolved: Resolved,
+    world: World,
+    resumes: bool,
+    launcher: int | None,
+    program: Program,
+    started: float | None = None,
+) -> "Iterator[Session]":
+    """A run whose folders are ours until the end of the block."""
     config = resolved.config
     assert config.run.run_dir is not None and config.checkpoint.save is not None
     folder = RunFolder(Path(config.run.run_dir))
@@ -76,8 +97,7 @@ def run_training(
         )
         cleanup.enter_context(program.running(resolved, world, display))
         first = earliest(time.time() if started is None else started, world.everyone)
-        ending = _run(resolved, world, folder, display, stop, first, cleanup, program)
-        return Outcome(folder, ending)
+        yield Session(resolved, world, folder, display, stop, first, cleanup, program)
 
 
 def _open_folders(
@@ -96,64 +116,106 @@ def _open_folders(
         cleanup.enter_context(folder_lock(place.path))
 
 
-def _run(
-    resolved: Resolved,
-    world: World,
-    folder: RunFolder,
-    display: Display,
-    stop: StopRequest,
-    started: float,
-    cleanup: contextlib.ExitStack,
-    program: Program,
-) -> Ending | None:
-    config = resolved.config
-    assert config.checkpoint.save is not None
-    for notice in resolved.notices:
-        display.say(f"note: {notice}")
-    torch.manual_seed(config.run.seed + world.everyone.rank)
-    data = on_some_ranks(True, lambda: program.open_data(config, world, folder.data, display), world.everyone)
-    assert data is not None
-    model = build_parallel_model(config, world, program)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
-    store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
-    began = starting_point(resolved, world, model, optimizer, store, data)
-    state = began.state
-    program.begins(state)
-    parameters = model.count_parameters()
-    datasets = on_some_ranks(
-        True, lambda: arrange(data, config, world, state, folder.data, display), world.everyone
-    )
-    assert datasets is not None
-    output = on_some_ranks(
-        True,
-        lambda: _open_output(resolved, world, folder, display, began, cleanup, parameters),
-        world.everyone,
-    )
-    assert output is not None
-    introduce(config, world, model, output)
-    output.say(describe(config, world, parameters))
-    if pipeline := describe_pipeline(config):
-        output.say(pipeline)
-    for note in [*_without_effect_here(resolved, world), *began.notes]:
-        output.say(f"note: {note}")
-    _say_where_it_stands(config, began, output)
-    trainer = Trainer(
-        config, world, model, optimizer, datasets, store, state, output, stop, began.is_saved, started
-    )
-    ending = trainer.run()
-    if len(datasets.names) > 1:
-        output.say(
-            f"samples so far: {', '.join(f'{count} from {name}' for name, count in state.drawn.items())}"
+class Session:
+    """A run in its parts, one after the other: what it reads, what it computes with, what it tells, and the loop."""
+
+    data: OpenedData
+    model: ParallelModel
+    optimizer: AnyOptimizer
+    began: Beginning
+    trainer: Trainer
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        world: World,
+        folder: RunFolder,
+        display: Display,
+        stop: StopRequest,
+        started: float,
+        cleanup: contextlib.ExitStack,
+        program: Program,
+    ) -> None:
+        self.resolved, self.config, self.world = resolved, resolved.config, world
+        self.folder, self.display, self.stop, self.started = folder, display, stop, started
+        self.cleanup, self.program = cleanup, program
+        for notice in resolved.notices:
+            display.say(f"note: {notice}")
+        torch.manual_seed(self.config.run.seed + world.everyone.rank)
+
+    def open_data(self) -> None:
+        self.data = self._on_every_rank(
+            lambda: self.program.open_data(self.config, self.world, self.folder.data, self.display)
         )
-    if world.is_first:
-        if not config.train.skip_train:
-            draw_curve(folder)
-        if ending is not None:
-            output.note(ending.line)
-            output.say(_farewell(ending, state))
-        elif not config.train.skip_train:
-            finish(config, folder, datasets, output)
-    return ending
+
+    def build(self) -> None:
+        """The model and the optimizer, with the state that the run goes on from."""
+        config, world = self.config, self.world
+        assert config.checkpoint.save is not None
+        self.model = build_parallel_model(config, world, self.program)
+        self.optimizer = build_optimizer(
+            self.model.stages, world, config.optim, config.parallel, model_dtype(config)
+        )
+        self.store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
+        self.began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
+        self.state = self.began.state
+        self.program.begins(self.state)
+
+    def prepare(self) -> None:
+        """The samples in their order, the files that are written, and the loop, ready to go."""
+        config, world = self.config, self.world
+        parameters = self.model.count_parameters()
+        datasets = self._on_every_rank(
+            lambda: arrange(self.data, config, world, self.state, self.folder.data, self.display)
+        )
+        self.output = output = self._on_every_rank(lambda: self._open_output(parameters))
+        introduce(config, world, self.model, output)
+        output.say(describe(config, world, parameters))
+        if pipeline := describe_pipeline(config):
+            output.say(pipeline)
+        for note in [*_without_effect_here(self.resolved, world), *self.began.notes]:
+            output.say(f"note: {note}")
+        _say_where_it_stands(config, self.began, output)
+        self.trainer = Trainer(
+            config,
+            world,
+            self.model,
+            self.optimizer,
+            datasets,
+            self.store,
+            self.state,
+            output,
+            self.stop,
+            self.began.is_saved,
+            self.started,
+        )
+
+    def train(self) -> Outcome:
+        """The loop to its end, and what is made of its results."""
+        ending = self.trainer.run()
+        datasets, output = self.trainer.datasets, self.output
+        if len(datasets.names) > 1:
+            drawn = ", ".join(f"{count} from {name}" for name, count in self.state.drawn.items())
+            output.say(f"samples so far: {drawn}")
+        if self.world.is_first:
+            if not self.config.train.skip_train:
+                draw_curve(self.folder)
+            if ending is not None:
+                output.note(ending.line)
+                output.say(_farewell(ending, self.state))
+            elif not self.config.train.skip_train:
+                finish(self.config, self.folder, datasets, output)
+        return Outcome(self.folder, ending)
+
+    def _on_every_rank(self, action: Callable[[], T]) -> T:
+        made = on_some_ranks(True, action, self.world.everyone)
+        assert made is not None
+        return made
+
+    def _open_output(self, parameters: int) -> Output:
+        return _open_output(
+            self.resolved, self.world, self.folder, self.display, self.began, self.cleanup, parameters
+        )
 
 
 def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
