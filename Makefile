@@ -64,6 +64,9 @@ fuzz-data: $(READY) ## N (10000) random data files, damaged: no wrong token, no 
 slurm: $(READY) ## the written Slurm scripts on a real Slurm of two nodes on this machine: warned, preempted, cancelled
 	@$(BIN)/python scripts/slurm_trial.py
 
+plan-check: $(READY) ## bytes that pentatron plan foresees against those of real steps, in 29 layouts; some: ARGS="--only PP"
+	@$(BIN)/python scripts/plan_check.py $(ARGS)
+
 bench-harness: $(READY) ## cost of an empty distributed test against fresh processes
 	@$(BIN)/python bench/harness.py
 

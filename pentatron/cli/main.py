@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pentatron.train.program import Program
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("plan", "bench", "doctor")
+PLANNED = ("bench", "doctor")
 
 USAGE = """usage: pentatron COMMAND [...]
 
@@ -30,6 +30,7 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   export     write a checkpoint as a Hugging Face folder
   config     show the settings a training command resolves to, and where each came from
   layout     show which rank does what, and draw the pipeline's schedule
+  plan       say what a model needs on some GPUs, and which layouts fit
   verify     compare a layout with one process, number by number, on a small model
   presets    list the named models and their shapes
   launch     write the script that trains on several machines, for Slurm or torchrun
@@ -202,6 +203,12 @@ def _layout(words: Sequence[str]) -> int:
     return layout_command(words)
 
 
+def _plan(words: Sequence[str]) -> int:
+    from pentatron.cli.plan import plan_command
+
+    return plan_command(words)
+
+
 def _verify(words: Sequence[str]) -> int:
     from pentatron.cli.verify import verify_command
 
@@ -235,6 +242,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": _export,
     "config": _config,
     "layout": _layout,
+    "plan": _plan,
     "verify": _verify,
     "presets": _presets,
     "launch": _launch,

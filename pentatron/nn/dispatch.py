@@ -106,7 +106,23 @@ def _weighted(made_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 
 def _put_back(rows_ND: Tensor, order: Tensor, count: int) -> Tensor:
     """`count` rows: row `order[i]` is row i; those that nobody computed are zero."""
-    return rows_ND.new_zeros(count, rows_ND.shape[1]).index_copy(0, order, rows_ND)
+    result = _PutBack.apply(rows_ND, order, count)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _PutBack(torch.autograd.Function):
+    """Autograd's own backward of this keeps the rows as well, for their shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows_ND.new_zeros(count, rows_ND.shape[1]).index_copy_(0, order, rows_ND)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return gradients[0].index_select(0, order), None, None
 
 
 def _dealt(x_TD: Tensor, order: Tensor, topk: int) -> Tensor:

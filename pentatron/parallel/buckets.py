@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pentatron.layout.packing import ALIGNMENT, Item, aligned, packed
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, Held, Piece, fragments_of
-
-# Elements: 32 bytes of fp32, so that vector loads of a parameter start on a boundary.
-ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -89,19 +87,14 @@ def plan_buckets(held: Sequence[Held], limit: int, group_of: Callable[[Axis], Gr
     it differs between the two, and yet both must cut it into the same shares to add up its gradients. `group_of` gives
     the ranks of an axis. Buckets come in the order in which they are opened.
     """
-    found: list[tuple[Axis, list[Held]]] = []
-    open_ones: dict[Axis, tuple[list[Held], int]] = {}
-    for parameter in reversed(held):
-        copies = parameter.declared.copies
-        room = _aligned(parameter.parameter.numel(), ALIGNMENT)
-        alone = any("embedding" in piece.partial_over for piece in parameter.declared.pieces)
-        members, filled = open_ones.get(copies, ([], limit))
-        if alone or filled + room > limit:
-            members, filled = [], 0
-            found.append((copies, members))
-        members.append(parameter)
-        open_ones[copies] = (members, limit if alone else filled + room)
-    return [_plan(members, group_of(copies)) for copies, members in found]
+    items = [Item(h.parameter.numel(), h.declared.copies, _ends_share(h)) for h in held]
+    return [
+        _plan([held[i] for i in bucket.items], group_of(bucket.copies)) for bucket in packed(items, limit)
+    ]
+
+
+def _ends_share(held: Held) -> bool:
+    return any("embedding" in piece.partial_over for piece in held.declared.pieces)
 
 
 def _plan(group: Sequence[Held], copies: Group) -> Plan:
@@ -109,14 +102,10 @@ def _plan(group: Sequence[Held], copies: Group) -> Plan:
     end = decayed = 0
     for held in sorted(group, key=lambda h: not h.decays):
         slots.append(Slot(held, Span(end, end + held.parameter.numel())))
-        end = _aligned(slots[-1].span.last, ALIGNMENT)
+        end = aligned(slots[-1].span.last)
         if held.decays:
             decayed = end
-    return Plan(tuple(slots), decayed, _aligned(end, ALIGNMENT * copies.size), copies)
-
-
-def _aligned(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+    return Plan(tuple(slots), decayed, aligned(end, ALIGNMENT * copies.size), copies)
 
 
 class Bucket:
@@ -168,7 +157,7 @@ def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
             continue
         first = int(view.storage_offset() - flat.storage_offset())
         last = first + view.numel()
-        if open_run is not None and first <= _aligned(open_run.last, ALIGNMENT):
+        if open_run is not None and first <= aligned(open_run.last):
             first = open_run.first
             runs.pop()
         open_run = Span(first, last)

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from pentatron.layout.packing import aligned
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.buckets import ALIGNMENT
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.counted_sharding import count_waits
 from pentatron.parallel.pieces import (
@@ -88,7 +88,7 @@ class ShardedStage:
             return
         flat = self.flat[axis] = torch.zeros(ends[-1], dtype=torch.float32, device=device)
         for held, values, end in zip(helds, local, ends):
-            room = _aligned(values.numel())
+            room = aligned(values.numel())
             place = flat[end - room : end - room + values.numel()].view(values.shape)
             parameter: Any = held.parameter
             # Torch adds to a gradient that is there, and this one stays there.
@@ -205,12 +205,8 @@ def _start(parameter: Any) -> Shape:
     return tuple(first if d == placement.dim else 0 for d in range(parameter.dim()))
 
 
-def _aligned(number: int) -> int:
-    return math.ceil(number / ALIGNMENT) * ALIGNMENT
-
-
 def _ends(sizes: Iterator[int] | Any) -> Iterator[int]:
     end = 0
     for size in sizes:
-        end += _aligned(size)
+        end += aligned(size)
         yield end

@@ -1,0 +1,440 @@
+"""What `pentatron plan` shows, as text to read and as data for machines."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pentatron.config.run import table
+from pentatron.plan.advice import TRADE_OFFS, Advice, advise
+from pentatron.plan.devices import in_words
+from pentatron.plan.experts import by_expert_size
+from pentatron.plan.footprint import footprint_line
+from pentatron.plan.held import total_parameters
+from pentatron.plan.memory import RankMemory
+from pentatron.plan.search import LAYOUT, Layout, Search, usable
+from pentatron.plan.shape import Shape
+
+_BAR = 20
+_MOST_RANKS = 8
+_PARTS = {
+    "weights": "what the model computes with",
+    "gradients": "in fp32",
+    "optimizer": "master weights and Adam's moments, in fp32",
+    "activations": "kept for backward",
+    "logits": "of the last layer, in fp32",
+    "buffers": "messages and collectives",
+    "working": "for a moment in backward: what runs again, gradients of logits and of one matrix",
+}
+_AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
+# Settings of this command, or of what is not trained here: they are no part of the command to copy.
+_NOT_COPIED = ("world_size", "nproc_per_node", "dataset_size", "train_iters")
+_DATA = (
+    "data_path",
+    "train_data_path",
+    "data_path_config",
+    "data_args_path",
+    "mock_data",
+    "corpus",
+    "dataset_size",
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """`given` is the layout the user wrote, if any; `layouts` are those that were found, the best first."""
+
+    search: Search
+    given: Layout | None
+    layouts: list[Layout]
+    model: str
+    assumed: tuple[str, ...]
+    top: int
+    notices: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> Layout:
+        """Whose memory is shown in full."""
+        return self.given or self.layouts[0]
+
+    @property
+    def best(self) -> Layout | None:
+        return next((layout for layout in self.layouts if layout.fits), None)
+
+    @cached_property
+    def advice(self) -> Advice:
+        return advise(self.search, self.shown, self.layouts)
+
+    @property
+    def shape(self) -> Shape:
+        return self.shown.shape
+
+
+def as_text(report: Report) -> str:
+    blocks = [
+        _model(report),
+        _tree(report),
+        _list(report),
+        _detail(report),
+        _experts(report),
+        _command(report),
+    ]
+    blocks += [_assumptions(report), "\n".join(f"note: {notice}" for notice in report.notices)]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _model(report: Report) -> str:
+    shape, config, search = report.shape, report.shape.config, report.search
+    model, train = config.model, config.train
+    assert train.global_batch_size
+    parameters, active = total_parameters(shape)
+    tokens = train.global_batch_size * model.seq_length
+    flops = report.shown.estimate.flops
+    groups = (
+        f" in {model.num_query_groups} groups" if model.num_query_groups != model.num_attention_heads else ""
+    )
+    count = f"{_billions(parameters)} parameters" + (
+        f", {_billions(active)} of them for each token" if active < parameters else ""
+    )
+    experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
+    return "\n".join(
+        [
+            f"{report.model} on {search.world} × {search.device.name}, {in_words(search.device.memory)} each",
+            "",
+            f"  model  {count}: {model.num_layers} layers, {model.hidden_size} wide, "
+            f"{model.num_attention_heads} heads{groups}{experts}, {model.vocab_size} words",
+            f"  step   {train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens; "
+            f"{flops:.4g} FLOPs, {flops / tokens:.3g} a token",
+        ]
+    )
+
+
+def _billions(count: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:.0f}"
+
+
+def _tree(report: Report) -> str:
+    advice = report.advice
+    width = max(len(answer.question) for answer in advice.tree)
+    lines = ["How to divide it", ""]
+    lines += [f"  {answer.question:<{width}}  {answer.answer}" for answer in advice.tree]
+    if advice.combination:
+        lines.append(f"  {'→':>{width}}  {advice.combination}")
+    lines += [f"  the guides' {line}" for line in advice.tables]
+    return "\n".join(lines)
+
+
+def _list(report: Report) -> str:
+    fitting = [layout for layout in report.layouts if layout.fits]
+    room = in_words(usable(report.search.device))
+    if fitting:
+        title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)} divisions), the fastest first"
+    else:
+        title = f"No layout fits: a GPU has room for {room}. The smallest are"
+    lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
+    if not fitting:
+        lines += ["", f"  {_remedies(report)}"]
+    return "\n".join(lines)
+
+
+def _remedies(report: Report) -> str:
+    config = report.shape.config
+    ways = ["more GPUs (--gpus)", f"a shorter --seq-length (now {config.model.seq_length})"]
+    if (config.train.micro_batch_size or 1) > 1:
+        ways.insert(0, "--micro-batch-size 1")
+    return "try " + ", ".join(ways) + ", or a smaller model (--num-layers, --hidden-size)"
+
+
+def _rows(report: Report, layouts: Sequence[Layout]) -> Iterator[str]:
+    sparse = any(layout.shape.sparse_layers for layout in layouts)
+    split = any(layout.shape.grid.context > 1 for layout in layouts)
+    heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP", "ZeRO"]
+    yield (
+        "      "
+        + "".join(f"{head:>5}" for head in heads)
+        + (
+            f"  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
+        )
+    )
+    for number, layout in enumerate(layouts, 1):
+        yield _row(report, number, layout, split, sparse)
+
+
+def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool) -> str:
+    grid, config = layout.shape.grid, layout.config
+    stages = f"{grid.pipeline}×{config.virtual_stages}" if config.virtual_stages > 1 else f"{grid.pipeline}"
+    sizes = [
+        f"{grid.tensor}",
+        stages,
+        *([f"{grid.context}"] if split else []),
+        *([f"{grid.expert}"] if sparse else []),
+    ]
+    sizes += [
+        f"{grid.data}",
+        f"{config.parallel.zero_stage}{'+host' if config.parallel.optimizer_cpu_offload else ''}",
+    ]
+    total = layout.memory.largest.total
+    speed, utilisation = _speed(layout)
+    return (
+        f"  {number:>3} "
+        + "".join(f"{size:>5}" for size in sizes)
+        + f"  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {in_words(total):>12}  "
+        + f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  {_seconds(layout.estimate.seconds):>7}  "
+        + f"{speed:>12,.0f}  {utilisation:>3.0%}"
+    )
+
+
+def _speed(layout: Layout) -> tuple[float, float]:
+    """Tokens a second on each device, and the share of its peak that is used."""
+    config, estimate = layout.config, layout.estimate
+    assert config.train.global_batch_size
+    devices, seconds = layout.shape.grid.world_size, estimate.seconds
+    tokens = config.train.global_batch_size * config.model.seq_length / seconds / devices
+    return tokens, estimate.flops / seconds / devices / layout.device.peak(layout.shape.width)
+
+
+def _seconds(seconds: float) -> str:
+    if not seconds:
+        return "0 s"
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _bar(share: float) -> str:
+    """Of a device's memory; a full bar ends in an arrow where there is more."""
+    filled = round(_BAR * min(1.0, share))
+    return ("█" * filled + "·" * (_BAR - filled)) if share <= 1 else "█" * (_BAR - 1) + "▶"
+
+
+def _name(layout: Layout) -> str:
+    grid, config = layout.shape.grid, layout.config
+    sizes = [f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items() if getattr(grid, axis) > 1]
+    if config.parallel.zero_stage:
+        sizes.append(f"ZeRO {config.parallel.zero_stage}")
+    return ", ".join(sizes) or "one GPU"
+
+
+def _detail(report: Report) -> str:
+    layout = report.shown
+    title = "The layout as given" if report.given is not None else "The first of them"
+    verdict = "fits" if layout.fits else f"does NOT fit: there is room for {in_words(usable(layout.device))}"
+    lines = [f"{title}: {_name(layout)}; it {verdict}", ""]
+    return "\n".join([*lines, *_memory(layout), "", *_traffic(layout), "", *_pipeline(layout)])
+
+
+def _parts(rank: RankMemory) -> dict[str, int]:
+    held = rank.held
+    return {
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "activations": rank.activations,
+        "logits": rank.logits,
+        "buffers": rank.buffers,
+        "working": rank.working,
+    }
+
+
+def _memory(layout: Layout) -> Iterator[str]:
+    ranks = layout.memory.ranks
+    shown = list(range(len(ranks))) if len(ranks) <= _MOST_RANKS else [0, 1, len(ranks) - 2, len(ranks) - 1]
+    if len(ranks) == 1:
+        yield "  memory of a GPU"
+    else:
+        yield f"  {'stages of rank':<16}" + "".join(f"{rank:>10}" for rank in shown)
+    parts = [_parts(ranks[rank]) for rank in shown]
+    for name, meaning in _PARTS.items():
+        if any(part[name] for part in parts):
+            yield f"  {name:<16}" + "".join(f"{in_words(part[name]):>10}" for part in parts) + f"  {meaning}"
+    totals = [ranks[rank].total for rank in shown]
+    yield (
+        f"  {'together':<16}"
+        + "".join(f"{in_words(total):>10}" for total in totals)
+        + (
+            f"  {_bar(max(r.total for r in ranks) / layout.device.memory)} of {in_words(layout.device.memory)}"
+        )
+    )
+    if layout.memory.host:
+        yield f"  in host memory  {in_words(layout.memory.host):>10}  for each GPU"
+
+
+def _traffic(layout: Layout) -> Iterator[str]:
+    traffic, sending = layout.estimate.traffic, layout.estimate.sending
+    found = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
+    if not found:
+        yield "  nothing is sent: there is one GPU"
+        return
+    yield f"  {'sent in a step':<16}{'bytes':>10}{'not hidden':>12}"
+    for axis, count in found.items():
+        stage = layout.config.parallel.zero_stage
+        meaning = TRADE_OFFS[f"ZeRO {stage}" if axis == "data" and stage else axis]
+        yield f"  {_AXES[axis]:<16}{in_words(count):>10}{_seconds(getattr(sending, axis)):>12}  {meaning}"
+
+
+def _pipeline(layout: Layout) -> Iterator[str]:
+    estimate, config = layout.estimate, layout.config
+    if layout.shape.grid.pipeline > 1:
+        alive = ", ".join(str(rank.micro_batches) for rank in layout.memory.ranks[:_MOST_RANKS])
+        more = " ..." if len(layout.memory.ranks) > _MOST_RANKS else ""
+        yield (
+            f"  pipeline         {config.accumulation} micro-batches, bubble {estimate.bubble:.1%}; kept at once by rank: {alive}{more}"
+        )
+    speed, utilisation = _speed(layout)
+    yield (
+        f"  time of a step   {_seconds(estimate.seconds)}: computing {_seconds(estimate.computing)}, waiting "
+        f"{_seconds(estimate.waiting)}, sending {_seconds(estimate.sending.total)}; {speed:,.0f} tokens/s/GPU, MFU {utilisation:.0%}"
+    )
+    yield f"  Megatron-LM's    {footprint_line(config)}"
+
+
+def _experts(report: Report) -> str:
+    rows = by_expert_size(report.shown)
+    if len(rows) < 2:
+        return ""
+    lines = ["Expert parallelism in this layout, all else equal", ""]
+    lines += [
+        f"  EP {size:<4} {in_words(total):>9} a GPU, of which experts' weights {in_words(own)}"
+        for size, total, own in rows
+    ]
+    return "\n".join(lines)
+
+
+# --- the command ---
+
+
+def _command(report: Report) -> str:
+    best = report.given if report.given is not None and report.given.fits else report.best
+    if best is None:
+        return ""
+    lines = ["To train it so", "", *(f"  {line}" for line in command(report, best))]
+    if not _names_data(report):
+        lines.append("  (with data of yours: --data-path PREFIX instead of --mock-data)")
+    if report.search.world > report.search.per_machine:
+        machines = -(-report.search.world // report.search.per_machine)
+        lines.append(
+            f"  on each of {machines} machines, with MASTER the name of the first; `pentatron launch slurm` writes a job"
+        )
+    return "\n".join(lines)
+
+
+def command(report: Report, layout: Layout) -> list[str]:
+    """The words to copy, in lines."""
+    search = report.search
+    draft = search.draft
+    words = [
+        item.written(draft[name], draft.source(name) if name in ("preset", "config") else "")
+        for name, item in table().items()
+        if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
+    ]
+    layout_words = [
+        table()[name].written(value) for name, value in layout.settings.items() if _differs(name, value)
+    ]
+    if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
+        layout_words.append(f"--micro-batch-size {draft['micro_batch_size']}")
+    if not _names_data(report):
+        words += ["--mock-data"]
+    words += [f"--train-iters {draft['train_iters'] if draft.given('train_iters') else 100}"]
+    if search.device.name == "CPU process":
+        words.append("--device cpu")
+    return _lines([_launcher(search), " ".join(layout_words), " ".join(words)])
+
+
+def _differs(name: str, value: Any) -> bool:
+    return bool(value != table()[name].default)
+
+
+def _launcher(search: Search) -> str:
+    if search.world <= search.per_machine:
+        return f"pentatron train --nproc-per-node {search.world}"
+    machines = -(-search.world // search.per_machine)
+    return (
+        f"torchrun --nnodes {machines} --nproc_per_node {search.per_machine} --rdzv_backend c10d "
+        f"--rdzv_endpoint $MASTER:29500 -m pentatron train"
+    )
+
+
+def _lines(parts: Sequence[str]) -> list[str]:
+    found = [part for part in parts if part]
+    return [
+        f"{'    ' if i else ''}{part}{' ' + chr(92) if i < len(found) - 1 else ''}"
+        for i, part in enumerate(found)
+    ]
+
+
+def _names_data(report: Report) -> bool:
+    return any(report.search.draft.given(name) for name in _DATA)
+
+
+def command_words(report: Report, layout: Layout) -> list[str]:
+    """The same without the launcher: what `pentatron train` is given."""
+    text = " ".join(line.rstrip("\\ ") for line in command(report, layout))
+    return shlex.split(text.split("pentatron train", 1)[1])
+
+
+def _assumptions(report: Report) -> str:
+    device, search = report.search.device, report.search
+    lines = ["Assumed", ""]
+    if report.assumed:
+        lines.append(f"  not said, so taken: {'; '.join(report.assumed)}")
+    rate = device.peak(report.shape.width) / 1e12
+    lines += [
+        f"  {device.name}: {rate:.0f} TFLOP/s at its peak, of which matmuls reach {search.efficiency:.0%} (--efficiency), less where they are "
+        f"small; {device.link / 1e9:.0f} GB/s between GPUs of a machine, {device.network / 1e9:.0f} GB/s between machines",
+        "  tensor and expert parallelism wait for what they send; messages of the pipeline are hidden; gradients are hidden behind the "
+        "last backward with --overlap-grad-reduce",
+        "  5 % of the memory and 1 GiB are left for torch, driver and NCCL; attention keeps no scores (flash); experts are equally busy",
+        "  bytes are within 5 % of what was measured in make plan-check; times are estimates, good for comparing layouts: measure "
+        "with pentatron bench",
+    ]
+    return "\n".join(lines)
+
+
+# --- data ---
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    parameters, active = total_parameters(report.shape)
+    best = report.best
+    return {
+        "model": report.model,
+        "parameters": parameters,
+        "active_parameters": active,
+        "flops_per_step": report.shown.estimate.flops,
+        "gpus": report.search.world,
+        "gpu": dataclasses.asdict(report.search.device),
+        "usable_bytes": int(usable(report.search.device)),
+        "advice": dataclasses.asdict(report.advice),
+        "given": None if report.given is None else _layout_data(report, report.given),
+        "layouts": [_layout_data(report, layout) for layout in report.layouts],
+        "command": None if best is None else command(report, best),
+        "assumed": list(report.assumed),
+        "notes": list(report.notices),
+    }
+
+
+def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
+    estimate = layout.estimate
+    speed, utilisation = _speed(layout)
+    return {
+        "sizes": dataclasses.asdict(layout.shape.grid),
+        "settings": dict(layout.settings),
+        "fits": layout.fits,
+        "bytes": [
+            {**_parts(rank), "host": rank.held.host, "total": rank.total} for rank in layout.memory.ranks
+        ],
+        "largest_bytes": layout.memory.largest.total,
+        "bubble": estimate.bubble,
+        "sent_bytes": dataclasses.asdict(estimate.traffic),
+        "seconds": {
+            "step": estimate.seconds,
+            "computing": estimate.computing,
+            "waiting": estimate.waiting,
+            "sending": dataclasses.asdict(estimate.sending),
+        },
+        "tokens_per_second_per_gpu": speed,
+        "mfu": utilisation,
+    }

@@ -1,0 +1,1 @@
+"""Memory, time and traffic of a layout, by arithmetic alone: nothing here imports torch."""

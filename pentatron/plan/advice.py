@@ -1,0 +1,163 @@
+"""The guides' decision tree and tables, asked for the model and the devices at hand."""
+
+from dataclasses import dataclass
+
+from pentatron.plan.activations import layer
+from pentatron.plan.devices import in_words
+from pentatron.plan.held import total_parameters
+from pentatron.plan.search import Layout, Search, usable
+from pentatron.plan.shape import Shape
+
+BILLION = 1e9
+_DEEP = 30
+# Weights and gradients, and fp32 master weights and moments beside them: bf16 training without anything divided.
+_BYTES_OF_A_PARAMETER = 18
+
+
+@dataclass(frozen=True)
+class Suggested:
+    """A row of a guide's table: for models from `low` to `high` billion parameters."""
+
+    low: float
+    high: float
+    devices: int
+    tensor: int
+    pipeline: int
+    data: int
+    remark: str = ""
+
+    def covers(self, parameters: float) -> bool:
+        return self.low <= parameters / BILLION < self.high
+
+    def in_words(self) -> str:
+        sizes = f"{self.devices} GPUs as TP {self.tensor} × PP {self.pipeline} × DP {self.data}"
+        return f"{sizes}, {self.remark}" if self.remark else sizes
+
+
+# By the number of GPUs, and by the size alone.
+TABLE_3D = (
+    Suggested(0, 1, 4, 1, 1, 4),
+    Suggested(1, 3, 4, 2, 1, 2),
+    Suggested(3, 7, 8, 2, 2, 2),
+    Suggested(7, 13, 16, 4, 2, 2),
+    Suggested(13, 30, 32, 4, 4, 2),
+    Suggested(30, 70, 64, 8, 4, 2),
+)
+SETS = {
+    "small": Suggested(0, 1, 4, 1, 1, 4),
+    "medium": Suggested(1, 10, 8, 2, 2, 2),
+    "large": Suggested(10, 100, 64, 8, 4, 2),
+    "huge": Suggested(100, float("inf"), 128, 8, 8, 2, "with ZeRO 3 and the optimizer in host memory"),
+}
+
+
+@dataclass(frozen=True)
+class ByFamily:
+    """The second table: sizes of published models with ranges."""
+
+    low: float
+    high: float
+    words: str
+
+
+BY_FAMILY = (
+    ByFamily(5, 15, "TP 1-2, PP 1, DP as many as there are, 8 GPUs or more"),
+    ByFamily(25, 40, "TP 4-8, PP 1-2, 32 GPUs or more"),
+    ByFamily(65, 80, "TP 8, PP 2-4, 64 GPUs or more"),
+    ByFamily(300, 500, "TP 8, PP 8-16, 512 GPUs or more"),
+)
+
+# What each way costs and saves.
+TRADE_OFFS = {
+    "data": "simple; every GPU holds the whole model; little traffic, no memory saved",
+    "ZeRO 1": "divides the optimizer's state over the data-parallel ranks at no extra traffic",
+    "ZeRO 2": "divides gradients too: medium traffic, medium saving",
+    "ZeRO 3": "divides weights too: high traffic, very high saving",
+    "tensor": "for huge layers: traffic in every layer, so inside a machine; high saving",
+    "pipeline": "divides the layers: little traffic, but ranks wait in the bubble; high saving",
+    "context": "divides every sequence: for long ones; saves activations alone",
+    "expert": "divides the experts: tokens travel; high saving where most weights are experts'",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question of the decision tree."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    tree: tuple[Answer, ...]
+    combination: str
+    tables: tuple[str, ...]
+
+
+def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
+    """`base` is any layout of the model; `layouts` those that were found."""
+    shape, device = base.shape, search.device
+    parameters, _ = total_parameters(shape)
+    alone = parameters * _BYTES_OF_A_PARAMETER
+    whole = [found for found in layouts if found.shape.grid.tensor * found.shape.grid.pipeline == 1]
+    fits_one = alone < usable(device)
+    fits_divided = any(found.fits for found in whole)
+    layer_bytes = _layer_bytes(shape)
+    layer_fits = layer_bytes < usable(device)
+    depth = shape.config.model.num_layers
+    tree = (
+        Answer("Does it fit one GPU?", _fits_one(alone, fits_one, fits_divided, search)),
+        Answer(
+            "Does a single layer fit one GPU?",
+            f"{'yes' if layer_fits else 'no'}, it takes {in_words(layer_bytes)}: "
+            + ("tensor parallelism is not a must" if layer_fits else "tensor parallelism is a must"),
+        ),
+        Answer(
+            f"Is it deep (more than {_DEEP} layers)?",
+            f"yes, {depth} layers: a pipeline is worth a thought" if depth > _DEEP else f"no, {depth} layers",
+        ),
+    )
+    best = next((found for found in layouts if found.fits), None)
+    return Advice(tree, _combination(best), _tables(parameters, search.world))
+
+
+def _fits_one(alone: float, fits_one: bool, fits_divided: bool, search: Search) -> str:
+    needed = f"weights, gradients and optimizer take {in_words(alone)}"
+    if fits_one:
+        return f"yes, {needed}: data parallelism is enough"
+    if fits_divided and search.world > 1:
+        return f"no, {needed}; but data parallelism with ZeRO over {search.world} GPUs is enough"
+    return f"no, {needed}: the model must be divided"
+
+
+def _layer_bytes(shape: Shape) -> int:
+    sparse = bool(shape.sparse_layers)
+    number = min(shape.sparse_layers) if sparse else 0
+    parameters = sum(p.elements for p in shape.layer(number)) * shape.grid.tensor
+    return _BYTES_OF_A_PARAMETER * parameters + layer(shape, sparse, frozenset()) * shape.grid.tensor
+
+
+def _combination(best: Layout | None) -> str:
+    if best is None:
+        return ""
+    grid = best.shape.grid
+    names = [
+        ("DP", grid.data),
+        ("TP", grid.tensor),
+        ("PP", grid.pipeline),
+        ("CP", grid.context),
+        ("EP", grid.expert),
+    ]
+    return " + ".join(name for name, size in names if size > 1) or "one GPU"
+
+
+def _tables(parameters: float, world: int) -> tuple[str, ...]:
+    """What the guides' tables say for this size."""
+    found = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
+    found += [
+        f"suggested sets, {name}: {row.in_words()}" for name, row in SETS.items() if row.covers(parameters)
+    ]
+    size = parameters / BILLION
+    found += [f"table by model: {row.words}" for row in BY_FAMILY if row.low <= size < row.high]
+    return tuple(found)

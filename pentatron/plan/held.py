@@ -1,0 +1,167 @@
+"""What a rank holds from the first step to the last: weights, gradients, master weights and Adam's moments.
+
+ZeRO 0 to 2 keep parameters in flat buckets, packed here by the function that packs the real ones; ZeRO 3 keeps a rectangle
+of each parameter.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pentatron.config.run import RunConfig
+from pentatron.layout.packing import Item, aligned, packed
+from pentatron.layout.ranks import Axis
+from pentatron.layout.stages import StagePart
+from pentatron.plan.shape import Parameter, Shape
+
+_FP32 = 4
+
+
+def _moments(shape: Shape) -> int:
+    """Numbers that the optimizer remembers of each parameter."""
+    optim = shape.config.optim
+    return 2 if optim.optimizer == "adam" else int(optim.sgd_momentum > 0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one rank. `host` of the optimizer's are in the machine's memory instead of the device's."""
+
+    weights: int = 0
+    gradients: int = 0
+    master: int = 0
+    moments: int = 0
+    host: int = 0
+
+    @property
+    def optimizer(self) -> int:
+        """On the device."""
+        return self.master + self.moments - self.host
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def held(shape: Shape, pipeline_rank: int) -> Held:
+    parts = shape.parts(pipeline_rank)
+    if shards_parameters(shape):
+        return _in_shards(shape, parts)
+    return _in_buckets(shape, pipeline_rank)
+
+
+def shards_parameters(shape: Shape) -> bool:
+    """ZeRO 3, and somebody to divide parameters with."""
+    axes: tuple[Axis, ...] = ("replicas", "expert_data") if shape.sparse_layers else ("replicas",)
+    return shape.config.parallel.zero_stage == 3 and any(shape.ranks(axis) > 1 for axis in axes)
+
+
+def parameters_of(shape: Shape, parts: Mapping[int, StagePart]) -> dict[tuple[int, ...], list[Parameter]]:
+    """By the stages that use them: one stage, or the two ends of a folded pipeline for a tied embedding."""
+    found: dict[tuple[int, ...], list[Parameter]] = {
+        (number,): shape.stage(part) for number, part in parts.items()
+    }
+    ends = [number for number, part in parts.items() if part.embedding or part.head]
+    if len(ends) == 2 and shape.tied:
+        table = Parameter((shape.words, shape.hidden))
+        for end in ends:
+            found[(end,)] = [p for p in found[(end,)] if not p.at_both_ends]
+        found[tuple(ends)] = [table]
+    return found
+
+
+def buckets(shape: Shape, pipeline_rank: int) -> dict[tuple[int, ...], list[tuple[Axis, int]]]:
+    """By the stages that use them, for every bucket of a rank: the axis of its copies, and its elements."""
+    if pipeline_rank not in shape.buckets:
+        found = parameters_of(shape, shape.parts(pipeline_rank))
+        shape.buckets[pipeline_rank] = {stages: _bucket_sizes(shape, each) for stages, each in found.items()}
+    return shape.buckets[pipeline_rank]
+
+
+def _bucket_sizes(shape: Shape, parameters: Sequence[Parameter]) -> list[tuple[Axis, int]]:
+    items = [Item(p.elements, p.copies, p.at_both_ends) for p in parameters]
+    found = packed(items, shape.config.parallel.ddp_bucket_size)
+    return [(bucket.copies, bucket.size(items, shape.ranks(bucket.copies))) for bucket in found]
+
+
+def _in_buckets(shape: Shape, pipeline_rank: int) -> Held:
+    parallel = shape.config.parallel
+    by_stages = buckets(shape, pipeline_rank)
+    every = [bucket for found in by_stages.values() for bucket in found]
+    whole = sum(size for _, size in every)
+    own = sum(size // shape.ranks(axis) for axis, size in every)
+    kept = own if parallel.zero_stage else whole
+    separate = parallel.optimizer_cpu_offload or shape.width != _FP32
+    master, moments = _FP32 * kept if separate else 0, _moments(shape) * _FP32 * kept
+    return Held(
+        weights=shape.width * whole,
+        gradients=_FP32 * (_scattered(shape, by_stages) if parallel.zero_stage == 2 else whole),
+        master=master,
+        moments=moments,
+        host=master + moments if parallel.optimizer_cpu_offload else 0,
+    )
+
+
+def _scattered(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]) -> int:
+    """ZeRO 2: shares of gradients, and buffers of the largest bucket's size in which one is collected and reduced. What
+    two stages share is kept in whole."""
+    shared = sum(size for stages, found in by_stages.items() if len(stages) > 1 for _, size in found)
+    single = [bucket for stages, found in by_stages.items() if len(stages) == 1 for bucket in found]
+    kept = sum(size // shape.ranks(axis) for axis, size in single)
+    largest = max((size for _, size in single), default=0)
+    # While one bucket is reduced the next one fills; with one bucket there is no next one.
+    buffers = 2 if shape.config.parallel.overlap_grad_reduce and len(single) > 1 else 1
+    return shared + kept + buffers * largest
+
+
+def _in_shards(shape: Shape, parts: Mapping[int, StagePart]) -> Held:
+    """Weights are the fp32 master themselves; what is gathered of them is in the model's precision, and passes."""
+    weights = gradients = 0
+    for found in parameters_of(shape, parts).values():
+        shares = [_share(p, shape.ranks(p.copies) // shape.grid.instances) for p in found]
+        weights += sum(shares)
+        gradients += sum(map(aligned, shares))
+    return Held(
+        weights=_FP32 * weights,
+        gradients=_FP32 * gradients,
+        master=0,
+        moments=_moments(shape) * _FP32 * weights,
+    )
+
+
+def _share(parameter: Parameter, ranks: int) -> int:
+    """The largest share of a parameter: rows, unless there are fewer than ranks."""
+    sizes = parameter.shape
+    ranks = max(1, ranks)
+    if sizes[0] < ranks:
+        other = next((size for size in sizes[1:] if size % ranks == 0), None)
+        if other is not None:
+            return parameter.elements // ranks
+    return math.ceil(sizes[0] / ranks) * parameter.elements // sizes[0]
+
+
+def total_parameters(shape: Shape) -> tuple[int, int]:
+    """Of the whole model, without padding of the vocabulary; and those that one token passes through."""
+    model, moe = shape.config.model, shape.config.moe
+    assert model.vocab_size and model.padded_vocab_size
+    one = Shape(_on_one_process(shape.config))
+    part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
+    total = sum(p.elements for p in one.stage(part))
+    tables = 1 if one.tied else 2
+    total -= tables * (one.words - model.vocab_size) * model.hidden_size
+    idle = 0
+    if moe.num_experts:
+        each = sum(p.elements for p in one.experts() if p.copies == "expert_data") // moe.num_experts
+        idle = len(one.sparse_layers) * each * (moe.num_experts - moe.moe_router_topk)
+    return total, total - idle
+
+
+def _on_one_process(config: RunConfig) -> RunConfig:
+    alone: dict[str, Any] = {
+        f.name: 1 for f in dataclasses.fields(config.parallel) if f.name.endswith("_parallel_size")
+    }
+    alone["virtual_pipeline_model_parallel_size"] = 1
+    parallel = dataclasses.replace(config.parallel, **alone, num_distributed_optimizer_instances=1)
+    return dataclasses.replace(config, parallel=parallel)
