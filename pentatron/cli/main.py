@@ -72,7 +72,7 @@ def _sentences(action: Callable[[], int]) -> int:
         elif os.environ.get("LOCAL_RANK") == "0" and not isinstance(error, AgreedError):
             # What another machine lacks (a file, a tokenizer) the first rank does not know.
             complain(f"rank {os.environ['RANK']}: {error}")
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         if _speaks():
             complain("stopped at once; checkpoints that were saved before are intact")

@@ -19,7 +19,7 @@ from pentatron.cli.environment import (
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.errors import AgreedError, BadNumbers, UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.train.interrupt import WATCHED
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _USER_ERROR = 2
 _LOST = 1
+# Ends of which a rank has said why.
+_TOLD = (_USER_ERROR, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
 # What torch's backends say when a peer is gone or silent.
 _LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
@@ -144,7 +146,7 @@ def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
     prepare_for_workers(config.launch.threads_per_process)
     say(f"starting {prepared.facts.world_size} processes ...")
     ended = run_workers(python_words, prepared.facts.world_size, config.launch.master_port)
-    told = ended.exit_code == _USER_ERROR or ended.exit_code - 128 in WATCHED
+    told = ended.exit_code in _TOLD or ended.exit_code - 128 in WATCHED
     if ended.failed_rank is not None and not told:
         saved = config.checkpoint.save is not None and (Path(config.checkpoint.save) / "latest").exists()
         complain(

@@ -6,9 +6,22 @@ from collections.abc import Sequence
 class UserError(ValueError):
     """Something the user can mend. Its text is the whole message: one sentence with the fix, no traceback."""
 
+    exit_code = 2
+
 
 class AgreedError(UserError):
     """One that every rank of a run raises alike; the first one speaks for all."""
+
+
+class BadNumbers(AgreedError):
+    """A step gave numbers that are none. The exit code tells whoever restarts runs what was found out, as Megatron's does."""
+
+    REPRODUCIBLE = 16
+    TRANSIENT = 17
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class ConfigError(UserError):

@@ -46,7 +46,8 @@ LIMITS: dict[str, Limit] = {
             "recompute_num_layers save_interval keep_checkpoints log_interval tensorboard_log_interval memory_monitor_interval nproc_per_node "
             "threads_per_process world_size distributed_timeout_minutes "
             "initial_loss_scale loss_scale_window hysteresis "
-            "eval_global_batch_size eval_micro_batch_size exit_interval exit_duration_in_mins"
+            "eval_global_batch_size eval_micro_batch_size exit_interval exit_duration_in_mins "
+            "iterations_to_skip"
         ).split(),
         ABOVE_ZERO,
     ),

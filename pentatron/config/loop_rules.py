@@ -36,7 +36,28 @@ def _signal_ends_it_anyway(draft: Draft, facts: Facts) -> str:
     )
 
 
+def _unchecked(draft: Draft, facts: Facts) -> str:
+    if draft["fp16"] and not draft["loss_scale"]:
+        return "in fp16 such steps are how the loss scale is found: they are left out and counted"
+    off = not draft["check_for_nan_in_loss_and_grad"]
+    return "such steps are left out (--no-check-for-nan-in-loss-and-grad)" if off else ""
+
+
+def _nan_check(draft: Draft, facts: Facts) -> str:
+    dynamic = draft["fp16"] and not draft["loss_scale"]
+    return _unchecked(draft, facts) if dynamic else ""
+
+
+def _beyond_the_end(draft: Draft, facts: Facts) -> str:
+    last, steps = draft["train_iters"], draft["iterations_to_skip"]
+    never = steps and last is not None and min(steps) > last
+    return f"the run has {last} steps, so none of these is met" if never else ""
+
+
 IDLE_OF_THE_LOOP: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(("eval_global_batch_size", "eval_micro_batch_size"), _no_evaluation),
     "exit_signal": _signal_ends_it_anyway,
+    "check_for_nan_in_loss_and_grad": _nan_check,
+    "rerun_mode": _unchecked,
+    "iterations_to_skip": _beyond_the_end,
 }

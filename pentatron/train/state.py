@@ -32,6 +32,11 @@ class TrainState:
     # Steps whose update was left out, and those of them whose loss was no number.
     skipped_steps: int = 0
     nan_steps: int = 0
+    # Of steps that were not computed at all (--iterations-to-skip).
+    skipped_samples: int = 0
+    # The largest numbers so far, which a spike stands out from.
+    largest_loss: float = 0.0
+    largest_norm: float = 0.0
     # Of `LossScaler`.
     loss_scaling: dict[str, float] = field(default_factory=dict)
 

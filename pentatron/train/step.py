@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from pentatron.data.loader import Batch
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
+from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
 from pentatron.train.router_loads import ExpertLoad
@@ -24,6 +25,8 @@ class StepResult:
     experts: ExpertLoad | None = None
     # Otherwise loss or gradients were no numbers, and everything was left as it is.
     updated: bool = True
+    # This rank's part of the loss, for whoever looks for the origin of such numbers.
+    own_loss: Tensor | None = None
 
 
 def train_step(
@@ -40,24 +43,50 @@ def train_step(
     number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0. Backward is that of
     `scale` times the loss; loss and norm are told without it.
     """
+    found = compute_gradients(model, optimizer, batches, step, scale)
+    # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
+    updated = math.isfinite(found.loss) and math.isfinite(found.norm)
+    if updated:
+        optimizer.step(learning_rate, found.norm, scale)
+        model.routers.settle(found.of_routers)
+    experts = model.routers.report(found.of_routers)
+    return StepResult(found.loss, found.norm, found.tokens, experts, updated, found.own_loss)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a step has computed before its update; numbers of the whole step, but for `own_loss`."""
+
+    loss: float
+    norm: float
+    tokens: int
+    of_routers: Tensor
+    own_loss: Tensor
+
+
+def compute_gradients(
+    model: ParallelModel,
+    optimizer: AnyOptimizer,
+    batches: Sequence[Batch],
+    step: int,
+    scale: float = 1.0,
+    watch: Callable[[MicroBatches], StageProgram] | None = None,
+) -> Computed:
+    """All of a step but its update. `watch` puts something around the stages as they run."""
     world = model.world
     batches = model.own_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
     model.routers.begin_step(len(batches), scale)
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
-    loss = model.executor.train(model.config.schedule(len(batches)), program, optimizer, scale)
+    watched = program if watch is None else watch(program)
+    loss = model.executor.train(model.config.schedule(len(batches)), watched, optimizer, scale)
     optimizer.finish_reduction()
     of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm()))
     totals = all_reduce_(torch.cat((of_step, model.routers.numbers())), world.everyone)
     mean_loss, squared_norm = totals[:2].tolist()
     norm = math.sqrt(squared_norm) / scale
-    # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
-    updated = math.isfinite(mean_loss) and math.isfinite(norm)
-    if updated:
-        optimizer.step(learning_rate, norm, scale)
-        model.routers.settle(totals[2:])
-    return StepResult(mean_loss, norm, int(valid.total()), model.routers.report(totals[2:]), updated)
+    return Computed(mean_loss, norm, int(valid.total()), totals[2:], loss)
 
 
 def _said_once(loss: Tensor, world: World) -> Tensor:

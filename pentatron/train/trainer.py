@@ -3,10 +3,13 @@
 import itertools
 import math
 import time
+from collections.abc import Sequence
+from typing import NoReturn
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import AgreedError
+from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.config.run import RunConfig
+from pentatron.data.loader import Batch
 from pentatron.models.flops import step_flops
 from pentatron.monitor.memory import memory_bytes, memory_now
 from pentatron.monitor.peaks import peak_teraflops
@@ -19,6 +22,7 @@ from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.datasets import Datasets
 from pentatron.train.ending import Ending, Endings
 from pentatron.train.evaluation import Evaluation
+from pentatron.train.health import Health
 from pentatron.train.interrupt import StopRequest
 from pentatron.train.introduction import tell_memory
 from pentatron.train.output import Output
@@ -53,6 +57,7 @@ class Trainer:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.endings = Endings(config, world, stop, started)
+        self.health = Health(config, world, model, optimizer, state, output)
         self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
         self.batch_size = config.train.global_batch_size
@@ -88,18 +93,10 @@ class Trainer:
                 if self.state.step != self._saved_step:
                     self.save()
                 return self.endings.by_signal(stopped_by)
-            rate = self.rate(self.state.scheduled_samples)
-            result = train_step(self.model, self.optimizer, drawn, rate, self.state.step, self.scaler.scale)
-            self._settle(result)
-            self.state.step += 1
-            self._count_samples()
-            self.state.consumed_tokens += result.tokens
-            self.state.flops += self.flops
-            report = self._report(result, rate, time.perf_counter() - started)
-            self.output.step(report, self._seconds_left())
-            if len(self._recent) == 1:
-                tell_memory(self.world, self.state.step, self.output)
-            self.output.record(report, self._validate_if_due())
+            if self.state.step + 1 in self.config.loop.iterations_to_skip:
+                self._leave_out()
+            else:
+                self._step(drawn, started)
             if self.state.step % self.save_interval == 0:
                 self.save()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
@@ -107,6 +104,31 @@ class Trainer:
                 self.save()
                 return ending
         return None
+
+    def _step(self, drawn: Sequence[Batch], started: float) -> None:
+        rate = self.rate(self.state.scheduled_samples)
+        self.health.before_step()
+        result = train_step(self.model, self.optimizer, drawn, rate, self.state.step, self.scaler.scale)
+        self._settle(result, drawn)
+        self.state.step += 1
+        self._count_samples()
+        self.state.consumed_tokens += result.tokens
+        self.state.flops += self.flops
+        report = self._report(result, rate, time.perf_counter() - started)
+        self.output.step(report, self._seconds_left())
+        if len(self._recent) == 1:
+            tell_memory(self.world, self.state.step, self.output)
+        self.output.record(report, self._validate_if_due())
+
+    def _leave_out(self) -> None:
+        """A step that the user does not want: its samples are consumed all the same."""
+        self.state.step += 1
+        self._count_samples()
+        self.state.count_skipped(is_nan=False)
+        self.state.skipped_samples += self.batch_size
+        self.output.say(
+            f"step {self.state.step} is left out (--iterations-to-skip); its {self.batch_size} samples count as consumed"
+        )
 
     def _count_samples(self) -> None:
         before = self.state.consumed_samples
@@ -134,28 +156,31 @@ class Trainer:
             f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}",
         )
 
-    def _settle(self, result: StepResult) -> None:
+    def _settle(self, result: StepResult, drawn: Sequence[Batch]) -> None:
         """Counts the update. Where the loss scale is looked for, an overflow is how it is found."""
+        scale = self.scaler.scale
         self.scaler.settle(result.updated)
         self.state.loss_scaling = self.scaler.state()
         if result.updated:
+            self.health.watch(result)
             self.state.count_update(self.batch_size)
-        elif self.scaler.is_dynamic and not self.scaler.is_hopeless:
-            self.state.count_skipped(not math.isfinite(result.loss))
-        else:
-            self._refuse_bad_numbers(result)
-
-    def _refuse_bad_numbers(self, result: StepResult) -> None:
-        if self.scaler.is_dynamic:
+        elif self.scaler.is_hopeless:
             raise AgreedError(
                 f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
                 f"weights stand still. Lower --lr, use --bf16, or check the data; the last checkpoint is step {self._saved_step}"
             )
-        raise AgreedError(
-            f"step {self.state.step + 1}: the loss is {result.loss} and the gradient norm {result.gradient_norm}; "
-            f"training stopped before the weights were touched. Lower --lr, raise --lr-warmup-iters, or check the data; "
-            f"the last checkpoint is step {self._saved_step}"
-        )
+        elif self.scaler.is_dynamic or not self.health.stops:
+            self.state.count_skipped(not math.isfinite(result.loss))
+        else:
+            self._end_with_bad_numbers(result, drawn, scale)
+
+    def _end_with_bad_numbers(self, result: StepResult, drawn: Sequence[Batch], scale: float) -> NoReturn:
+        """What repeats is worth trying on other machines: everything before it is saved. A machine that errs saves nothing."""
+        problem = self.health.diagnose(result, drawn, scale, self._saved_step)
+        if problem.exit_code == BadNumbers.REPRODUCIBLE and self.state.step:
+            self.health.as_before_step()
+            self.save()
+        raise problem
 
     def _validate_if_due(self) -> float | None:
         interval = self.config.train.eval_interval
@@ -189,6 +214,7 @@ class Trainer:
             flops=self.flops,
             devices=self.world.everyone.size,
             consumed_tokens=self.state.consumed_tokens,
+            skipped_samples=self.state.skipped_samples,
             peak_teraflops=self._peak,
             memory=self._memory(),
             experts=self._expert_report(result.experts),

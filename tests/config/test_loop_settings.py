@@ -19,6 +19,17 @@ CASES: list[tuple[str, str, str]] = [
         f"{LEAST} --eval-micro-batch-size 1",
     ),
     ("exit_signal", f"{LEAST} --exit-signal SIGUSR1", f"{LEAST} --exit-signal SIGUSR1 --exit-signal-handler"),
+    (
+        "check_for_nan_in_loss_and_grad",
+        f"{LEAST} --fp16 --no-check-for-nan-in-loss-and-grad",
+        f"{LEAST} --no-check-for-nan-in-loss-and-grad",
+    ),
+    (
+        "rerun_mode",
+        f"{LEAST} --rerun-mode disabled --no-check-for-nan-in-loss-and-grad",
+        f"{LEAST} --rerun-mode disabled",
+    ),
+    ("iterations_to_skip", f"{LEAST} --iterations-to-skip 11 12", f"{LEAST} --iterations-to-skip 10 12"),
     ("eval_interval", f"{LEAST} --eval-interval 5 --skip-train", f"{LEAST} --eval-interval 5"),
     (
         "eval_iters",

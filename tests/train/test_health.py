@@ -1,0 +1,226 @@
+"""Numbers that are none: found before the update, computed again, and followed to where they begin; spikes and skipped steps."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pentatron.train.health as health_module
+import pentatron.train.trainer as trainer_module
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import AgreedError, BadNumbers
+from pentatron.layout.ranks import Grid
+from pentatron.nn.attention import SelfAttention
+from pentatron.parallel.world import World, connect, single_process
+from pentatron.train.session import Outcome, run_training
+from pentatron.train.step import StepResult
+from tests.harness import run_distributed
+from tests.support import LLAMA, resolved
+
+CPU = torch.device("cpu")
+RUN = f"{LLAMA} --train-iters 6 --save-interval 4 --keep-checkpoints 9 --log-interval 1 --micro-batch-size 2"
+
+
+def run(folder: Path, words: str = "", world: World | None = None) -> Outcome:
+    size = 1 if world is None else world.everyone.size
+    return run_training(resolved(f"{RUN} --run-dir {folder} {words}", size), world or single_process(), True)
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(p.name[-1] for p in (folder / "checkpoints").glob("step-*"))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Poison:
+    """Puts a nan into what attention of one layer makes, in chosen calls of the process (counted from 1)."""
+
+    def __init__(self, layer: int, is_due: Callable[[int], bool], of_gradient: bool = False) -> None:
+        self.layer, self.is_due, self.of_gradient, self.calls = layer, is_due, of_gradient, 0
+        self.original = SelfAttention.forward
+
+    def install(self, patched: pytest.MonkeyPatch) -> None:
+        poison, build = self, SelfAttention.__init__
+
+        def numbered(module: SelfAttention, *arguments: Any, layer_number: int = 1, **named: Any) -> None:
+            build(module, *arguments, layer_number=layer_number, **named)
+            module.poisoned = layer_number == poison.layer  # type: ignore[assignment]
+
+        def forward(module: SelfAttention, *arguments: Any, **named: Any) -> torch.Tensor:
+            made = poison.original(module, *arguments, **named)
+            if not torch.is_grad_enabled() or not module.poisoned:
+                return made
+            poison.calls += 1
+            if not poison.is_due(poison.calls):
+                return made
+            if poison.of_gradient:
+                made.register_hook(lambda gradient: gradient * math.nan)
+                return made
+            return made + math.nan
+
+        patched.setattr(SelfAttention, "__init__", numbered)
+        patched.setattr(SelfAttention, "forward", forward)
+
+
+def test_what_repeats_is_followed_to_its_origin_and_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four micro-batches a step: from the third of the third step on.
+    Poison(2, lambda call: call >= 11).install(monkeypatch)
+    with pytest.raises(BadNumbers) as error:
+        run(tmp_path / "a")
+    assert error.value.exit_code == BadNumbers.REPRODUCIBLE == 16
+    text = str(error.value)
+    assert text.startswith(
+        "step 3: the loss is nan and the gradient norm nan; training stopped before the weights"
+    )
+    # Computed again, the poison is in every micro-batch.
+    assert "begins with the output of layers.1.attention on rank 0, stage 0, micro-batch 0" in text
+    assert "--iterations-to-skip 3 leaves this step out. The checkpoint of step 2" in text
+    assert steps(tmp_path / "a") == ["2"]
+
+
+def test_a_passing_fault_is_told_from_one_that_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Poison(2, lambda call: call == 11).install(monkeypatch)
+    with pytest.raises(
+        BadNumbers, match=r"the loss of rank 0\). Computed again, the loss is [1-9].*a passing fault"
+    ) as error:
+        run(tmp_path / "a")
+    assert error.value.exit_code == BadNumbers.TRANSIENT == 17
+    assert steps(tmp_path / "a") == [], "what a faulty machine holds is not saved"
+
+
+def test_a_bad_gradient_behind_a_sound_loss_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Poison(2, lambda call: call >= 5, of_gradient=True).install(monkeypatch)
+    with pytest.raises(BadNumbers, match=r"the loss is \d.* and the gradient norm nan") as error:
+        run(tmp_path / "a")
+    assert "begins with the gradient of layers.1.attention.linear_proj.weight before it was summed" in str(
+        error.value
+    )
+
+
+def test_a_bad_weight_comes_before_all_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trainer_module.train_step
+
+    def damaging(model: Any, *arguments: Any) -> StepResult:
+        if arguments[3] == 2:
+            with torch.no_grad():
+                next(model.stages[0].layers["0"].mlp.parameters()).view(-1)[0] = math.inf
+        return original(model, *arguments)
+
+    monkeypatch.setattr(trainer_module, "train_step", damaging)
+    with pytest.raises(BadNumbers, match=r"begins with the weight layers\.0\.mlp\.\S+ on rank 0\."):
+        run(tmp_path / "a")
+
+
+def test_without_the_second_look_the_run_just_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Poison(2, lambda call: call >= 5).install(monkeypatch)
+    with pytest.raises(AgreedError, match="the last checkpoint is step 0") as error:
+        run(tmp_path / "a", "--rerun-mode disabled")
+    assert error.value.exit_code == 2
+
+
+def test_without_the_check_such_a_step_is_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Poison(2, lambda call: call == 11).install(monkeypatch)
+    assert run(tmp_path / "a", "--no-check-for-nan-in-loss-and-grad").ending is None
+    assert [row.get("skipped", False) for row in rows(tmp_path / "a")] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    (line,) = [
+        x for x in (tmp_path / "a" / "train.log").read_text().splitlines() if " iteration        3/" in x
+    ]
+    assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+
+
+def poisoned(folder: str, words: str, grid: dict[str, int], rank: int) -> str:
+    world = connect(Grid(**grid), dist.get_rank(), dist.get_rank(), CPU)
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == rank:
+            Poison(2, lambda call: call >= 3).install(patched)
+        with pytest.raises(BadNumbers) as error:
+            run(Path(folder), words, world)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "grid", "rank"),
+    [
+        ("--zero-stage 1", {"data": 2}, 1),
+        ("--zero-stage 3", {"data": 2}, 1),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"tensor": 2}, 1),
+        ("--pipeline-model-parallel-size 2", {"pipeline": 2}, 1),
+    ],
+)
+def test_the_rank_is_named_by_all(tmp_path: Path, words: str, grid: dict[str, int], rank: int) -> None:
+    """One rank of two is poisoned; the numbers of both are bad."""
+    told = run_distributed(poisoned, world=2, folder=str(tmp_path / "a"), words=words, grid=grid, rank=rank)
+    assert told[0] == told[1]
+    stage = 1 if "pipeline" in grid else 0
+    assert (
+        f"begins with the output of layers.1.attention on rank {rank}, stage {stage}, micro-batch 0"
+        in told[0]
+    )
+
+
+def test_attention_dropout_is_drawn_alike_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A passing fault: the second time the loss is what a run without the fault has."""
+    run(tmp_path / "whole", "--attention-dropout 0.3")
+    Poison(2, lambda call: call == 5).install(monkeypatch)
+    with pytest.raises(BadNumbers) as error:
+        run(tmp_path / "a", "--attention-dropout 0.3")
+    assert f"the loss is {rows(tmp_path / 'whole')[1]['loss']:.6g} and" in str(error.value)
+
+
+def test_steps_are_left_out_by_the_number_the_log_gives_them(tmp_path: Path) -> None:
+    run(tmp_path / "whole")
+    run(tmp_path / "a", "--iterations-to-skip 2 3 --exit-interval 3")
+    run(tmp_path / "a", "--iterations-to-skip 2 3")
+    found, whole = rows(tmp_path / "a"), rows(tmp_path / "whole")
+    assert [row["step"] for row in found] == [1, 4, 5, 6]
+    assert found[0]["loss"] == whole[0]["loss"]
+    # The schedule stands still, the data does not.
+    assert [row["consumed_samples"] for row in found] == [8, 32, 40, 48]
+    assert found[1]["learning_rate"] == whole[1]["learning_rate"]
+    assert found[1]["loss"] != whole[1]["loss"] and found[1]["loss"] != whole[3]["loss"]
+    assert "| skipped samples:           16 |" in (tmp_path / "a" / "train.log").read_text()
+    store = CheckpointStore(tmp_path / "a" / "checkpoints", keep=None)
+    last, _ = store.newest_valid(verify=False, set_aside=False)
+    assert last is not None and last.manifest.run_state["updates"] == 4
+
+
+def test_spikes_are_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(health_module, "_STEPS_BEFORE", 2)
+    original = trainer_module.train_step
+
+    def spiking(*arguments: Any) -> StepResult:
+        result = original(*arguments)
+        factor = 100 if arguments[4] == 4 else 1
+        return StepResult(factor * result.loss, factor * result.gradient_norm, result.tokens)
+
+    monkeypatch.setattr(trainer_module, "train_step", spiking)
+    run(tmp_path / "a", "--check-for-spiky-loss --check-for-large-grads")
+    shown = capsys.readouterr().out
+    assert shown.count("warning: step 5: the loss") == 1 and shown.count("warning: ") == 2
+    assert "warning: step 5: the gradient norm" in shown
+    run(tmp_path / "b")
+    assert "warning" not in capsys.readouterr().out
