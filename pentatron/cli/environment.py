@@ -6,8 +6,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pentatron.cli.terminal import complain
 from pentatron.config.address import meeting_point as parsed_meeting_point
 from pentatron.config.errors import UserError
+from pentatron.parallel.meeting import MeetingPoint, reach
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,19 @@ def tasks_per_node(text: str) -> list[int]:
     return found
 
 
+def launched_too_often(environment: Mapping[str, str]) -> list[str]:
+    """A common mistake in batch scripts: several tasks on a node, and torchrun in each of them."""
+    text = environment.get("SLURM_STEP_NUM_TASKS", "")
+    tasks = int(text) if text.isdecimal() else 1
+    launchers = environment.get("GROUP_WORLD_SIZE", "")
+    if not launchers.isdecimal() or tasks <= int(launchers):
+        return []
+    return [
+        f"Slurm started torchrun {tasks} times, and this run is made of {launchers} of them; if all were meant to be one run, "
+        f"use --ntasks-per-node=1, as torchrun starts the workers of a node itself (`pentatron launch slurm` writes such a script)"
+    ]
+
+
 def _sound(worker: Worker) -> Worker:
     if 0 <= worker.rank < worker.world_size and 0 <= worker.local_rank < worker.local_size:
         return worker
@@ -96,6 +111,13 @@ def announce_worker(worker: Worker, meeting_point: str | None) -> None:
             f"export MASTER_ADDR and MASTER_PORT, or give --init-method tcp://HOST:PORT"
         )
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def find_the_others(worker: Worker, patience: float) -> None:
+    """Waits until the processes can meet where the environment says, or says why they cannot."""
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    point = MeetingPoint(os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT"), served)
+    reach(point, worker.rank, patience, lambda text: complain(f"rank {worker.rank}: {text}"))
 
 
 def split_meeting_point(url: str) -> tuple[str, str]:

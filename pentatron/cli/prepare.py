@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.environment import Worker, find_worker, timeout_seconds
+from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
 from pentatron.cli.loaded import learn_from_loaded, use_hub_folder
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
@@ -32,6 +32,8 @@ def prepare(words: Sequence[str], entry: EntryPoint, planned: Facts | None = Non
     find_tokenizer(draft)
     learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
+    if worker is not None:
+        draft.notices += launched_too_often(os.environ)
     if draft["job_id"] is None and "SLURM_JOB_ID" in os.environ:
         draft.derive("job_id", os.environ["SLURM_JOB_ID"], "environment SLURM_JOB_ID")
     facts = planned or _facts(draft, worker)

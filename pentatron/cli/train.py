@@ -1,5 +1,6 @@
 """`pentatron train`, and every guide's training script."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -13,15 +14,18 @@ from typing import TYPE_CHECKING
 from pentatron.cli.environment import (
     Worker,
     announce_worker,
+    find_the_others,
     prepare_for_workers,
     require_repeatable_kernels,
 )
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
+from pentatron.cli.variables import limit_connections, require_interface, variable_notes
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import AgreedError, BadNumbers, UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.parallel.meeting import MeetingError, checklist, lost_contact
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
@@ -31,10 +35,13 @@ if TYPE_CHECKING:
 
 _USER_ERROR = 2
 _LOST = 1
+<<<<<<< HEAD
 # Ends of which a rank has said why.
 _TOLD = (_USER_ERROR, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
 # What torch's backends say when a peer is gone or silent.
 _LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+=======
+>>>>>>> cb99bf2 (Processes that do not meet or wait in vain say why: the meeting point is tried before torch waits for it, and versions are compared once all are there)
 
 
 def train(
@@ -78,7 +85,7 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
     """This process as one of the run's, on its device."""
     import torch
 
-    from pentatron.parallel.world import choose_device, open_world
+    from pentatron.parallel.world import choose_device, open_world, uses_nccl
 
     config = prepared.resolved.config
     assert config.launch.threads_per_process is not None
@@ -88,9 +95,14 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         torch.use_deterministic_algorithms(True)
     if worker.world_size > 1:
         announce_worker(worker, config.launch.init_method)
+    limit_connections(config)
     device = choose_device(config.launch.device, worker.local_rank)
     timeout = config.launch.distributed_timeout_minutes
     place = (worker.rank, worker.local_rank, worker.local_size)
+    if worker.world_size > 1:
+        if uses_nccl(device, worker.local_size):
+            require_interface(os.environ)
+        find_the_others(worker, timeout * 60)
     with open_world(config.grid, *place, device, timeout, config.shared()) as world:
         yield world
 
@@ -107,14 +119,19 @@ def _work(
     from pentatron.train.program import CONFIGURED
     from pentatron.train.session import run_training
 
-    config = prepared.resolved.config
+    config, said = prepared.resolved.config, dict(os.environ)
     try:
         with joined_world(prepared, worker) as world:
+            notes = variable_notes(said, world.device, worker)
+            resolved = dataclasses.replace(prepared.resolved, notices=[*prepared.resolved.notices, *notes])
             outcome = run_training(
-                prepared.resolved, world, entry.resumes, launching_agent(), program or CONFIGURED, started
+                resolved, world, entry.resumes, launching_agent(), program or CONFIGURED, started
             )
     except AgreedError:
         raise
+    except MeetingError as error:
+        _say_who_is_missing(error, worker)
+        return _USER_ERROR
     except UserError as error:
         # Met by this rank alone: nobody else will say it.
         complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
@@ -123,17 +140,23 @@ def _work(
         if (problem := death_of_a_reader(error)) is not None:
             complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
             return _USER_ERROR
-        reason = next((sign for sign in _LOST_CONTACT if sign in str(error)), None)
-        if worker.world_size == 1 or reason is None:
+        lost = lost_contact(str(error), config.launch.distributed_timeout_minutes)
+        if worker.world_size == 1 or lost is None:
             raise
-        # Whoever failed has said why; what we were doing when we noticed would only bury it.
-        complain(f"rank {worker.rank}: lost contact with another rank ({reason}), so this one stops too")
+        _say_who_is_missing(lost, worker)
         return _LOST
     if outcome.ending is not None:
         return outcome.ending.exit_code
     if prepared.worker is None:
         _what_next(config, outcome.folder)
     return 0
+
+
+def _say_who_is_missing(error: UserError, worker: Worker) -> None:
+    complain(f"rank {worker.rank}: {error}")
+    if isinstance(error, MeetingError) and worker.local_size < worker.world_size and worker.local_rank == 0:
+        # Once on each machine: the reader may see one of them only.
+        complain("\n".join(checklist("every machine")))
 
 
 def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
@@ -166,7 +189,9 @@ def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
 def _how(exit_code: int) -> str:
     if exit_code >= 0:
         return f"failed with exit code {exit_code} (its error is above)"
-    return f"was killed by {signal.Signals(-exit_code).name}"
+    number = signal.Signals(-exit_code)
+    hint = " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)"
+    return f"was killed by {number.name}{hint if number == signal.SIGABRT else ''}"
 
 
 def _program(called: Path) -> str:

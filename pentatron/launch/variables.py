@@ -46,22 +46,27 @@ def variables_of_a_job(
     return found
 
 
-def describe(environment: Mapping[str, str], uses_nccl: bool, alone: bool) -> list[str]:
+def describe(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool) -> list[str]:
     """Lines that say which of the user's variables act on this run, and which cannot."""
     given = [
         f"{name}={value}"
         for name, value in sorted(environment.items())
-        if (name.startswith(OF_NCCL) and name not in OUR_OWN) or (name == CONNECTIONS and not uses_nccl)
+        if name.startswith(OF_NCCL) and name not in OUR_OWN
     ]
-    if not given:
-        return []
-    if alone:
-        return [f"{', '.join(given)}: one process sends no messages, so this changes nothing"]
-    if not uses_nccl:
-        return [
-            f"{', '.join(given)}: messages go through gloo here, not NCCL on a GPU, so this changes nothing"
-        ]
-    return [f"NCCL reads from the environment: {', '.join(given)}"]
+    lines = []
+    if given and nccl:
+        lines.append(f"NCCL reads from the environment: {', '.join(given)}")
+    elif given:
+        reason = (
+            "one process sends no messages" if alone else "messages go through gloo here, not through NCCL"
+        )
+        lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
+    if CONNECTIONS in environment:
+        written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
+        lines.append(
+            f"CUDA reads from the environment: {written}" if on_gpu else f"{written}: there is no GPU here"
+        )
+    return lines
 
 
 def chosen_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:

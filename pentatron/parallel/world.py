@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pentatron import __version__
 from pentatron.config.errors import UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
+from pentatron.parallel.meeting import failed_meeting
 from pentatron.parallel.waiting import Waits
 
 ALONE = Group(0, 1)
@@ -85,11 +87,9 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _backend(device: torch.device, local_processes: int) -> str:
+def uses_nccl(device: torch.device, local_processes: int) -> bool:
     """NCCL refuses two ranks on one GPU; gloo serves them, more slowly."""
-    if device.type == "cuda" and local_processes <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    return device.type == "cuda" and local_processes <= torch.cuda.device_count()
 
 
 @contextmanager
@@ -112,24 +112,26 @@ def open_world(
         yield connect(grid, rank, local_rank, device)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    _meet(_backend(device, local_processes), rank, grid.world_size, timeout)
+    backend = "cpu:gloo,cuda:nccl" if uses_nccl(device, local_processes) else "gloo"
+    _meet(backend, rank, grid.world_size, timeout)
     try:
-        require_same_settings(settings, Group(rank, grid.world_size, dist.group.WORLD))
+        require_same_settings(settings, _versions(device), Group(rank, grid.world_size, dist.group.WORLD))
         yield connect(grid, rank, local_rank, device, timeout)
     finally:
         dist.destroy_process_group()
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    """Of what must be the same on every machine."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
+    return {"pentatron": __version__, "torch": torch.__version__, "NCCL": nccl}
 
 
 def _meet(backend: str, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
     try:
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"the {world_size} processes could not meet ({reason}); check that MASTER_ADDR and MASTER_PORT "
-            f"name the machine of rank 0 and a free port, that no firewall is in between, and that all {world_size} "
-            f"processes were started"
-        ) from None
+        raise failed_meeting(str(error), world_size) from None
 
 
 def connect(

@@ -140,14 +140,20 @@ def test_submitting_needs_sbatch(
     assert "sbatch did not take pentatron.sbatch (error: invalid partition)" in capsys.readouterr().err
 
 
+OF_THE_GUIDES = {
+    "NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "NCCL_NET_GDR_LEVEL": "5", "NCCL_SOCKET_IFNAME": "eth0",
+    "NCCL_SOCKET_NTHREADS": "1",
+}  # fmt: skip
+
+
 def test_the_written_script_trains_on_two_machines(here: Path) -> None:
-    """Two launchers on the loopback interface, each with one stage of the pipeline."""
+    """Two launchers on the loopback interface, each with one stage of the pipeline; variables reach the workers."""
     place = f"--nodes 2 --gpus-per-node 1 --device cpu --pp 2 --master-addr 127.0.0.1 --master-port {free_port()}".split()
     assert main(["launch", "torchrun", *place, *MODEL, "--run-dir", str(here / "run")]) == 0
     machines = [
         subprocess.Popen(
             ["bash", "pentatron.sh", str(number)],
-            env=environment(),
+            env={**environment(), **OF_THE_GUIDES, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -158,3 +164,7 @@ def test_the_written_script_trains_on_two_machines(here: Path) -> None:
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert layout_of(here / "run") == (1, 2)
     assert [step for step, _ in losses(here / "run")] == [1, 2, 3]
+    given = ", ".join(f"{name}={value}" for name, value in OF_THE_GUIDES.items())
+    said = ended[0][1]
+    assert f"note: {given}: messages go through gloo here, not through NCCL, so this changes nothing" in said
+    assert "note: CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here" in said

@@ -13,7 +13,7 @@ def everyone() -> Group:
 
 @distributed(world=4)
 def test_equal_settings_pass() -> None:
-    require_same_settings({"--lr": 0.1, "--data-path": ["a", "b"]}, everyone())
+    require_same_settings({"--lr": 0.1, "--data-path": ["a", "b"]}, {"torch": "2"}, everyone())
 
 
 @distributed(world=4)
@@ -23,4 +23,14 @@ def test_every_rank_hears_which_setting_differs_where() -> None:
     with pytest.raises(
         AgreedError, match=r"rank 2 was started with --lr 0\.2, rank 0 with --lr 0\.1 \(and 1 other"
     ):
-        require_same_settings(settings, group)
+        require_same_settings(settings, {"torch": "2"}, group)
+
+
+@distributed(world=2)
+def test_other_versions_are_named_before_settings() -> None:
+    group = everyone()
+    versions = {"torch": "2.13.0", "NCCL": "2.27" if group.rank == 0 else "2.21"}
+    with pytest.raises(
+        AgreedError, match=r"^rank 1 runs NCCL 2\.21, rank 0 runs NCCL 2\.27; install the same"
+    ):
+        require_same_settings({"--lr": group.rank}, versions, group)

@@ -1,0 +1,90 @@
+"""What of the environment acts on a run, what a run sets itself, and which interfaces NCCL may use."""
+
+import pytest
+import torch
+
+from pentatron.cli.environment import Worker, launched_too_often
+from pentatron.cli.variables import limit_connections, variable_notes
+from pentatron.launch.variables import chosen_interfaces, connections_for, describe, interface_problem
+from tests.support import resolved
+
+GUIDE = {"NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "60", "HOME": "/root"}
+INTERFACES = ["lo", "eth0", "eth1", "ib0", "docker0"]
+
+
+def test_variables_are_reported_to_whom_they_concern() -> None:
+    """NCCL_TIMEOUT has a notice of its own, as nobody but us reads it."""
+    assert describe(GUIDE, on_gpu=True, nccl=True, alone=False) == [
+        "NCCL reads from the environment: NCCL_DEBUG=WARN"
+    ]
+    assert describe(GUIDE, False, False, alone=False)[0].endswith(
+        "through gloo here, not through NCCL, so this changes nothing"
+    )
+    assert describe(GUIDE, False, False, alone=True)[0].endswith(
+        "one process sends no messages, so this changes nothing"
+    )
+    assert describe({"HOME": "/root"}, True, True, False) == []
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert describe(one, True, True, False) == [
+        "CUDA reads from the environment: CUDA_DEVICE_MAX_CONNECTIONS=1"
+    ]
+    assert describe(one, False, False, True) == ["CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "is_set"),
+    [
+        ("", 2, False),
+        ("--tensor-model-parallel-size 2", 2, True),
+        ("--context-parallel-size 2", 2, True),
+        ("--zero-stage 3", 2, False),
+        ("--tensor-model-parallel-size 2 --zero-stage 3", 4, False),
+    ],
+)
+def test_one_queue_where_it_helps(
+    flags: str, world: int, is_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", environment)
+    config = resolved(flags, world).config
+    assert (connections_for(config) is not None) == is_set
+    limit_connections(config)
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    assert environment == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_set else {})
+    notes = variable_notes({}, torch.device("cuda"), Worker(0, 1, 0, 1, "torchrun"))
+    assert [note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so that") for note in notes] == [
+        True
+    ] * is_set
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    limit_connections(config)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "chosen"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("eth1,ib", ["eth1", "ib0"]),
+        ("=eth0", ["eth0"]),
+        ("=eth", []),
+        ("^docker,lo", ["eth0", "eth1", "ib0"]),
+        ("^=eth0", ["lo", "eth1", "ib0", "docker0"]),
+        ("bond0", []),
+    ],
+)
+def test_interfaces_are_chosen_as_nccl_does(pattern: str, chosen: list[str]) -> None:
+    assert chosen_interfaces(pattern, INTERFACES) == chosen
+    problem = interface_problem({"NCCL_SOCKET_IFNAME": pattern}, INTERFACES)
+    assert (problem is None) == bool(chosen)
+    assert problem is None or "this machine, which has lo, eth0" in problem
+
+
+def test_torchrun_in_every_task_is_noticed() -> None:
+    inside = {"SLURM_STEP_NUM_TASKS": "16", "GROUP_WORLD_SIZE": "2"}
+    [note] = launched_too_often(inside)
+    assert (
+        "Slurm started torchrun 16 times, and this run is made of 2 of them" in note
+        and "--ntasks-per-node=1" in note
+    )
+    assert launched_too_often({**inside, "SLURM_STEP_NUM_TASKS": "2"}) == []
+    assert launched_too_often({"SLURM_STEP_NUM_TASKS": "16"}) == [] == launched_too_often({})

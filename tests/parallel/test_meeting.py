@@ -1,0 +1,88 @@
+"""Trying a meeting point, and what torch's complaints become."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from pentatron.config.errors import UserError
+from pentatron.parallel import meeting
+from pentatron.parallel.meeting import MeetingError, MeetingPoint, failed_meeting, lost_contact, reach
+
+
+def silent(text: str) -> None:
+    raise AssertionError(f"said too early: {text}")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_the_first_rank_may_begin_where_nobody_listens() -> None:
+    reach(MeetingPoint("127.0.0.1", free_port()), 0, 1.0, silent)
+
+
+def test_another_rank_waits_for_one_that_comes_late() -> None:
+    port = free_port()
+
+    def come_late() -> None:
+        time.sleep(0.5)
+        with socket.create_server(("127.0.0.1", port)) as server:
+            server.accept()
+
+    late = threading.Thread(target=come_late)
+    late.start()
+    began = time.monotonic()
+    reach(MeetingPoint("127.0.0.1", port), 1, 20.0, silent)
+    assert time.monotonic() - began > 0.4
+    late.join()
+
+
+def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_SILENCE", 0.2)
+    said: list[str] = []
+    point = MeetingPoint("127.0.0.1", free_port(), is_served=True)
+    with pytest.raises(MeetingError, match=f"nobody could be met at {point} within 1 seconds"):
+        reach(point, 0, 1.0, said.append)
+    assert len(said) == 1 and f"still waiting for rank 0 at {point}" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("Timed out after 601 seconds waiting for clients. 7/8 clients joined.",
+         r"^7 of 8 processes came within 601 seconds; start all of them .* WORLD_SIZE"),
+        ("The server socket has failed to listen on any local network address. port: 1, code: -98, name: EADDRINUSE",
+         "port of the meeting point is taken .* set another MASTER_PORT"),
+        ("[enforce fail at gloo] Unable to find address for: eth9", "network interface .* does not exist .* GLOO_SOCKET_IFNAME"),
+        ("ncclInternalError: Bootstrap : no socket interface found", "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"),
+        ("something else\nmore", r"the 8 processes could not meet \(something else\); check that MASTER_ADDR"),
+    ],
+)  # fmt: skip
+def test_what_torch_says_becomes_advice(message: str, advice: str) -> None:
+    with pytest.raises(MeetingError, match=advice):
+        raise failed_meeting(message, 8)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[../third_party/gloo] Timed out waiting 2000ms for recv operation to complete",
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)",
+    ],
+)
+def test_silence_has_advice(message: str) -> None:
+    found = lost_contact(message, 0.5)
+    assert isinstance(found, MeetingError)
+    for part in ("within 30 seconds", "--distributed-timeout-minutes", "NCCL_TIMEOUT", "NCCL_DEBUG=INFO",
+                 "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE=1"):  # fmt: skip
+        assert part in str(found)
+
+
+def test_a_rank_that_is_gone_is_no_matter_of_the_network() -> None:
+    found = lost_contact("[enforce fail] Connection closed by peer [127.0.0.1]:1", 10)
+    assert isinstance(found, UserError) and not isinstance(found, MeetingError)
+    assert lost_contact("CUDA out of memory", 10) is None
