@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pentatron.train.program import Program
 
 # Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("bench", "doctor")
+PLANNED = ("doctor",)
 
 USAGE = """usage: pentatron COMMAND [...]
 
@@ -34,6 +34,7 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   verify     compare a layout with one process, number by number, on a small model
   presets    list the named models and their shapes
   launch     write the script that trains on several machines, for Slurm or torchrun
+  bench      measure every layout of a number of processes against each other
   monitor    watch a run, or look back at a finished one
 
 Not available yet: {planned}
@@ -221,6 +222,12 @@ def _presets(words: Sequence[str]) -> int:
     return presets_command(words)
 
 
+def _bench(words: Sequence[str]) -> int:
+    from pentatron.cli.bench import bench_command
+
+    return bench_command(words)
+
+
 def _monitor(words: Sequence[str]) -> int:
     from pentatron.cli.monitor import monitor_command
 
@@ -246,5 +253,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "verify": _verify,
     "presets": _presets,
     "launch": _launch,
+    "bench": _bench,
     "monitor": _monitor,
 }

@@ -31,6 +31,9 @@ class CheckpointConfig:
         "steps between checkpoints (a tenth of the run, at least 100); the last step is always saved",
         also="--save_steps",
     )
+    save_checkpoints: bool = setting(
+        True, "write checkpoints at all (not to, for runs that only measure: --no-save-checkpoints)"
+    )
     keep_checkpoints: int | None = setting(3, "how many of the newest to keep (none: all)")
     verify_checkpoint: bool = setting(True, "check the checksums before resuming")
     finetune: bool = setting(False, "take the weights alone from what is loaded, and start at step 0")

@@ -138,7 +138,8 @@ class Trainer:
 
     def save(self) -> None:
         """Saves this step, unless it is saved already."""
-        if self._saved_step == self.state.step and not self._begins_unsaved:
+        is_saved = self._saved_step == self.state.step and not self._begins_unsaved
+        if is_saved or not self.config.checkpoint.save_checkpoints:
             return
         folder = self.store.save(
             self.state.step,

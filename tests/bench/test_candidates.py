@@ -1,0 +1,81 @@
+"""Every layout of a number of processes, each once."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pentatron.bench.candidates import Candidate, candidates
+from pentatron.bench.measure import measure
+from pentatron.bench.sizes import default_sizes
+from pentatron.config.errors import UserError
+
+
+@pytest.mark.parametrize("processes", [1, 6, 8])
+def test_all_of_them_and_each_once(processes: int) -> None:
+    found = {(c.data, c.tensor, c.context, c.pipeline) for c in candidates(processes, None, {}, ())}
+    sizes = range(1, processes + 1)
+    wanted = {s for s in itertools.product(sizes, repeat=4) if math.prod(s) == processes}
+    assert found == wanted and len(candidates(processes, None, {}, ())) == len(wanted)
+
+
+def test_experts_variants_and_given_sizes() -> None:
+    with_experts = candidates(4, 4, {}, ())
+    assert {c.expert for c in with_experts if c.data == 4} == {1, 2, 4}
+    assert {c.expert for c in with_experts if c.pipeline == 4} == {1}
+    assert {c.name for c in candidates(4, None, {"tensor": 2}, ())} == {"dp2 tp2", "tp2 cp2", "tp2 pp2"}
+    varied = candidates(2, None, {}, ("zero", "sp"))
+    assert [c.name for c in varied] == [
+        *("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp"),
+        *("cp2", "cp2 zero1", "cp2 zero2", "cp2 zero3", "pp2"),
+    ]
+    assert len({c.name for c in varied}) == len(varied)
+    with pytest.raises(UserError, match="--variants zeros is unknown"):
+        candidates(2, None, {}, ("zeros",))
+
+
+def test_a_layout_in_words() -> None:
+    layout = Candidate(data=2, tensor=4, zero=1, sequence=True)
+    assert layout.name == "dp2 tp4 sp zero1"
+    assert layout.words == [
+        *("--tensor-model-parallel-size", "4", "--zero-stage", "1", "--sequence-parallel"),
+    ]
+    assert Candidate(1).name == "one process"
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 6, 8, 48])
+def test_the_model_made_up_suits_every_axis(processes: int) -> None:
+    for on_gpu in (False, True):
+        sizes = default_sizes(processes, on_gpu)
+        assert sizes["num_attention_heads"] % processes == 0 and sizes["num_layers"] % processes == 0
+        assert sizes["hidden_size"] % sizes["num_attention_heads"] == 0
+        assert sizes["seq_length"] % (2 * processes) == 0
+        assert sizes["global_batch_size"] % (sizes["micro_batch_size"] * processes) == 0
+
+
+def test_what_the_metrics_say(tmp_path: Path) -> None:
+    def row(step: int, seconds: float, waited: float) -> dict[str, object]:
+        ranks = {
+            "busy_seconds": [seconds - waited, seconds],
+            "collective_seconds": [waited, 0.0],
+            "message_seconds": [0.0, 0.0],
+            "memory_bytes": [step * 2**20, 5 * 2**20],
+        }
+        return {"step": step, "seconds": seconds, "tokens": 640, "ranks": ranks}
+
+    rows = [row(1, 100.0, 90.0), row(2, 2.0, 1.0), row(3, 4.0, 1.0), row(4, 2.0, 1.0)]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = measure(file, warmup=1, batch=10)
+    assert (found.step_seconds, found.samples_per_second, found.tokens_per_second) == (2.0, 5.0, 320.0)
+    assert found.memory_bytes == [4 * 2**20, 5 * 2**20] and found.steps == 3
+    assert found.communication_share == pytest.approx(3 / 16) and found.message_share == 0.0
+    # Where waiting is not known no share is made up.
+    for r in rows:
+        r["ranks"] = {"memory_bytes": [1, 2]}
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert measure(file, warmup=1, batch=10).communication_share is None
+    with pytest.raises(UserError, match="no step after"):
+        measure(file, warmup=4, batch=10)

@@ -1,0 +1,36 @@
+"""Processes that end in every way there is."""
+
+import os
+import signal
+import time
+
+import pytest
+
+# Every process imports this module: nothing large here.
+from pentatron.bench.processes import Ended, Starter
+
+
+def behave(rank: int, way: str) -> None:
+    if rank == 1 and way == "fails":
+        os._exit(3)
+    if rank == 1 and way == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way in ("hangs", "fails", "is killed"):
+        time.sleep(60)
+
+
+def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pentatron.bench.processes._GRACE_SECONDS", 0.2)
+    starter = Starter([])
+    ticks: list[int] = []
+
+    def run(way: str, timeout: float = 30.0) -> Ended:
+        return starter.run(behave, lambda rank: (rank, way), 2, timeout, lambda: ticks.append(1))
+
+    assert run("ends").is_good
+    failed = run("fails")
+    assert not failed.is_good and list(failed.exit_codes) == [0, 3] and failed.killed() is None
+    assert run("is killed").killed() == "rank 1 was killed by SIGKILL"
+    late = run("hangs", timeout=0.5)
+    assert late.timed_out and not late.is_good and late.killed() is None
+    assert ticks
