@@ -20,12 +20,8 @@ LEVELS = {
     "hf": 5,
     "plan": 5,
     "train": 6,
-<<<<<<< HEAD
-    "megatron": 9,
-=======
     "bench": 7,
-    "megatron": 7,
->>>>>>> 80f39c4 (pentatron bench: every layout of a number of processes, measured by the trainer's own steps, with summary.csv and pictures)
+    "megatron": 9,
     "launch": 7,
     "simulate": 7,
     "cli": 8,

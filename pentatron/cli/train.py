@@ -209,7 +209,7 @@ def _what_next(config: RunConfig, folder: RunFolder) -> None:
     ideas = []
     if folder.sample.exists():
         ideas.append((f'{program} generate {folder.path} "import "', "continue a text of yours"))
-    elif config.checkpoint.load is not None and config.checkpoint.save is not None:
+    elif config.checkpoint.load and config.checkpoint.save and config.checkpoint.save_checkpoints:
         # Not the run's folder: the checkpoints may be kept elsewhere.
         saved = os.path.relpath(config.checkpoint.save)
         if config.data.tokenizer_model is not None:

@@ -260,6 +260,10 @@ def _no_wandb(draft: Draft, facts: Facts) -> str:
     return "nothing is sent without --wandb-project" if draft["wandb_project"] is None else ""
 
 
+def _nothing_saved(draft: Draft, facts: Facts) -> str:
+    return "" if draft["save_checkpoints"] else "nothing is saved (--no-save-checkpoints)"
+
+
 def _no_progress_file(draft: Draft, facts: Facts) -> str:
     return "" if draft["log_progress"] else "it is written to progress.txt, which --log-progress asks for"
 
@@ -312,6 +316,7 @@ IDLE: dict[str, Reason] = {
     "make_vocab_size_divisible_by": _padding_is_given,
     **IDLE_OF_DATA,
     **IDLE_OF_THE_LOOP,
+    **dict.fromkeys(("save", "save_interval", "keep_checkpoints"), _nothing_saved),
     "min_lr": _no_decay,
     "lr_decay_iters": _no_decay_nor_fraction,
     "ddp_bucket_size": _bucketless,

@@ -202,7 +202,7 @@ class Session:
                 draw_curve(self.folder)
             if ending is not None:
                 output.note(ending.line)
-                output.say(_farewell(ending, self.state))
+                output.say(_farewell(ending, self.state, self.config.checkpoint.save_checkpoints))
             elif not self.config.train.skip_train:
                 finish(self.config, self.folder, datasets, output)
         return Outcome(self.folder, ending)
@@ -284,10 +284,12 @@ def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) ->
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")
 
 
-def _farewell(ending: Ending, state: TrainState) -> str:
+def _farewell(ending: Ending, state: TrainState, saves: bool) -> str:
     if state.step == 0:
         return f"{ending.reason} before the first step; nothing was trained yet"
-    return (
-        f"{ending.reason} after step {state.step}; its checkpoint is saved, "
-        f"the same command goes on from there"
+    kept = (
+        "its checkpoint is saved, the same command goes on from there"
+        if saves
+        else "nothing is saved (--no-save-checkpoints)"
     )
+    return f"{ending.reason} after step {state.step}; {kept}"
