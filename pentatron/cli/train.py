@@ -35,13 +35,8 @@ if TYPE_CHECKING:
 
 _USER_ERROR = 2
 _LOST = 1
-<<<<<<< HEAD
 # Ends of which a rank has said why.
 _TOLD = (_USER_ERROR, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
-# What torch's backends say when a peer is gone or silent.
-_LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-=======
->>>>>>> cb99bf2 (Processes that do not meet or wait in vain say why: the meeting point is tried before torch waits for it, and versions are compared once all are there)
 
 
 def train(
