@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity families sweep fuzz fuzz-data slurm bench-harness bench-pipeline bench-data bench-order bench-convert clean
+.PHONY: help setup demo test check format contract parity families sweep fuzz fuzz-data pictures slurm bench-harness bench-pipeline bench-data bench-order bench-convert clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -60,6 +60,10 @@ fuzz: $(READY) ## N random models in random layouts against one process; more: A
 
 fuzz-data: $(READY) ## N (10000) random data files, damaged: no wrong token, no crash
 	@$(BIN)/python scripts/fuzz_data.py --cases $(if $(filter file,$(origin N)),10000,$(N)) $(ARGS)
+
+pictures: $(READY) ## draw the pictures of docs/ anew, from schedules, grids and layouts
+	@$(BIN)/python scripts/draw_pictures.py
+	@$(BIN)/python scripts/draw_layouts.py
 
 slurm: $(READY) ## the written Slurm scripts on a real Slurm of two nodes on this machine: warned, preempted, cancelled
 	@$(BIN)/python scripts/slurm_trial.py

@@ -120,7 +120,10 @@ _STEP, _ROW, _LEFT, _TOP = 22, 26, 70, 50
 
 def picture(checked: Checked, placement: Placement, title: str) -> str:
     """The schedule as an SVG."""
-    width, height = _LEFT + checked.time * _STEP + 20, _TOP + placement.ranks * _ROW + 60
+    keys = _keys(checked, placement)
+    # Letters are as wide as the font that is found makes them; this leaves room for wide ones.
+    wide = max(10 * len(title), *(7 * len(line) for line in keys)) + 24
+    width, height = max(_LEFT + checked.time * _STEP + 20, wide), _TOP + placement.ranks * _ROW + 60
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="11">',
@@ -139,10 +142,7 @@ def picture(checked: Checked, placement: Placement, title: str) -> str:
         f'<text x="{_LEFT + time * _STEP}" y="{y + 12}" fill="#777777">{time}</text>'
         for time in range(0, checked.time + 1, 5)
     ]
-    parts += [
-        f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>'
-        for i, line in enumerate(_keys(checked, placement))
-    ]
+    parts += [f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>' for i, line in enumerate(keys)]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
