@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract parity families sweep fuzz fuzz-data pictures slurm bench-harness bench-pipeline bench-data bench-order bench-convert clean
+.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures slurm bench-harness bench-pipeline bench-data bench-order bench-convert clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ format: $(READY) ## format the code and mend what the linter can
 
 contract: $(READY) ## run what shows each contract item, print the count, write docs/contract.md
 	@$(BIN)/python scripts/contract.py
+
+guides: $(READY) ## every command of the five guides in small form, write docs/guides/README.md; some: ARGS="--only 002"
+	@$(BIN)/python scripts/guides.py $(ARGS)
 
 families: $(READY) ## every family of Hugging Face models against transformers, write docs/families.md; ARGS="--only qwen3"
 	@$(BIN)/python scripts/families.py $(ARGS)

@@ -28,7 +28,7 @@ class _Line:
 
 def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
     """The settings of one file, or every mistake in it at once."""
-    content = _load(Path(path))
+    content = load_file(Path(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no settings: write one 'name: value' a line")
     flags = FlagTable(entry)
@@ -88,13 +88,12 @@ def _lines(content: dict[Any, Any]) -> Iterator[_Line]:
             yield _Line(str(key), str(key), value)
 
 
-def _load(path: Path) -> Any:
+def load_file(path: Path, flag: str = "--config") -> Any:
+    """What a YAML, TOML or JSON file holds; `flag` is the one that named it."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(
-            f"configuration file {path} does not exist; check the path given to --config"
-        ) from None
+        raise UserError(f"configuration file {path} does not exist; check the path given to {flag}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"configuration file {path} cannot be read ({reason})") from None

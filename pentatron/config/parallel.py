@@ -67,10 +67,12 @@ class ParallelConfig:
     optimizer_cpu_offload: bool = setting(
         False, "keep master weights and Adam's state in host memory, and update them there (ZeRO 0 to 2)"
     )
-    deepspeed: bool = setting(False, "DeepSpeed's launch line", not_yet="DeepSpeed's launch line")
-    deepspeed_config: str | None = setting(
-        None, "a ds_config.json", not_yet="reading a DeepSpeed configuration"
+    deepspeed: bool = setting(
+        False,
+        "for launch lines of DeepSpeed",
+        notice="DeepSpeed takes no part here; what it would do (--deepspeed_config, --zero-stage) is built in",
     )
+    deepspeed_config: str | None = setting(None, "a DeepSpeed configuration to take settings from; flags win")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentatron.config.data_sources import read_data_files
+from pentatron.config.deepspeed import read_deepspeed
 from pentatron.config.derive import derive
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
@@ -43,6 +44,11 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     layers: list[dict[str, Assigned]] = []
     if "config" in flags.values:
         layers.append(read_file(flags.values["config"].value, entry))
+    notices = list(flags.notices)
+    if "deepspeed_config" in flags.values:
+        of_deepspeed, told = read_deepspeed(flags.values["deepspeed_config"].value)
+        layers.append(of_deepspeed)
+        notices += told
     layers.append(flags.values)
     written = {name: value for layer in layers for name, value in layer.items()}
     preset = written["preset"].value if "preset" in written else None
@@ -52,7 +58,7 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     values |= {name: Assigned(value, f"default of {entry.name}") for name, value in entry.defaults.items()}
     if preset is not None:
         values |= _preset(preset)
-    draft = Draft({**values, **written}, list(flags.notices))
+    draft = Draft({**values, **written}, notices)
     _drop_idle_default(draft)
     read_data_files(draft)
     return draft
