@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.config.run import table
+from pentatron.layout.check import check
+from pentatron.layout.schedules import FOLDED, KINDS, training_schedule
 from tests.harness import run_distributed
 from tests.parity.test_theory import LARGE, bytes_on_a_rank
 
@@ -77,3 +80,67 @@ def test_the_picture_of_zero_has_the_bytes_that_are_held(stage: int) -> None:
     if stage != 2:
         # Stage 2 has a bucket on top of it, as parallelism.md says.
         assert held["gradients"] / whole == pytest.approx(gradients, rel=0.02)
+
+
+def test_the_table_of_schedules_has_the_schedules_numbers() -> None:
+    page = (ROOT / "docs/how-it-works/questions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)`[^|]*\| ([\d.]+%) \| ([\d, ]+) \|", page, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(KINDS)
+    for kind, waiting, kept in rows:
+        checked = check(training_schedule(kind, 4, 2 if kind in ("interleaved", *FOLDED) else 1, 8))
+        assert (f"{checked.bubble:.1%}", ", ".join(map(str, checked.alive))) == (waiting, kept), kind
+
+
+# Heading of docs/how-it-works/questions.md → what its section must speak of.
+ANSWERED = {
+    "How do the three ways": "**Data.** **Tensor.** **Pipeline.** **Together.**",
+    "AllReduce or Send/Recv": "all-reduce reduce-scatter all-gather all-to-all send, receive",
+    "NCCL, Gloo or MPI": "**NCCL** **Gloo** MPI NCCL_TIMEOUT",
+    "What are world size": "world size local rank LOCAL_RANK",
+    "Why micro-batches": "**Memory** **The pipeline** (P − 1) / (M + P − 1)",
+    "When do virtual stages": "interleaved dualpipev",
+    "How do I choose": "ZeRO tensor pipeline context expert `pentatron plan",
+    "How does this compare": "nanoGPT DeepSpeed mixed precision",
+    "Training is slow": "batch --tp_size --bf16 --fp16 --num_workers NCCL_IB_DISABLE NCCL_SOCKET_IFNAME",
+    "The loss does not fall": "--lr --warmup_steps --bf16 --max_grad_norm 0.5 pentatron data verify",
+    "A checklist for speed": "--transformer-impl --sequence-parallel --use-distributed-optimizer --recompute-granularity "
+    "--attention-backend --micro-batch-size --overlap-grad-reduce --overlap-param-gather",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heading", ANSWERED)
+def test_the_questions_of_the_guides_are_answered(heading: str) -> None:
+    page = (ROOT / "docs/how-it-works/questions.md").read_text(encoding="utf-8")
+    sections = {part.splitlines()[0]: part for part in page.split("\n## ")[1:]}
+    section = next(text for title, text in sections.items() if title.startswith(heading))
+    assert [word for word in ANSWERED[heading].split() if word not in section] == []
+
+
+# Of torchrun, of entry points and of commands beside `pentatron train`.
+OTHERS = set(
+    "batch-size draw gpus allow-narrowing checkpoint-type dtype load-dir loader loader-transformer-impl max-shard-size model-size "
+    "model-type no-check save-dir saver target-tensor-parallel-size tokenizer verify".split()
+)
+
+
+def test_flags_that_the_pages_name_are_flags() -> None:
+    """With every spelling; what other programs take stands in lines of theirs."""
+    known = {s.flag.replace("_", "-") for item in table().values() for s in item.spellings} | OTHERS
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)}
+        assert named - known == set(), page.name
+
+
+def test_python_of_the_pages_runs() -> None:
+    found = [
+        (page, block)
+        for page in PAGES
+        for block in re.findall(
+            r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+        if block.startswith("import torch\n\nx,")
+    ]
+    assert found
+    for page, block in found:
+        exec(compile(block, str(page), "exec"), {})
