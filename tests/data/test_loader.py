@@ -149,3 +149,10 @@ def test_reading_leaves_the_global_generator_alone() -> None:
 def test_impossible_layouts_are_refused(consumed: int, micro: int, rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="sizes must be positive and ranks below their number"):
         MicroBatchSampler(consumed, micro, rank, ranks)
+
+
+def test_readers_and_pinned_memory_are_the_loaders_own() -> None:
+    dataset = Numbered(23)
+    loader = build_loader(dataset, 0, 2, 0, 1, num_workers=4, pin_memory=True, prefetch_factor=2)
+    assert (loader.num_workers, loader.pin_memory, loader.prefetch_factor) == (4, True, 2)
+    assert build_loader(dataset, 0, 2, 0, 1).num_workers == 0
