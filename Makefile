@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures slurm bench-harness bench-pipeline bench-data bench-order bench-convert clean
+.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures slurm bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -85,6 +85,9 @@ bench-data: $(READY) ## rate and memory of pentatron prepare against the tokeniz
 
 bench-order: $(READY) ## building, finding and reading orders of samples, against megatron-core
 	@$(BIN)/python bench/order.py $(ARGS)
+
+bench-precision: $(READY) ## loss curves in bf16 and fp16 against fp32, and of layouts against each other
+	@$(BIN)/python bench/precision.py $(ARGS)
 
 bench-convert: $(READY) ## rate and memory of import and export against a plain copy
 	@$(BIN)/python bench/convert.py $(ARGS)

@@ -15,7 +15,7 @@ class RunSettings:
     fresh: bool = setting(False, "start anew; an earlier run in the folder is moved aside")
     seed: int = setting(1234, "seed of initial weights and sample order")
     sample_prompt: str | None = setting(None, "text continued at the end of the run")
-    sample_tokens: int = setting(120, "length of that continuation")
+    sample_tokens: int = setting(120, "length of that continuation (0: none)")
 
 
 @dataclass(frozen=True)

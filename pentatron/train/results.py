@@ -81,9 +81,8 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
         first, last = rows[0]["loss"], sum(r["loss"] for r in rows[-10:]) / len(rows[-10:])
         change = f"{'down' if last <= first else 'up'} {100 * abs(1 - last / first):.0f} %"
         output.say(f"finished: loss {first:.3f} → {last:.3f} ({change})")
-    saves = config.checkpoint.save_checkpoints
-    if saves and datasets.tokenizer is not None and config.run.sample_prompt is not None:
-        prompt = config.run.sample_prompt
+    saves, prompt = config.checkpoint.save_checkpoints, config.run.sample_prompt
+    if saves and datasets.tokenizer is not None and prompt is not None and config.run.sample_tokens > 0:
         assert config.checkpoint.save is not None
         # The ranks hold parts of the model; its last checkpoint has it whole.
         pieces = open_continuation(

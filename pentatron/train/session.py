@@ -225,6 +225,11 @@ def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
         found.append("--test-data-path: the files are good, but nothing is tested after training yet")
     if resolved.config.parallel.optimizer_cpu_offload and world.device.type == "cpu":
         found.append("--optimizer-cpu-offload: everything is in host memory already, so this changes nothing")
+    if resolved.config.precision.fp16 and world.device.type == "cpu":
+        found.append(
+            "--fp16: most CPUs have no instructions for fp16 and take hundreds of times as long for large matrices; without it, "
+            "or with --bf16, a run on a CPU is faster"
+        )
     kernel = world.device.type == "cuda" and resolved.config.precision.bf16
     if resolved.given("moe_grouped_gemm") and resolved.config.moe.moe_grouped_gemm and not kernel:
         found.append(

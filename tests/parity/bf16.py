@@ -1,6 +1,7 @@
-"""Layouts in bf16: rounding differs between them, so each is held against what bf16 costs one process."""
+"""Layouts in bf16 and fp16: rounding differs between them, so each is held against what it costs one process."""
 
 import functools
+from dataclasses import replace
 
 from pentatron.train.comparison import STEPS, Trajectory, gathered
 from tests.harness import run_distributed
@@ -24,6 +25,18 @@ BF16_CASES = (
 )
 
 
+# A first scale with which nothing overflows: what a scale does to a run is shown elsewhere.
+FP16 = "--fp16 --initial-loss-scale 65536"
+FP16_CASES = (
+    ("dp2 zero1 overlap", "llama"),
+    ("tp2 sp pp2 virtual2 full", "qwen2.5"),
+    ("cp2 all_gather dp2 zero2", "qwen3"),
+    ("pp2 zbv", "llama"),
+    ("pp2 dp2 zero3", "gpt"),
+    ("ep2", "mixtral"),
+)
+
+
 @functools.cache
 def on_one_process(words: str) -> Trajectory:
     return run(words, 1)
@@ -36,12 +49,12 @@ def distance(found: list[Trajectory], exact: Trajectory, kind: str) -> float:
     return float((apart / sum(float(value.square().sum()) for value in expected.values())) ** 0.5)
 
 
-def excess(layout: str, family: str, bug: str = "") -> dict[str, float]:
-    """For every kind of tensor, how many times as far from fp32 as one process in bf16 is."""
+def excess(layout: str, family: str, bug: str = "", half: str = "--bf16") -> dict[str, float]:
+    """For every kind of tensor, how many times as far from fp32 as one process in the same precision is."""
     among = MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS
     case = next(x for x in among if x.name == layout)
-    words = f"{case.command(family)} --bf16"
+    words = f"{replace(case, scaled=False).command(family)} {half}"
     found = run_distributed(on_a_rank, case.ranks, timeout=180.0, words=words, bug=bug)
     exact = on_one_process(case.alone(family))
-    rounded = on_one_process(f"{case.alone(family)} --bf16")
+    rounded = on_one_process(f"{case.alone(family)} {half}")
     return {kind: distance(found, exact, kind) / distance([rounded], exact, kind) for kind in KINDS}

@@ -43,6 +43,7 @@ from pentatron.parallel.tensor_axis import TensorAxis
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
 from tests.parity.mixture_bugs import MIXTURE_BUGS, forget_partial
+from tests.parity.scale_bugs import SCALE_BUGS
 from tests.parity.shard_bugs import SHARD_BUGS
 
 
@@ -172,8 +173,8 @@ def padding_takes_probability() -> None:
 def clipped_by_a_local_norm() -> None:
     step = Optimizer.step
 
-    def local(self: Optimizer, learning_rate: float, norm: float) -> None:
-        step(self, learning_rate, float(self.squared_norm()) ** 0.5)
+    def local(self: Optimizer, learning_rate: float, norm: float, scale: float = 1.0) -> None:
+        step(self, learning_rate, float(self.squared_norm()) ** 0.5 / scale, scale)
 
     Optimizer.step = local  # type: ignore[method-assign]
 
@@ -367,6 +368,7 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "recomputed without a sum": (recomputed_without_a_sum, "llama", "tp2 dp2 overlap full"),
     **MIXTURE_BUGS,
     **SHARD_BUGS,
+    **SCALE_BUGS,
 }
 
 

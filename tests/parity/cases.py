@@ -1,6 +1,7 @@
 """What the net covers: families of models, and layouts to spread them over."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from pentatron.train.comparison import STEPS
 from tests.support import LLAMA, REVEALING
@@ -55,7 +56,7 @@ class Layout:
     """`words` are flags of the spread run; `both` are flags that the run on one process gets too.
 
     `same_cut`: what is computed depends on the micro-batches, so the run on one process has the same ones; otherwise it
-    takes the whole batch at once.
+    takes the whole batch at once. `scaled`: the loss is multiplied before backward, as in fp16, and on one process it is not.
     """
 
     name: str
@@ -64,9 +65,11 @@ class Layout:
     micro_batch: int = 2
     both: str = ""
     same_cut: bool = False
+    scaled: bool = False
 
     def command(self, family: str) -> str:
-        return f"{self.reference(family)} {self.words} --micro-batch-size {self.micro_batch}"
+        scale = SCALED if self.scaled else ""
+        return f"{self.reference(family)} {self.words} {scale} --micro-batch-size {self.micro_batch}"
 
     def reference(self, family: str) -> str:
         return f"{SHAPE} --num-layers {self.depth} {(FAMILIES | MIXTURES)[family]} {self.both}"
@@ -101,6 +104,12 @@ def _pp(size: int, more: str = "") -> str:
     return f"{PIPELINE} {size} {more}"
 
 
+def every_second_scaled(layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+    """A scale is no reason for a layout of its own: it must change nothing in any of them."""
+    return tuple(replace(layout, scaled=number % 2 == 1) for number, layout in enumerate(layouts))
+
+
+SCALED = "--loss-scale 4096"
 SP = "--sequence-parallel"
 GPIPE = "--pipeline-schedule gpipe"
 VIRTUAL = "--virtual-pipeline-model-parallel-size 2"
@@ -138,7 +147,7 @@ def _selective(*modules: str) -> str:
     return f"--recompute-granularity selective --recompute-modules {' '.join(modules)}"
 
 
-LAYOUTS = (
+_PLAIN = (
     Layout("accumulation", 1, "", micro_batch=1),
     Layout("dp2", 2, "", micro_batch=4),
     Layout("dp2 overlap", 2, f"{SMALL} {OVERLAP}"),
@@ -295,3 +304,4 @@ LAYOUTS = (
         )
     ),
 )
+LAYOUTS = every_second_scaled(_PLAIN)

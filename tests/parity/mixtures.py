@@ -16,6 +16,7 @@ from tests.parity.cases import (
     ZERO3,
     ZERO_BUBBLE,
     Layout,
+    every_second_scaled,
 )
 from tests.parity.cases import _cp as context
 from tests.parity.cases import _full as full
@@ -45,7 +46,7 @@ _SCHEDULES = (
     ("dualpipev", DUALPIPEV),
 )
 
-MIXTURE_LAYOUTS = (
+_PLAIN = (
     Layout("accumulation", 1, "", micro_batch=1),
     Layout("dp2", 2, "", micro_batch=4),
     Layout("ep2", 2, experts(2), micro_batch=4),
@@ -150,3 +151,4 @@ MIXTURE_LAYOUTS = (
         same_cut=True,
     ),
 )
+MIXTURE_LAYOUTS = every_second_scaled(_PLAIN)

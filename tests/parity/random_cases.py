@@ -25,7 +25,7 @@ MOST_LAYERS = 9
 LONGEST = 32
 # What the run on one process does without: how work is spread, and what is kept in memory.
 _SPREAD_SECTIONS = ("parallel", "memory")
-_SPREAD_SETTINGS = ("micro_batch_size", "moe_token_dispatcher_type", "moe_grouped_gemm")
+_SPREAD_SETTINGS = ("micro_batch_size", "loss_scale", "moe_token_dispatcher_type", "moe_grouped_gemm")
 # Two and four ranks find most mistakes and are quick.
 _RANKS = {1: 2, 2: 12, 3: 1, 4: 12, 5: 0.5, 6: 1, 7: 0.5, 8: 3}
 
@@ -130,6 +130,7 @@ def draw(seed: int, number: int) -> Case:
         *_batch(dice, axes, kind),
         f"--seed {dice.number(0, 10**6)}",
         *(dice.some(_DOCUMENTS, 3) if dice.often(0.25) else ()),
+        *_updates(dice),
     ]
     return Case(ranks, tuple(traits))
 
@@ -317,3 +318,10 @@ def _batch(dice: Dice, axes: Axes, kind: str) -> Iterable[str]:
     count = dice.number(least, max(least + 1, 6))
     yield f"--micro-batch-size {micro_batch}"
     yield f"--global-batch-size {micro_batch * axes.data * count + dice.careless()}"
+
+
+def _updates(dice: Dice) -> Iterable[str]:
+    if dice.often(0.3):
+        yield f"--loss-scale {dice.of(2, 4096, 65536)}"
+    if dice.often(0.2):
+        yield f"--optimizer sgd --sgd-momentum {dice.of(0, 0.9)}"

@@ -72,6 +72,7 @@ def traits(layout: Layout, family: str) -> set[str]:
         "uneven": len({len(part.layers) for part in config.stages}) > 1,
         "accumulation": config.accumulation > 1,
         "dropout": config.model.hidden_dropout > 0,
+        "scaled loss": bool(config.precision.loss_scale),
         f"{config.memory.recompute_granularity} recompute": bool(config.memory.recompute_granularity),
         f"ep {config.moe.moe_token_dispatcher_type}": grid.expert > 1,
         "etp": config.moe.num_experts is not None and grid.expert_tensor > 1,

@@ -1,0 +1,184 @@
+"""What bf16 and fp16 do to a loss curve, and how near layouts stay to each other in bf16.
+
+Trains the demo's model on the demo's corpus, again and again:
+
+- **Precision.** fp32 with two seeds, bf16 and fp16 with the first seed. Curves are means over windows of steps. How far two seeds of
+  fp32 are apart is what a rounded curve may be away from the exact one.
+- **Layouts.** Runs in bf16 of the same seed over the same data, so that losses can be compared step by step. One process with other
+  micro-batches adds up in another order and nothing else: how far such runs are apart, pair by pair, is what layouts may be apart. A run
+  with another learning rate shows that the measure would notice.
+
+Where several processes share one GPU they exchange through the host. On a CPU fp16 is left out unless asked for by name: multiplying in it is
+hundreds of times slower there.
+
+    python bench/precision.py --steps 400                    # on a GPU if there is one
+    python bench/precision.py --device cpu --steps 60 --only layouts
+    python bench/precision.py --device cpu --steps 10 --only precision --fp16
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+ALONE = "--nproc-per-node 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+TWO = "--nproc-per-node 2 --pipeline-model-parallel-size 1"
+SEEDS = (1234, 4321)
+# One process in bf16, cut into micro-batches of so many samples.
+CUTS = (16, 8, 4, 2, 1)
+LAYOUTS = {
+    "2 data": f"{TWO} --tensor-model-parallel-size 1",
+    "2 data, ZeRO 1": f"{TWO} --tensor-model-parallel-size 1 --zero-stage 1",
+    "2 data, ZeRO 3": f"{TWO} --tensor-model-parallel-size 1 --zero-stage 3",
+    "2 tensor": f"{TWO} --tensor-model-parallel-size 2",
+    "2 tensor + sequence": f"{TWO} --tensor-model-parallel-size 2 --sequence-parallel",
+    "2 context": f"{TWO} --tensor-model-parallel-size 1 --context-parallel-size 2 --cp-comm-type all_gather",
+    "2 pipeline": "--nproc-per-node 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2",
+}
+OTHER = "--lr 0.00306"
+# Pairs of layouts may be so many times as far apart as the furthest pair of the same layout: each is a single draw.
+ALLOWED = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    device: str
+    steps: int
+    folder: Path
+
+    def losses(self, name: str, words: str) -> list[float]:
+        """Of the steps that were made, in their order."""
+        folder = self.folder / "".join(c if c.isalnum() else "-" for c in name)
+        schedule = f"--train-iters {self.steps} --lr-decay-iters {max(self.steps, 400)} --lr-warmup-iters 20"
+        quiet = f"--eval-interval 0 --save-interval {self.steps} --sample-tokens 0 --progress-bar off"
+        shared = f"--device {self.device} --run-dir {folder}"
+        command = [
+            sys.executable,
+            "-m",
+            "pentatron",
+            "train",
+            *f"{words} {schedule} {quiet} {shared}".split(),
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(
+                f"{name}: {' '.join(command)} failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        made = [float(row["loss"]) for row in rows if not row.get("skipped")]
+        skipped = f", {len(rows) - len(made)} steps skipped" if len(made) < len(rows) else ""
+        print(f"  {name:<34} loss {made[0]:.4f} → {statistics.mean(made[-10:]):.4f}{skipped}", flush=True)
+        return made
+
+
+def windows(losses: Sequence[float], size: int) -> list[float]:
+    return [statistics.mean(losses[i : i + size]) for i in range(0, len(losses) - size + 1, size)]
+
+
+def curve_gap(one: Sequence[float], other: Sequence[float], size: int) -> tuple[float, float]:
+    """The largest and the mean distance of two curves."""
+    apart = [abs(a - b) for a, b in zip(windows(one, size), windows(other, size))]
+    return max(apart), statistics.mean(apart)
+
+
+def step_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Root mean square of the relative distance at each step."""
+    return math.sqrt(statistics.mean(((a - b) / b) ** 2 for a, b in zip(one, other, strict=True)))
+
+
+def precisions(machine: Machine, fp16: bool) -> bool:
+    size = max(1, machine.steps // 20)
+    print(f"\nprecision: one process, {machine.steps} steps, windows of {size}", flush=True)
+    base = f"{ALONE} --micro-batch-size 16"
+    exact = machine.losses("fp32", f"{base} --seed {SEEDS[0]}")
+    other = machine.losses("fp32, another seed", f"{base} --seed {SEEDS[1]}")
+    rounded = {"bf16": machine.losses("bf16", f"{base} --seed {SEEDS[0]} --bf16")}
+    if fp16:
+        words = f"{base} --seed {SEEDS[0]} --fp16"
+        rounded["fp16 from 2^16"] = machine.losses("fp16 from 2^16", f"{words} --initial-loss-scale 65536")
+        rounded["fp16 static 2^12"] = machine.losses("fp16 static 2^12", f"{words} --loss-scale 4096")
+        if machine.steps >= 100:
+            rounded["fp16 from 2^32"] = machine.losses("fp16 from 2^32", words)
+    allowed = curve_gap(other, exact, size)
+    print(f"\n  {'distance from fp32':<34} {'largest':>10} {'mean':>10}")
+    print(f"  {'another seed (what is allowed)':<34} {allowed[0]:>10.4f} {allowed[1]:>10.4f}")
+    agrees = True
+    for name, losses in rounded.items():
+        found = curve_gap(losses, exact, size)
+        within = found[0] <= allowed[0] and found[1] <= allowed[1]
+        agrees &= within
+        print(f"  {name:<34} {found[0]:>10.4f} {found[1]:>10.4f}   {'within' if within else 'NOT WITHIN'}")
+    return agrees
+
+
+def layouts(machine: Machine) -> bool:
+    print(f"\nlayouts: bf16, {machine.steps} steps, the same samples in all runs", flush=True)
+    words = f"--bf16 --seed {SEEDS[0]}"
+    cut = {
+        f"one process, micro-batch {n}": machine.losses(
+            f"one process, micro-batch {n}", f"{ALONE} {words} --micro-batch-size {n}"
+        )
+        for n in CUTS
+    }
+    spread = {
+        name: machine.losses(name, f"{flags} {words} --micro-batch-size 4") for name, flags in LAYOUTS.items()
+    }
+    control = machine.losses(f"control: {OTHER}", f"{ALONE} {words} --micro-batch-size 16 {OTHER}")
+    own = [step_gap(a, b) for a, b in itertools.combinations(cut.values(), 2)]
+    reference = next(iter(cut.values()))
+    print(f"\n  {'relative distance of losses, root mean square over the steps':<62}")
+    print(
+        f"  one layout in other orders, {len(own)} pairs: largest {max(own):.2e}, median {statistics.median(own):.2e}"
+    )
+    for name, losses in spread.items():
+        print(f"  {name:<34} from one process: {step_gap(losses, reference):.2e}")
+    pairs = {(a, b): step_gap(spread[a], spread[b]) for a, b in itertools.combinations(spread, 2)}
+    (first, second), largest = max(pairs.items(), key=lambda item: item[1])
+    between = max(largest, *(step_gap(losses, reference) for losses in spread.values()))
+    print(f"  furthest pair of layouts: {first} and {second}, {largest:.2e}")
+    print(f"  control, learning rate 2 % higher: {step_gap(control, reference):.2e}")
+    agrees = between <= ALLOWED * max(own)
+    print(
+        f"  layouts are {'' if agrees else 'NOT '}as near to each other as one layout to itself: {between:.2e} against "
+        f"{max(own):.2e} (allowed: {ALLOWED} ×)"
+    )
+    return agrees
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--only", choices=("precision", "layouts"))
+    parser.add_argument("--fp16", action="store_true", help="fp16 on a CPU too")
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    place = torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()})"
+    print(f"torch {torch.__version__}, {place}")
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Machine("cuda" if on_gpu else "cpu", options.steps, Path(folder))
+        verdicts = []
+        if options.only != "layouts":
+            if not on_gpu and not options.fp16:
+                print("fp16 is left out on a CPU (--fp16 asks for it)")
+            verdicts.append(precisions(machine, fp16=on_gpu or options.fp16))
+        if options.only != "precision":
+            verdicts.append(layouts(machine))
+    sys.exit(0 if all(verdicts) else 1)
+
+
+if __name__ == "__main__":
+    main()
