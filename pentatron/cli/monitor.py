@@ -1,46 +1,116 @@
-"""`pentatron monitor [RUN_DIR]`: how a run is doing, from its metrics file; works on a finished run too."""
+"""`pentatron monitor [RUN_DIR]`: how a run is doing, from its files; works on a finished or crashed one too."""
 
+import json
 import math
+import os
+import shutil
+import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
 from pentatron.config.errors import UserError
-from pentatron.monitor.metrics import read_metrics
+from pentatron.monitor.following import Followed, Follower
 from pentatron.monitor.report import duration
+from pentatron.monitor.view import Run, Screen, seconds_a_step, status_line, view
 
 USAGE = """usage: pentatron monitor [RUN_DIR] [--interval SECONDS] [--once]
 
-Prints how a run is doing, every few seconds, until it ends or you press Ctrl-C. Without RUN_DIR: the newest run
-under runs/ and output_*/.
+Shows how a run is doing, renewed every few seconds until it ends or you press Ctrl-C: loss curve and validations, speed, time
+left, how busy every rank is and which one is slow, memory of every rank, the last checkpoint. Where the output is no
+terminal, one line for every look. A run that has ended is shown once. Without RUN_DIR: the newest run under runs/ and
+output_*/.
+
+  --interval SECONDS   between looks (5)
+  --once               look once
+
+A rank is busy when it does not wait for others: waiting in collectives and for messages of the pipeline is left out, or all ranks
+would seem as slow as the slowest. Both are measured in the steps that get a line in the log (--log-interval).
 """
+_ENDED = ("finished", "stopped", "crashed")
+# A run that says nothing for so many steps' time, and at least so many seconds, is called silent.
+_SILENT_STEPS, _SILENT_SECONDS = 20, 120.0
+_HOME, _REST_OF_LINE, _REST_OF_SCREEN, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 def monitor_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    once = "--once" in words
-    options, plain = read_options([w for w in words if w != "--once"], {"interval": 5.0}, "pentatron monitor")
+    options, plain = read_options(words, {"interval": 5.0, "once": False}, "pentatron monitor")
     if not 0 < options["interval"] < math.inf:
         raise UserError(f"--interval {options['interval']} must be a number of seconds above 0")
+    if len(plain) > 1:
+        raise UserError(f"one run at a time: {plain[1]} is too much")
     folder = Path(plain[0]) if plain else newest_run(Path())
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
+    follower = Follower(folder / "metrics.jsonl")
+    if not follower.path.exists():
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
+    try:
+        _watch(folder, follower, options["interval"], options["once"])
+    except KeyboardInterrupt:
+        # The usual way to leave; the run goes on.
+        say("")
+    return 0
+
+
+def _watch(folder: Path, follower: Follower, interval: float, once: bool) -> None:
+    seen = follower.poll()
+    run = look(folder, seen)
+    if once or run.state in _ENDED:
+        say("\n".join(view(run, seen, _screen())))
+    elif sys.stdout.isatty():
+        _draw_until_it_ends(folder, follower, interval)
+    else:
+        _write_until_it_ends(folder, follower, interval)
+
+
+def _draw_until_it_ends(folder: Path, follower: Follower, interval: float) -> None:
+    out = sys.stdout
+    out.write(_CLEAR + _HIDE_CURSOR)
+    try:
+        while True:
+            seen = follower.poll()
+            run = look(folder, seen)
+            lines = [*view(run, seen, _screen()), "", "Ctrl-C leaves; the run goes on"]
+            ended = run.state in _ENDED
+            shown = lines[:-2] if ended else lines
+            frame = f"{_REST_OF_LINE}\n".join(shown[: max(1, _screen().height - 1)])
+            out.write(f"{_HOME}{frame}{_REST_OF_LINE}\n{_REST_OF_SCREEN}")
+            out.flush()
+            if ended:
+                return
+            time.sleep(interval)
+    finally:
+        out.write(_SHOW_CURSOR)
+        out.flush()
+
+
+def _write_until_it_ends(folder: Path, follower: Follower, interval: float) -> None:
     say(f"watching {folder}")
     shown = -1
     while True:
-        rows = list(read_metrics(metrics))
-        if rows and rows[-1]["step"] != shown:
-            shown = rows[-1]["step"]
-            say(status_line(rows, _total_steps(folder)))
-        if once or (rows and shown >= _total_steps(folder)):
-            return 0
-        time.sleep(options["interval"])
+        seen = follower.poll()
+        run = look(folder, seen)
+        if seen.recent and seen.step != shown:
+            shown = seen.step
+            say(status_line(run, seen))
+        if run.state in _ENDED:
+            say("\n".join(["", *view(run, seen, _screen())]))
+            return
+        time.sleep(interval)
+
+
+def _screen() -> Screen:
+    size = shutil.get_terminal_size((100, 40))
+    on_terminal = sys.stdout.isatty()
+    colours = on_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return Screen(min(size.columns, 140), size.lines if on_terminal else 40, colours, is_unicode)
 
 
 def newest_run(root: Path) -> Path:
@@ -53,22 +123,77 @@ def newest_run(root: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def status_line(rows: Sequence[dict[str, Any]], total: int) -> str:
-    last, recent = rows[-1], rows[-20:]
-    seconds = sum(r["seconds"] for r in recent) / len(recent)
-    loss = sum(r["loss"] for r in recent) / len(recent)
-    left = duration(seconds * max(0, total - last["step"]))
-    return (
-        f"step {last['step']}/{total}  loss {last['loss']:.4f} (mean of {len(recent)}: {loss:.4f})  "
-        f"{last['tokens_per_second']:,.0f} tokens/s  {last['memory_bytes'] / 2**20:,.0f} MiB  left {left}"
-    )
+# --- what the files of a run say about it ---
 
 
-def _total_steps(folder: Path) -> int:
+def look(folder: Path, seen: Followed) -> Run:
+    saved = _saved_settings(folder)
+    total = saved.get("train_iters")
+    if not isinstance(total, int):
+        raise UserError(
+            f"{folder / 'config.yaml'} does not say how long the run is; is {folder} the folder of a run?"
+        )
+    state, about = _state(folder, seen, total)
+    return Run(str(folder), state, about, total, _checkpoint(folder, saved))
+
+
+def _saved_settings(folder: Path) -> dict[str, object]:
     """Read from the saved configuration, so that the monitor needs nothing of the run but its folder."""
     saved = folder / "config.yaml"
+    found: dict[str, object] = {}
     for line in saved.read_text(encoding="utf-8").splitlines() if saved.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
-        if name == "train_iters":
-            return int(value.split("#")[0])
-    raise UserError(f"{saved} does not say how long the run is; is {folder} the folder of a run?")
+        if name in ("train_iters", "save"):
+            found[name] = json.loads(value.split("  #")[0])
+    return found
+
+
+def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
+    """What the run is doing, and a line about it where the word alone does not say enough."""
+    if seen.step >= total:
+        return "finished", ""
+    silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    alive = _is_alive(folder)
+    if alive is False:
+        return _how_it_ended(folder, seen)
+    patience = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_a_step(seen)) if seen.recent else math.inf
+    if silent > patience:
+        where = "its process is there" if alive else "whether its process is there cannot be seen from here"
+        return "silent", f"no step for {duration(silent)}; {where}"
+    return "running", ""
+
+
+def _is_alive(folder: Path) -> bool | None:
+    """Whether the first process of the run is there; None where that cannot be seen, as from another machine."""
+    try:
+        owner = json.loads((folder / ".lock").read_text(encoding="utf-8"))
+        if owner["host"] != socket.gethostname():
+            return None
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return True
+
+
+def _how_it_ended(folder: Path, seen: Followed) -> tuple[str, str]:
+    log = folder / "train.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    # The farewell of a run that was asked to stop, or that had an end of its own set.
+    if f"after step {seen.step};" in last or "before the first step;" in last:
+        return "stopped", last
+    return "crashed", f"it ended after step {seen.step} without a word in {log}: it failed or was killed"
+
+
+def _checkpoint(folder: Path, saved: dict[str, object]) -> str:
+    places = [Path(str(saved["save"]))] if saved.get("save") else []
+    for place in [*places, folder / "checkpoints"]:
+        pointer = place / "latest"
+        if pointer.is_file():
+            age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
+            return f"{place / pointer.read_text(encoding='utf-8').strip()}, saved {age} ago"
+    return "none yet"

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,13 @@ class RankReport:
         return {"ranks": {name: numbers for name, numbers in found.items() if numbers}}
 
 
-def gpu_utilisation(device: torch.device) -> float | None:
+def gpu_utilisation(device: "torch.device") -> float | None:
     """Percent of the last moments in which the GPU computed, as its driver says; None where nobody can be asked."""
     if device.type != "cuda":
         return None
+    # Whoever only reads reports need not wait for torch.
+    import torch
+
     try:
         return float(torch.cuda.utilization(device))
     except Exception:

@@ -1,5 +1,6 @@
 """Every layout of a number of processes, each once."""
 
+import csv
 import itertools
 import json
 import math
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pentatron.bench.candidates import Candidate, candidates
-from pentatron.bench.measure import measure
+from pentatron.bench.measure import Measured, measure
+from pentatron.bench.results import Row, Table, conclusions, write_summary
 from pentatron.bench.sizes import default_sizes
 from pentatron.config.errors import UserError
 
@@ -79,3 +81,42 @@ def test_what_the_metrics_say(tmp_path: Path) -> None:
     assert measure(file, warmup=1, batch=10).communication_share is None
     with pytest.raises(UserError, match="no step after"):
         measure(file, warmup=4, batch=10)
+
+
+def test_the_table_and_its_conclusions(tmp_path: Path) -> None:
+    def ran(name: int, speed: float, waited: float, percent: float, mib: int) -> Row:
+        memory = [mib * 2**20, 2**20]
+        found = Measured(2.0, speed / 10, speed, memory, waited, 0.05, percent, steps=4)
+        return Row(
+            Candidate(name), "ok", 2, "", measured=found, teraflops=123.4, mfu=0.4, device="NVIDIA H100"
+        )
+
+    refused = Row(Candidate(1, tensor=2), "refused", 2, "", "3 heads, 2 ranks")
+    rows = [ran(2, 1000.0, 0.10, 95.0, 900), ran(4, 800.0, 0.30, 60.0, 500), refused]
+    table = Table([row.candidate.name for row in rows], on_gpu=True)
+    heads, line = table.header().split(), table.line(rows[0]).split()
+    told = dict(zip(heads, [*line[:3], " ".join(line[3:5]), *line[5:]]))
+    assert told == {
+        "layout": "dp2",
+        "samples/s": "100.0",
+        "tokens/s": "1,000",
+        "step": "2000 ms",
+        "MiB/rank": "900",
+        "comm.": "15%",
+        "GPU": "95%",
+        "TFLOP/s": "123",
+        "MFU": "40%",
+    }
+    assert table.line(refused) == "tp2     refused: 3 heads, 2 ranks"
+    told_at_the_end = conclusions(rows)
+    assert told_at_the_end[0].startswith("fastest: dp2") and told_at_the_end[1].startswith(
+        "least memory: dp4"
+    )
+    assert "below 20% of the step, the usual aim: 1 of 2 layouts" in told_at_the_end[2]
+    assert "utilisation above 80%, the usual aim: 1 of 2 layouts" in told_at_the_end[3]
+    assert conclusions([refused]) == ["no layout ran to its end"]
+    write_summary(tmp_path / "summary.csv", rows)
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert cells[0]["mfu"] == "0.4" and cells[0]["gpu_utilisation"] == "95.0"
+    assert cells[2]["reason"] == "3 heads, 2 ranks" and cells[2]["tokens_per_second"] == ""

@@ -1,0 +1,190 @@
+"""A run on one screen: how far, how good, how fast, and which rank holds the others up."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pentatron.monitor.following import Followed
+from pentatron.monitor.report import duration
+from pentatron.monitor.terminal_curve import draw_curve
+
+_MIB = 2**20
+# What the guide calls healthy.
+_MOST_COMMUNICATION, _LEAST_UTILISATION = 20, 80
+# A rank is called slow from this multiple of the median on.
+_SLOW = 1.2
+_MOST_RANKS = 16
+_BAR = 24
+_COLOURS = {"bold": "1", "good": "32", "bad": "31", "warn": "33", "faint": "2"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the view shows beside the numbers. `state` is running, finished, stopped, crashed or silent."""
+
+    name: str
+    state: str
+    about_state: str
+    total_steps: int
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Screen:
+    width: int = 100
+    height: int = 40
+    colours: bool = False
+    unicode: bool = True
+
+    def paint(self, text: str, style: str) -> str:
+        return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if self.colours else text
+
+
+def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
+    """The lines of the screen."""
+    head = [_title(run, screen)]
+    if run.about_state:
+        head.append(run.about_state)
+    if not seen.recent:
+        return [*head, "no step is finished yet"]
+    head += ["", *_progress(run, seen, screen), _losses(seen)]
+    foot = ["", *_speed(seen, screen), *_ranks(seen, screen), f"checkpoint    {run.checkpoint}"]
+    room = screen.height - len(head) - len(foot) - 3
+    points = sorted(seen.losses.items())
+    marks = sorted(seen.validations.items())
+    curve = draw_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode)
+    return [*head, *curve, *foot]
+
+
+def _title(run: Run, screen: Screen) -> str:
+    style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
+    return f"{screen.paint(run.name, 'bold')}: {screen.paint(run.state, style)}"
+
+
+def seconds_a_step(seen: Followed) -> float:
+    return statistics.mean(row["seconds"] for row in seen.recent)
+
+
+def _progress(run: Run, seen: Followed, screen: Screen) -> list[str]:
+    share = min(1.0, seen.step / run.total_steps) if run.total_steps else 1.0
+    filled = round(_BAR * share)
+    full, empty = ("█", "░") if screen.unicode else ("#", ".")
+    left = max(0, run.total_steps - seen.step) * seconds_a_step(seen)
+    time_left = f"  left {duration(left)}" if run.state in ("running", "silent") else ""
+    bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR - filled), "faint")
+    return [f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"]
+
+
+def _losses(seen: Followed) -> str:
+    recent = [row["loss"] for row in seen.recent]
+    text = f"loss {recent[-1]:.4f} (mean of {len(recent)}: {statistics.mean(recent):.4f})"
+    if seen.validations:
+        step, loss = max(seen.validations.items())
+        best_step, best = min(seen.validations.items(), key=lambda item: item[1])
+        text += f"  validation {loss:.4f} at step {step}"
+        text += f" (best {best:.4f} at step {best_step})" if best_step != step else ""
+    return text
+
+
+def _speed(seen: Followed, screen: Screen) -> list[str]:
+    rows, last = list(seen.recent), seen.recent[-1]
+    seconds = sum(row["seconds"] for row in rows)
+    tokens = sum(row.get("tokens", row["tokens_per_second"] * row["seconds"]) for row in rows)
+    parts = [f"{tokens / seconds:,.0f} tokens/s"]
+    if "consumed_samples" in last and len(rows) > 1:
+        samples = last["consumed_samples"] - rows[0]["consumed_samples"]
+        parts.insert(0, f"{samples / sum(row['seconds'] for row in rows[1:]):,.1f} samples/s")
+    parts.append(f"{1000 * seconds / len(rows):,.0f} ms a step")
+    if "teraflops_per_device" in last:
+        rate = statistics.mean(row.get("teraflops_per_device", 0.0) for row in rows)
+        parts.append(f"{rate:.3g} TFLOP/s per process")
+    lines = [f"speed         {'  '.join(parts)}"]
+    if "gradient_norm" in last and "learning_rate" in last:
+        lines.append(
+            f"optimizer     learning rate {last['learning_rate']:.2e}  gradient norm {last['gradient_norm']:.3f}"
+        )
+    return lines + _health(seen, screen)
+
+
+def _health(seen: Followed, screen: Screen) -> list[str]:
+    """Communication and utilisation, each with what is usually aimed at."""
+    ranks = [row["ranks"] for row in seen.ranks]
+    waited = _sum(ranks, "collective_seconds") + _sum(ranks, "message_seconds")
+    whole = waited + _sum(ranks, "busy_seconds")
+    lines = []
+    if whole:
+        share = 100 * waited / whole
+        pipeline = 100 * _sum(ranks, "message_seconds") / whole
+        told = screen.paint(f"{share:.0f}%", "good" if share < _MOST_COMMUNICATION else "warn")
+        part = f" ({pipeline:.0f}% in the pipeline)" if pipeline >= 1 else ""
+        lines.append(
+            f"communication {told} of a step is waiting for other ranks{part}; aim: below {_MOST_COMMUNICATION}%"
+        )
+    percentages = [p for of_step in ranks for p in of_step.get("gpu_utilisation", ())]
+    if percentages:
+        mean = statistics.mean(percentages)
+        told = screen.paint(f"{mean:.0f}%", "good" if mean > _LEAST_UTILISATION else "warn")
+        lines.append(f"utilisation   {told} of the GPUs; aim: above {_LEAST_UTILISATION}%")
+    return lines
+
+
+def _sum(ranks: Sequence[dict[str, Any]], name: str) -> float:
+    return sum(sum(of_step.get(name, ())) for of_step in ranks)
+
+
+def _ranks(seen: Followed, screen: Screen) -> list[str]:
+    """A line for every rank, or for those that matter: the busiest and the fullest."""
+    if not seen.ranks:
+        return [f"memory        {seen.recent[-1]['memory_bytes'] / _MIB:,.0f} MiB (rank 0)"]
+    ranks = [row["ranks"] for row in seen.ranks]
+    memory = [max(of_rank) / _MIB for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
+    if len(memory) == 1:
+        return [f"memory        {memory[0]:,.0f} MiB"]
+    busy, waiting = _usual(ranks, "busy_seconds"), _waiting(ranks)
+    if not busy:
+        fullest = max(range(len(memory)), key=memory.__getitem__)
+        return [
+            f"memory        {memory[fullest]:,.0f} MiB on rank {fullest}, {min(memory):,.0f} on the emptiest"
+        ]
+    order = sorted(range(len(memory)), key=lambda rank: -busy[rank])
+    shown = sorted({*order[: _MOST_RANKS - 4], *sorted(range(len(memory)), key=lambda r: -memory[r])[:4]})
+    if len(memory) <= _MOST_RANKS:
+        shown = list(range(len(memory)))
+    slowest, median = order[0], statistics.median(busy)
+    full = "█" if screen.unicode else "#"
+    lines = ["ranks         busy" + " " * _BAR + "ms   waiting ms   memory MiB"]
+    for rank in shown:
+        bar = full * max(1, round(_BAR * busy[rank] / (max(busy) or 1)))
+        is_slow = rank == slowest and busy[rank] > _SLOW * median
+        bar = f"{screen.paint(bar, 'bad' if is_slow else 'good')}{' ' * (_BAR - len(bar))}"
+        numbers = f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}   {memory[rank]:10,.0f}"
+        tail = screen.paint(f"  slowest: {busy[rank] / median:.1f} × the median", "bad") if is_slow else ""
+        lines.append(f"  {rank:>5}       {bar}{numbers}{tail}")
+    if len(shown) < len(memory):
+        lines.append(f"  {len(memory) - len(shown)} more ranks are less busy and hold less")
+    return lines
+
+
+def _usual(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """The median of the last steps that were measured, rank by rank: one step alone may be an accident."""
+    told = [of_step[name] for of_step in ranks if name in of_step]
+    return [statistics.median(of_rank) for of_rank in zip(*told)]
+
+
+def _waiting(ranks: Sequence[dict[str, Any]]) -> list[float]:
+    return [a + b for a, b in zip(_usual(ranks, "collective_seconds"), _usual(ranks, "message_seconds"))]
+
+
+def status_line(run: Run, seen: Followed) -> str:
+    """The same in one line, for a log."""
+    left = duration(seconds_a_step(seen) * max(0, run.total_steps - seen.step))
+    last = seen.recent[-1]
+    return (
+        f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last['tokens_per_second']:,.0f} tokens/s  "
+        f"{_memory(last) / _MIB:,.0f} MiB  left {left}"
+    )
+
+
+def _memory(row: dict[str, Any]) -> int:
+    return int(max(row.get("ranks", {}).get("memory_bytes", [row["memory_bytes"]])))
