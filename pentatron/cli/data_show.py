@@ -34,7 +34,7 @@ Prints the samples that training with the same settings reads: text, ids, which 
 
   --index A:B        samples A to B - 1 in the order of training; A alone is one sample (0:8)
   --part valid       those of the validation, or of the test (train)
-  --train-samples N  how many samples the run reads, instead of --train-iters and --global-batch-size: their order depends on it
+  --train-samples N  how many samples the run reads, instead of --train-iters: their order depends on it
   --json             a list of objects with tokens, labels, loss_mask and position_ids
 
 In the text, ⟦ ⟧ stand around what no loss is taken from.
@@ -53,11 +53,11 @@ PARTS = ("train", "valid", "test")
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 FIRST_SAMPLES = "0:8"
 ANY_TOKEN = 2**31 - 1
-# Settings of these sections are about machines, and this command needs one process only.
-ELSEWHERE = ("parallel", "precision", "memory", "kernels", "launch", "checkpoint", "loop", "log")
+# Settings of these sections are about machines and updates, and this command needs one process only.
+ELSEWHERE = ("optim", "parallel", "precision", "memory", "kernels", "launch", "checkpoint", "loop", "log")
 WIDTH = 110
 LONGEST_REPETITION = 8
-_OWN = {"index": "", "part": "train", "train-samples": ""}
+_OWN = {"index": "", "part": "train"}
 
 
 def show(words: Sequence[str]) -> int:
@@ -86,9 +86,8 @@ def show(words: Sequence[str]) -> int:
     if options["json"]:
         say(json.dumps([{"index": i, **_as_json(sample)} for i, sample in samples.items()]))
     else:
-        total = (config.train.train_iters or 0) * (config.train.global_batch_size or 0)
         if opened.depends_on_length:
-            say(f"samples of a run that reads {total} of them (--train-samples)\n")
+            say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
         say("\n\n".join(_as_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
     return 0
 
@@ -147,30 +146,16 @@ def _resolve(words: Sequence[str], options: dict[str, Any], stop: int) -> Resolv
     learn_from_named(draft, facts)
     if draft["vocab_size"] is None and names_files(draft) and "vocab_size" not in draft.wrong:
         draft.values["vocab_size"] = Assigned(ANY_TOKEN, "default")
-    _set_length(draft, options["train-samples"], stop)
+    _set_length(draft, stop)
     if options["part"] == "train":
         draft.values["eval_iters"] = Assigned(0, "default")
     return resolve(draft, facts)
 
 
-def _set_length(draft: Draft, samples: str, stop: int) -> None:
-    """How many samples the order is made for."""
-    if not samples:
-        if draft["train_iters"] is None and draft["epochs"] is None:
-            draft.values["train_iters"] = Assigned(stop, "default")
-        return
-    if not samples.isdecimal() or int(samples) < 1:
-        raise UserError(f"--train-samples wants a whole number above 0, not '{samples}'")
-    batch = draft["global_batch_size"] or 1
-    if int(samples) % batch:
-        raise UserError(
-            f"--train-samples {samples} is not a multiple of --global-batch-size {batch}, so no run reads so many"
-        )
-    for name in ("rank_batch_size", "gradient_accumulation_steps", "num_microbatches"):
-        draft.values[name] = Assigned(table()[name].default, "default")
-    draft.values["train_iters"] = Assigned(int(samples) // batch, "default")
-    draft.values["global_batch_size"] = Assigned(batch, "default")
-    draft.values["micro_batch_size"] = Assigned(1, "default")
+def _set_length(draft: Draft, stop: int) -> None:
+    """How many samples the order is made for, if nobody says."""
+    if all(draft[name] is None for name in ("train_iters", "train_samples", "epochs")):
+        draft.values["train_iters"] = Assigned(stop, "default")
 
 
 def _read(source: "SampleSource", first: int, stop: int, is_wish: bool) -> "Iterator[tuple[int, Sample]]":

@@ -136,7 +136,7 @@ def _stand_in(draft: Draft) -> bool:
 def _settle_batch(draft: Draft) -> None:
     """Micro-batches enough to show how the pipeline runs, where nobody says how many there are."""
     said = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
-    if all(draft[name] is None for name in said):
+    if all(draft[name] is None for name in said) and not draft["step_batch_size_schedule"]:
         enough = max(4, 2 * draft["pipeline_model_parallel_size"])
         draft.values["gradient_accumulation_steps"] = Assigned(enough, f"default of {LAYOUT.name}")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pentatron.cli.batch_table import batch_sizes, batch_table
 from pentatron.config.run import RunConfig
 from pentatron.config.stages import costs_of
 from pentatron.layout.actions import Placement
@@ -110,7 +111,7 @@ class Report:
 
 def as_text(report: Report, everything: bool) -> str:
     blocks = [_equation(report), _ranks(report, everything), _groups(report, everything)]
-    blocks += [_stages(report), _schedule(report)]
+    blocks += [_stages(report), _schedule(report), batch_table(report.config)]
     blocks += ["\n".join(f"note: {notice}" for notice in report.notices)]
     return "\n\n".join(block for block in blocks if block)
 
@@ -300,6 +301,7 @@ def as_data(report: Report) -> dict[str, Any]:
         "schedule": {
             "kind": report.kind,
             "micro_batches": report.config.accumulation,
+            "batch_sizes": batch_sizes(report.config),
             "alive": list(checked.alive),
             "deferred": list(checked.deferred),
             "bubble": checked.bubble,

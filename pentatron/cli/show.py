@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pentatron.cli.batch_table import batch_table
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import say
 from pentatron.config.entry import ENTRY_POINTS, TRAIN, EntryPoint
@@ -83,6 +84,8 @@ def _print_text(prepared: Prepared, everything: bool) -> None:
             for name in names:
                 say(f"  {name:<{width}} {_text(values[name]):<28} {sources[name]}")
             say("")
+    if sizes := batch_table(prepared.resolved.config, values["train_iters"]):
+        say(f"{sizes}\n")
     for notice in prepared.resolved.notices:
         say(f"note: {notice}")
     if not everything:

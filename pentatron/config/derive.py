@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pentatron.config.derive_layout import derive_layout
 from pentatron.config.derive_positions import derive_positions
+from pentatron.config.derive_schedule import derive_length, plan_so_far, settle_stepwise_batch
 from pentatron.config.draft import Draft, Facts
 from pentatron.layout.divisors import divisors, either
 
@@ -22,7 +23,7 @@ def derive(draft: Draft, facts: Facts) -> list[str]:
     _experts(draft)
     _recompute(draft)
     problems += _batches(draft)
-    problems += _length(draft)
+    problems += derive_length(draft)
     return problems + _folders(draft)
 
 
@@ -135,6 +136,9 @@ def _recompute(draft: Draft) -> None:
 
 def _batches(draft: Draft) -> list[str]:
     """Settles micro and global batch from whichever way the user chose to say it."""
+    problems = settle_stepwise_batch(draft)
+    if problems:
+        return problems
     if draft["rank_batch_size"] is not None:
         explicit = [n for n in ("micro_batch_size", "global_batch_size") if draft.given(n)]
         if explicit and draft.given("rank_batch_size"):
@@ -168,20 +172,30 @@ def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
             f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
             f"{micro * dp * steps}; leave one of them out"
         ]
-    if total % (micro * dp) and total % dp == 0 and not draft.given("micro_batch_size"):
-        fewer = max(d for d in divisors(total // dp) if d <= micro)
-        draft.derive("micro_batch_size", fewer, f"a divisor of {total} / {dp} ranks; the preset has {micro}")
+    common = _in_every_batch(draft, total)
+    if common % (micro * dp) and common % dp == 0 and not draft.given("micro_batch_size"):
+        fewer = max(d for d in divisors(common // dp) if d <= micro)
+        draft.derive("micro_batch_size", fewer, f"a divisor of {common} / {dp} ranks; the preset has {micro}")
     return []
 
 
+def _in_every_batch(draft: Draft, total: int) -> int:
+    """What every size is a multiple of that the batch has on its way to `total`."""
+    plan = plan_so_far(draft)
+    return total if plan is None else plan.common_divisor
+
+
 def _micro_from_global(draft: Draft, total: int, dp: int, steps: int | None) -> list[str]:
-    ranks = draft["pipeline_model_parallel_size"]
-    if steps is None and ranks > 1 and total % dp == 0:
+    ranks, common = draft["pipeline_model_parallel_size"], _in_every_batch(draft, total)
+    if steps is None and ranks > 1 and common % dp == 0:
         # A pipeline works on several micro-batches at a time.
-        micro = max((d for d in divisors(total // dp) if total // dp // d >= ranks), default=1)
+        micro = max((d for d in divisors(common // dp) if total // dp // d >= ranks), default=1)
         draft.derive(
-            "micro_batch_size", micro, f"{total} / {dp} ranks, cut for {ranks} pipeline ranks at least"
+            "micro_batch_size", micro, f"{common} / {dp} ranks, cut for {ranks} pipeline ranks at least"
         )
+        return []
+    if steps is None and common < total and common % dp == 0:
+        draft.derive("micro_batch_size", common // dp, f"{common}, in every batch size, / {dp} ranks")
         return []
     steps = steps or 1
     micro, rest = divmod(total, dp * steps)
@@ -208,50 +222,6 @@ def _batches_of_a_rank(draft: Draft) -> list[str]:
         batch * dp * accumulation,
         f"{batch} per rank × {dp} ranks × {accumulation} accumulated",
     )
-    return []
-
-
-def _length(draft: Draft) -> list[str]:
-    _epochs(draft)
-    if draft["lr_decay_iters"] is None and draft["train_iters"] is not None:
-        draft.derive("lr_decay_iters", max(1, draft["train_iters"]), "train-iters")
-    if draft["min_lr"] > draft["lr"] and not draft.given("min_lr"):
-        draft.derive("min_lr", draft["lr"] / 10, f"a tenth of --lr; the preset has {draft['min_lr']}")
-    return _warmup(draft)
-
-
-def _epochs(draft: Draft) -> None:
-    """The nearer of two limits ends the run; a number of steps nobody typed is no limit."""
-    if draft["epochs"] is None or not draft.is_synthetic or not draft["global_batch_size"]:
-        return
-    per_epoch = max(1, draft["dataset_size"] // draft["global_batch_size"])
-    limit, steps = draft["epochs"] * per_epoch, draft["train_iters"]
-    in_words = f"{draft['epochs']} epochs of {per_epoch} steps"
-    if steps is None or not draft.given("train_iters"):
-        draft.derive("train_iters", limit, in_words)
-    elif limit < steps:
-        draft.derive("train_iters", limit, f"{in_words} end before {steps} steps")
-        draft.notices.append(
-            f"training stops after {limit} steps: {in_words} end before --train-iters {steps}"
-        )
-    else:
-        draft.notices.append(f"training stops after {steps} steps: --train-iters ends it before {in_words}")
-
-
-def _warmup(draft: Draft) -> list[str]:
-    fraction, decay = draft["lr_warmup_fraction"], draft["lr_decay_iters"]
-    if fraction is not None and draft.given("lr_warmup_iters"):
-        return [
-            f"--lr-warmup-iters {draft['lr_warmup_iters']} and --lr-warmup-fraction {fraction} both set the warm-up; "
-            f"give one of them"
-        ]
-    if decay is None:
-        return []
-    if fraction is not None:
-        draft.derive("lr_warmup_iters", int(fraction * decay), f"{fraction} × {decay} steps")
-    elif not draft.given("lr_warmup_iters") and draft["lr_warmup_iters"] > decay // 10:
-        # A short run made from a preset or an entry point's defaults must not be all warm-up.
-        draft.derive("lr_warmup_iters", decay // 10, "a tenth of the run")
     return []
 
 

@@ -36,7 +36,8 @@ LIMITS: dict[str, Limit] = {
             "num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size "
             "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_expert_capacity_factor "
             "corpus_bytes dataset_size prefetch_factor micro_batch_size global_batch_size "
-            "gradient_accumulation_steps num_microbatches rank_batch_size epochs lr_decay_iters adam_eps "
+            "gradient_accumulation_steps num_microbatches rank_batch_size rampup_batch_size train_samples epochs "
+            "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples adam_eps "
             "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
             "expert_model_parallel_size expert_tensor_parallel_size data_parallel_size ddp_bucket_size "
             "num_distributed_optimizer_instances "
@@ -55,8 +56,8 @@ LIMITS: dict[str, Limit] = {
         (
             "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate "
             "yarn_mscale yarn_mscale_all_dim num_workers train_iters eval_interval eval_iters lr min_lr "
-            "lr_warmup_iters weight_decay clip_grad local_rank mid_level_dataset_surplus "
-            "loss_scale min_loss_scale"
+            "lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
+            "clip_grad local_rank mid_level_dataset_surplus loss_scale min_loss_scale"
         ).split(),
         ZERO_OR_MORE,
     ),

@@ -9,6 +9,7 @@ from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.precision_rules import IDLE_OF_PRECISION
 from pentatron.config.run import table
+from pentatron.config.schedule_notices import IDLE_OF_SCHEDULES
 from pentatron.config.sft_rules import IDLE_OF_SFT
 from pentatron.layout.schedules import takes_groups
 
@@ -153,15 +154,6 @@ def _padding_is_given(draft: Draft, facts: Facts) -> str:
     return (
         f"--padded-vocab-size {size} is given and used as it is" if draft.given("padded_vocab_size") else ""
     )
-
-
-def _no_decay(draft: Draft, facts: Facts) -> str:
-    constant = draft["lr_decay_style"] == "constant"
-    return "the learning rate does not decay (--lr-decay-style constant)" if constant else ""
-
-
-def _no_decay_nor_fraction(draft: Draft, facts: Facts) -> str:
-    return _no_decay(draft, facts) if draft["lr_warmup_fraction"] is None else ""
 
 
 def _one_replica(draft: Draft) -> bool:
@@ -317,8 +309,7 @@ IDLE: dict[str, Reason] = {
     **IDLE_OF_DATA,
     **IDLE_OF_THE_LOOP,
     **dict.fromkeys(("save", "save_interval", "keep_checkpoints"), _nothing_saved),
-    "min_lr": _no_decay,
-    "lr_decay_iters": _no_decay_nor_fraction,
+    **IDLE_OF_SCHEDULES,
     "ddp_bucket_size": _bucketless,
     "num_distributed_optimizer_instances": _instances,
     "distributed_timeout_minutes": _alone,

@@ -42,6 +42,12 @@ class CheckpointConfig:
     allow_changed_data: bool = setting(
         False, "go on from a checkpoint although its data has changed since; what changed is told"
     )
+    override_opt_param_scheduler: bool = setting(
+        False, "go on with the schedule of this command, without a remark that the checkpoint has another"
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, "go on with the schedule of learning rate and weight decay that the checkpoint has"
+    )
     use_checkpoint_args: bool = setting(
         False,
         "take the architecture from what is loaded",

@@ -15,6 +15,7 @@ from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.precision_rules import PRECISION_RULES
 from pentatron.config.run import table
+from pentatron.config.schedule_rules import SCHEDULE_RULES
 from pentatron.config.sft_rules import SFT_RULES
 from pentatron.config.zero_rules import ZERO_RULES
 from pentatron.layout.divisors import divisors, either
@@ -35,7 +36,7 @@ def broken_rules(values: Values, facts: Facts, unsound: Collection[str] = ()) ->
     """What the rules say. One that looks at an unsound value, known to be wrong already, has nothing to add."""
     wrong = out_of_limits(values)
     found = []
-    usable = {**values, **dict.fromkeys(wrong, 1)}
+    usable = {**values, **{name: (1,) if isinstance(values[name], tuple) else 1 for name in wrong}}
     for rule in RULES:
         asked = _Watched(usable)
         problem = rule(asked, facts)
@@ -160,32 +161,6 @@ def _split(v: Values, facts: Facts) -> str | None:
     return f"--split {v['split']} must be up to three numbers with a training share above 0, such as 969,30,1"
 
 
-def _how_long(v: Values, facts: Facts) -> str | None:
-    if v["train_iters"] is not None:
-        return None
-    if v["epochs"] is not None:
-        return (
-            f"how many steps --epochs {v['epochs']} are is known for synthetic samples (--dataset-size) only; "
-            f"give --train-iters instead"
-        )
-    return "the length of the run is unknown; give --train-iters"
-
-
-def _warmup(v: Values, facts: Facts) -> str | None:
-    if v["lr_decay_iters"] is None or v["lr_warmup_iters"] < v["lr_decay_iters"]:
-        return None
-    return (
-        f"--lr-warmup-iters {v['lr_warmup_iters']} must be smaller than the {v['lr_decay_iters']} steps of the decay "
-        f"(--lr-decay-iters or --train-iters)"
-    )
-
-
-def _min_lr(v: Values, facts: Facts) -> str | None:
-    if v["min_lr"] <= v["lr"]:
-        return None
-    return f"--min-lr {v['min_lr']} is above --lr {v['lr']}; lower the first or raise the second"
-
-
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *MOE_RULES,
@@ -205,7 +180,5 @@ RULES: tuple[Rule, ...] = (
     _blend,
     _per_split,
     _split,
-    _how_long,
-    _warmup,
-    _min_lr,
+    *SCHEDULE_RULES,
 )

@@ -10,12 +10,14 @@ from pentatron.config.model import KernelConfig, MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
 from pentatron.config.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.config.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
+from pentatron.config.schedule import Spans, plan_of, spans_of
 from pentatron.config.setting import Setting, settings_of
 from pentatron.config.stages import costs_of, division_of, grid_of
 from pentatron.config.training import DataConfig, OptimConfig, TrainConfig
 from pentatron.layout import schedules
 from pentatron.layout.actions import Placement, Schedule
 from pentatron.layout.batch import accumulation_steps
+from pentatron.layout.batch_plan import BatchPlan
 from pentatron.layout.ranks import Grid
 from pentatron.layout.stages import StagePart, recomputed_runs, stage_parts
 
@@ -105,10 +107,24 @@ class RunConfig:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches each data-parallel rank runs in one step."""
-        t = self.train
-        assert t.global_batch_size is not None and t.micro_batch_size is not None
-        return accumulation_steps(t.global_batch_size, t.micro_batch_size, self.grid.data)
+        """Micro-batches each data-parallel rank runs in a step of full size."""
+        assert self.train.global_batch_size is not None
+        return self.accumulation_of(self.train.global_batch_size)
+
+    def accumulation_of(self, batch_size: int) -> int:
+        """The same for a step of that many samples."""
+        assert self.train.micro_batch_size is not None
+        return accumulation_steps(batch_size, self.train.micro_batch_size, self.grid.data)
+
+    @functools.cached_property
+    def batch_plan(self) -> BatchPlan:
+        """How many samples each step has."""
+        return plan_of(self.flat())
+
+    @property
+    def spans(self) -> Spans:
+        """How long the schedules of the run are, in samples."""
+        return spans_of(self.flat(), self.batch_plan)
 
     @property
     def eval_batch(self) -> tuple[int, int]:

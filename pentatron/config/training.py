@@ -98,8 +98,14 @@ class TrainConfig:
     )
     num_microbatches: int | None = setting(None, "micro-batches a rank's batch is cut into")
     rank_batch_size: int | None = setting(None, "samples of one data-parallel rank, before it is cut up")
-    rampup_batch_size: tuple[int, ...] = setting((), "START INCREMENT SAMPLES", not_yet="batch-size ramp-up")
+    rampup_batch_size: tuple[int, ...] = setting(
+        (), "START INCREMENT SAMPLES: grow the global batch to its size within so many samples"
+    )
+    step_batch_size_schedule: tuple[str, ...] = setting(
+        (), "TOKENS:SIZE ... instead of the global batch: its size from so many tokens on (0:768 250B:1536)"
+    )
     train_iters: int | None = setting(None, "optimizer steps", also="--train-steps --max_steps")
+    train_samples: int | None = setting(None, "samples, instead of optimizer steps")
     epochs: int | None = setting(None, "passes over the data; training ends at the first limit reached")
     eval_interval: int = setting(1000, "steps between validations (0: never)")
     eval_iters: int = setting(10, "validation steps each time (0: never validate)")
@@ -129,12 +135,29 @@ class OptimConfig:
     lr: float = setting(3e-4, "learning rate", also="--learning_rate")
     min_lr: float = setting(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = setting(
-        "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root")
+        "cosine",
+        "shape of the decay",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: int | None = setting(None, "steps until the decay ends (train-iters)")
+    lr_decay_samples: int | None = setting(None, "the same in samples")
+    lr_wsd_decay_style: str = setting(
+        "exponential",
+        "shape of the decay at the end of WSD (warm-up, stable, decay)",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = setting(None, "steps of that decay, the last ones of the schedule")
+    lr_wsd_decay_samples: int | None = setting(None, "the same in samples")
     lr_warmup_iters: int = setting(0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps")
-    lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay")
+    lr_warmup_samples: int | None = setting(None, "the same in samples")
+    lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay's samples")
+    lr_warmup_init: float = setting(0.0, "learning rate at the beginning of the warm-up")
     weight_decay: float = setting(0.01, "weight decay, decoupled in AdamW; norms and biases have none")
+    start_weight_decay: float | None = setting(None, "weight decay at the first step (weight-decay)")
+    end_weight_decay: float | None = setting(None, "weight decay at the end of the run (weight-decay)")
+    weight_decay_incr_style: str = setting(
+        "constant", "how it gets from one to the other", choices=("constant", "linear", "cosine")
+    )
     clip_grad: float = setting(
         1.0, "largest gradient norm (0: never clip)", also="--gradient-clip-val --max_grad_norm"
     )

@@ -70,7 +70,6 @@ def _derived(config: RunConfig, world: World) -> dict[str, Any]:
         "use_rope_scaling": config.model.rope_scaling_type == "llama3",
         "fp8": config.precision.fp8_format,
         "yaml_cfg": config.run.config,
-        "train_samples": None,
         "do_train": bool(config.train.train_iters),
         "do_valid": wanted.valid > 0,
         "do_test": wanted.test > 0,

@@ -1,12 +1,12 @@
-"""The learning rate as a function of the samples consumed so far.
+"""Learning rate and weight decay as functions of the samples consumed so far.
 
-Counting samples rather than steps keeps the curve exact when the batch size changes during a run.
+Counting samples rather than steps keeps the curves exact when the batch size changes during a run.
 """
 
 import math
 from dataclasses import dataclass
 
-from pentatron.config.training import OptimConfig
+from pentatron.config.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,14 @@ class LearningRate:
     floor: float
     warmup_samples: float
     decay_samples: float
+    init: float = 0.0
+    # For the style WSD: how the last so many samples decay.
+    wsd_style: str = "exponential"
+    wsd_samples: float = 0.0
 
     def __call__(self, samples: float) -> float:
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
-            return self.peak * samples / self.warmup_samples
+            return self.init + (self.peak - self.init) * samples / self.warmup_samples
         if self.style == "constant":
             return self.peak
         if samples > self.decay_samples:
@@ -27,17 +31,65 @@ class LearningRate:
         if self.style == "inverse-square-root":
             warmup = max(self.warmup_samples, 1.0)
             return max(self.floor, self.peak * math.sqrt(warmup) / math.sqrt(max(samples, 1.0)))
+        return self.floor + self._share(samples) * (self.peak - self.floor)
+
+    def _share(self, samples: float) -> float:
+        """Of the way from floor to peak."""
+        if self.style == "WSD":
+            stable = self.decay_samples - self.wsd_samples
+            if samples <= stable:
+                return 1.0
+            return _decayed(self.wsd_style, (samples - stable) / self.wsd_samples)
         progress = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        share = 1.0 - progress if self.style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1.0)
-        return self.floor + share * (self.peak - self.floor)
+        return _decayed(self.style, progress)
 
 
-def learning_rate(config: OptimConfig, global_batch_size: int) -> LearningRate:
-    assert config.lr_decay_iters is not None
+def _decayed(style: str, progress: float) -> float:
+    """From 1 at the beginning of a decay to 0 at its end."""
+    if style == "linear":
+        return 1.0 - progress
+    if style == "exponential":
+        return 2.0 * 0.5**progress - 1.0
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(progress)
+    assert style == "cosine", style
+    return 0.5 * (math.cos(math.pi * progress) + 1.0)
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    style: str
+    start: float
+    end: float
+    samples: float
+
+    def __call__(self, samples: float) -> float:
+        if self.style == "constant" or samples > self.samples:
+            return self.end
+        progress = samples / self.samples
+        share = progress if self.style == "linear" else 1.0 - _decayed("cosine", progress)
+        return self.start + share * (self.end - self.start)
+
+
+def learning_rate(config: RunConfig) -> LearningRate:
+    optim, spans = config.optim, config.spans
     return LearningRate(
-        style=config.lr_decay_style,
-        peak=config.lr,
-        floor=config.min_lr,
-        warmup_samples=config.lr_warmup_iters * global_batch_size,
-        decay_samples=config.lr_decay_iters * global_batch_size,
+        style=optim.lr_decay_style,
+        peak=optim.lr,
+        floor=optim.min_lr,
+        warmup_samples=spans.warmup,
+        decay_samples=spans.decay,
+        init=optim.lr_warmup_init,
+        wsd_style=optim.lr_wsd_decay_style,
+        wsd_samples=spans.wsd,
+    )
+
+
+def weight_decay(config: RunConfig) -> WeightDecay:
+    optim = config.optim
+    if optim.weight_decay_incr_style == "constant":
+        return WeightDecay("constant", optim.weight_decay, optim.weight_decay, config.spans.total)
+    assert optim.start_weight_decay is not None and optim.end_weight_decay is not None
+    return WeightDecay(
+        optim.weight_decay_incr_style, optim.start_weight_decay, optim.end_weight_decay, config.spans.total
     )

@@ -94,10 +94,12 @@ class ShardedOptimizer:
         """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
         return squared_norm(self._normed, self.world.device)
 
-    def step(self, learning_rate: float, norm: float, scale: float = 1.0) -> None:
+    def step(
+        self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
+    ) -> None:
         """Clips and updates the weights. Gradients are `scale` times what they should be, `norm` is what it should be."""
         assert math.isfinite(norm), "a step with gradients that are no numbers"
-        self._update.step(learning_rate, norm, scale)
+        self._update.step(learning_rate, norm, scale, weight_decay)
         self._publish()
 
     def _publish(self) -> None:

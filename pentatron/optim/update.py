@@ -32,13 +32,17 @@ class Update(ABC):
         self._moments = {id(p): {m: torch.zeros_like(p.values.data) for m in kept} for p in parts}
 
     @torch.no_grad()
-    def step(self, learning_rate: float, norm: float, scale: float) -> None:
-        """Gradients are `scale` times what they should be; `norm` is that of what they should be."""
+    def step(
+        self, learning_rate: float, norm: float, scale: float, weight_decay: float | None = None
+    ) -> None:
+        """Gradients are `scale` times what they should be; `norm` is that of what they should be. `weight_decay`: of this step,
+        where it changes during a run."""
+        decay = self.config.weight_decay if weight_decay is None else weight_decay
         clip_([part.gradients for part in self._parts], norm, self.config.clip_grad, scale)
         for decays in (True, False):
             parts = [part for part in self._parts if part.decays is decays]
             if parts:
-                self._update(parts, learning_rate, self.config.weight_decay if decays else 0.0)
+                self._update(parts, learning_rate, decay if decays else 0.0)
 
     @abstractmethod
     def _update(self, parts: Sequence[Part], learning_rate: float, weight_decay: float) -> None:

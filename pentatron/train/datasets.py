@@ -138,6 +138,9 @@ def arrange(
     """
     require_same_data(opened.identity, world)
     wanted, validated, _ = wanted_samples(config)
+    # A run that has had other batch sizes than this plan's does not end where the plan does.
+    steps_left = max(0, (config.train.train_iters or 0) - state.step)
+    wanted = max(wanted, config.batch_plan.advance(state.consumed_samples, steps_left))
     longer = not state.ordered_for or wanted > state.ordered_for[-1]
     if longer and state.ordered_for and opened.depends_on_length:
         display.say(
@@ -340,7 +343,7 @@ class Wanted(NamedTuple):
 def wanted_samples(config: RunConfig) -> Wanted:
     """How many samples training, all its validations and the test need, as Megatron counts them."""
     train = config.train
-    assert train.train_iters is not None and train.global_batch_size is not None
+    assert train.train_iters is not None
     evaluated = train.eval_iters * config.eval_batch[0]
     validates = train.eval_interval or train.skip_train
     # Every validation goes on where the one before ended; one more follows the last step.
@@ -348,7 +351,7 @@ def wanted_samples(config: RunConfig) -> Wanted:
     # Without an interval nothing is evaluated, unless files were named for it.
     tests = validates or config.data.test_data_path
     return Wanted(
-        max(1, train.train_iters) * train.global_batch_size,
+        config.spans.total,
         times * evaluated if validates else 0,
         evaluated if tests else 0,
     )

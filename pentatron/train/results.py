@@ -1,9 +1,11 @@
 """What a run shows for itself: a line at the start, a picture, and what the user came for at the end."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from pentatron.config.batch_sizes import size_problem
 from pentatron.config.run import RunConfig
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import read_metrics
@@ -22,7 +24,7 @@ def describe(config: RunConfig, world: World, parameters: int) -> str:
     return (
         f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
         f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {precision}; "
-        f"{config.train.global_batch_size} × {config.model.seq_length} tokens a step"
+        f"{_sizes(config, lambda size: size)} × {config.model.seq_length} tokens a step"
     )
 
 
@@ -51,11 +53,20 @@ def describe_pipeline(config: RunConfig) -> str | None:
         return None
     layers = " + ".join(str(len(part.layers)) for part in config.stages)
     virtual = f", {config.virtual_stages} stages on each" if config.virtual_stages > 1 else ""
-    count = config.accumulation
+    count = _sizes(config, config.accumulation_of)
     return (
         f"pipeline: {config.parallel.pipeline_schedule} on {ranks} ranks{virtual}; layers {layers}; "
-        f"{count} micro-batch{'es' if count > 1 else ''} a step"
+        f"{count} micro-batch{'' if count == '1' else 'es'} a step"
     )
+
+
+def _sizes(config: RunConfig, number_of: Callable[[int], int]) -> str:
+    """`16`, or `16 to 1536` where the batch changes its size."""
+    every = (stretch.size for stretch in config.batch_plan.sizes(config.train.train_iters))
+    # A run that has grown may have had sizes that this layout could not take.
+    sizes = [size for size in every if size_problem(config, size) is None]
+    smallest, largest = number_of(min(sizes)), number_of(max(sizes))
+    return str(largest) if smallest == largest else f"{smallest} to {largest}"
 
 
 def _count(number: int) -> str:

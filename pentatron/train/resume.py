@@ -29,6 +29,7 @@ from pentatron.train.data_identity import DataIdentity
 from pentatron.train.datasets import OpenedData
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
+from pentatron.train.schedules import saved_schedule
 from pentatron.train.sources import Source, find_source, named_source
 from pentatron.train.state import TrainState
 
@@ -48,6 +49,12 @@ _FREE_SETTINGS = frozenset(
         "padded_vocab_size",
         "data_cache_path",
     }
+)
+# What --use-checkpoint-opt-param-scheduler takes from the checkpoint, which has it in samples.
+_SCHEDULE = frozenset(
+    name
+    for name, item in table().items()
+    if item.section == "optim" and (name.startswith(("lr", "min_lr")) or "weight_decay" in name)
 )
 _MODEL_SIZE = "_model_parallel_size"
 # They choose what is taken from what is loaded.
@@ -239,6 +246,8 @@ class _Start:
             # Checkpoints that do not say so had their order built for the length of their run.
             saved = saved_settings(found)
             state.ordered_for = [max(1, saved["train_iters"]) * saved["global_batch_size"]]
+        # One that does not say which schedule it followed had that of its settings.
+        state.schedule = state.schedule or saved_schedule(saved_settings(found))
 
         before = DataIdentity.from_json(state.data_fingerprint, state.data_files)
         changed = self.data.identity.changes_since(before)
@@ -324,10 +333,11 @@ def require_same_rule(found: Found, config: RunConfig) -> None:
 
 def _changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """What the user should know of settings that are not those of the checkpoint."""
+    kept = _SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ()
     different = [
         difference
         for difference in _differences(saved, config.nested())
-        if difference[0] not in _FREE_SECTIONS and difference[1] not in _FREE_SETTINGS
+        if difference[0] not in _FREE_SECTIONS and difference[1] not in {*_FREE_SETTINGS, *kept}
     ]
     changes = [
         f"resuming with {section}.{name} = {now} (the checkpoint was made with {before})"

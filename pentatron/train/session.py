@@ -1,6 +1,7 @@
 """A run from its first line to its last: folder, data, model, loop, results."""
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from pentatron.parallel.collectives import earliest, on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.ending import Ending
+from pentatron.train.fitting import require_fitting_batches, require_fitting_start
 from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
 from pentatron.train.output import Output
@@ -31,6 +33,7 @@ from pentatron.train.recorders import open_recorders
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import Beginning, starting_point
 from pentatron.train.run_folder import RunFolder
+from pentatron.train.schedules import settle
 from pentatron.train.state import TrainState
 from pentatron.train.trainer import Trainer
 
@@ -141,6 +144,7 @@ class Session:
         self.cleanup, self.program = cleanup, program
         for notice in resolved.notices:
             display.say(f"note: {notice}")
+        require_fitting_start(resolved, world)
         torch.manual_seed(self.config.run.seed + world.everyone.rank)
 
     def open_data(self) -> None:
@@ -157,7 +161,9 @@ class Session:
             self.model.stages, world, config.optim, config.parallel, model_dtype(config)
         )
         self.store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
-        self.began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
+        began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
+        require_fitting_batches(config, began.state)
+        self.began = dataclasses.replace(began, notes=[*began.notes, *settle(config, began.state)])
         self.state = self.began.state
         self.program.begins(self.state)
 

@@ -25,6 +25,8 @@ class TrainState:
     drawn: dict[str, int] = field(default_factory=dict)
     # Floating-point operations of the run, by the formula that throughput is computed with.
     flops: float = 0.0
+    # The schedule of learning rate and weight decay that the run follows.
+    schedule: dict[str, Any] = field(default_factory=dict)
     # Samples of the steps whose update was made: what schedules are a function of.
     scheduled_samples: int = 0
     # Updates that the optimizer's state has seen since it was new.

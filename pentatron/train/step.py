@@ -36,18 +36,19 @@ def train_step(
     learning_rate: float,
     step: int,
     scale: float = 1.0,
+    weight_decay: float | None = None,
 ) -> StepResult:
     """Forward and backward over every micro-batch as the schedule says, one reduction, one update.
 
     The valid tokens of the whole step are counted before the first backward and every loss is divided by that one
     number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0. Backward is that of
-    `scale` times the loss; loss and norm are told without it.
+    `scale` times the loss; loss and norm are told without it. `weight_decay` is the configured one unless it is said.
     """
     found = compute_gradients(model, optimizer, batches, step, scale)
     # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
     updated = math.isfinite(found.loss) and math.isfinite(found.norm)
     if updated:
-        optimizer.step(learning_rate, found.norm, scale)
+        optimizer.step(learning_rate, found.norm, scale, weight_decay)
         model.routers.settle(found.of_routers)
     experts = model.routers.report(found.of_routers)
     return StepResult(found.loss, found.norm, found.tokens, experts, updated, found.own_loss)

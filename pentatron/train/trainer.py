@@ -16,7 +16,6 @@ from pentatron.monitor.peaks import peak_teraflops
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
-from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.world import World
 from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.datasets import Datasets
@@ -30,6 +29,7 @@ from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import random_state
 from pentatron.train.rank_watch import RankWatch
 from pentatron.train.router_loads import ExpertLoad
+from pentatron.train.schedules import Schedule
 from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step
 
@@ -60,13 +60,15 @@ class Trainer:
         self.health = Health(config, world, model, optimizer, state, output)
         self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
-        self.batch_size = config.train.global_batch_size
+        self.plan = config.batch_plan
+        # Of the step under way.
+        self.batch_size = self.plan.size_at(state.consumed_samples)
         self.save_interval = config.checkpoint.save_interval
-        self.rate = learning_rate(config.optim, self.batch_size)
+        self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(config)
         self.scaler = LossScaler(config.precision, state.loss_scaling)
-        self.flops = step_flops(config.model, self.batch_size, config.model.seq_length, config.moe)
         self.ranks = RankWatch(config, world, self.total_steps)
-        self._recent: list[float] = []
+        # Of the last steps, their samples and seconds.
+        self._recent: list[tuple[int, float]] = []
         self._peak = peak_teraflops(world.device, config.precision.name)
         self._saved_step = state.step
         self._begins_unsaved = not is_saved
@@ -88,7 +90,9 @@ class Trainer:
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
-            drawn, stopped_by = agree_on_next_step(batches, self.config.accumulation, self.stop, self.world)
+            self._settle_batch_size()
+            count = self.config.accumulation_of(self.batch_size)
+            drawn, stopped_by = agree_on_next_step(batches, count, self.stop, self.world)
             if stopped_by is not None:
                 if self.state.step != self._saved_step:
                     self.save()
@@ -106,15 +110,18 @@ class Trainer:
         return None
 
     def _step(self, drawn: Sequence[Batch], started: float) -> None:
-        rate = self.rate(self.state.scheduled_samples)
+        rate = self.schedule.learning_rate(self.state.scheduled_samples)
+        decay = self.schedule.weight_decay(self.state.scheduled_samples)
         self.health.before_step()
-        result = train_step(self.model, self.optimizer, drawn, rate, self.state.step, self.scaler.scale)
+        result = train_step(
+            self.model, self.optimizer, drawn, rate, self.state.step, self.scaler.scale, decay
+        )
         self._settle(result, drawn)
         self.state.step += 1
         self._count_samples()
         self.state.consumed_tokens += result.tokens
-        self.state.flops += self.flops
         report = self._report(result, rate, time.perf_counter() - started)
+        self.state.flops += report.flops
         self.output.step(report, self._seconds_left())
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
@@ -129,6 +136,14 @@ class Trainer:
         self.output.say(
             f"step {self.state.step} is left out (--iterations-to-skip); its {self.batch_size} samples count as consumed"
         )
+
+    def _settle_batch_size(self) -> None:
+        """Of the next step."""
+        before, self.batch_size = self.batch_size, self.plan.size_at(self.state.consumed_samples)
+        if before != self.batch_size:
+            self.output.note(
+                f"  the global batch size changes from {before} to {self.batch_size} after iteration {self.state.step}"
+            )
 
     def _count_samples(self) -> None:
         before = self.state.consumed_samples
@@ -199,20 +214,22 @@ class Trainer:
         return self.evaluation.ended_by
 
     def _report(self, result: StepResult, rate: float, seconds: float) -> StepReport:
-        self._recent = [*self._recent[1 - _SPEED_WINDOW :], seconds]
+        self._recent = [*self._recent[1 - _SPEED_WINDOW :], (self.batch_size, seconds)]
         return StepReport(
             step=self.state.step,
             total_steps=self.total_steps,
             loss=result.loss,
             learning_rate=rate,
-            next_learning_rate=self.rate(self.state.scheduled_samples),
+            next_learning_rate=self.schedule.learning_rate(self.state.scheduled_samples),
             gradient_norm=result.gradient_norm,
             tokens=result.tokens,
             consumed_samples=self.state.consumed_samples,
             global_batch_size=self.batch_size,
             seconds=seconds,
             memory_bytes=memory_bytes(self.world.device),
-            flops=self.flops,
+            flops=step_flops(
+                self.config.model, self.batch_size, self.config.model.seq_length, self.config.moe
+            ),
             devices=self.world.everyone.size,
             consumed_tokens=self.state.consumed_tokens,
             skipped_samples=self.state.skipped_samples,
@@ -234,7 +251,10 @@ class Trainer:
         )
 
     def _seconds_left(self) -> float:
-        return (self.total_steps - self.state.step) * sum(self._recent) / len(self._recent)
+        """By samples, as steps may grow."""
+        samples, seconds = (sum(numbers) for numbers in zip(*self._recent))
+        end = self.plan.advance(self.state.consumed_samples, self.total_steps - self.state.step)
+        return (end - self.state.consumed_samples) * seconds / samples
 
     def _memory(self) -> dict[str, float]:
         if not self.config.log.log_memory_to_tensorboard:

@@ -80,7 +80,7 @@ def follow(
     found = Trajectory()
     batch = config.train.global_batch_size
     assert batch is not None
-    rate, scaler = learning_rate(config.optim, batch), LossScaler(config.precision)
+    rate, scaler = learning_rate(config), LossScaler(config.precision)
     batches = micro_batches(config, world, first_step * batch)
     for step in range(first_step, first_step + STEPS):
         if step in (0, STEPS - 1):

@@ -28,6 +28,7 @@ _REVEALING: dict[str, Any] = {
     "min_lr": 0.0,
     "lr_warmup_iters": 0,
     "lr_decay_iters": STEPS,
+    "lr_wsd_decay_iters": 2,
     "train_iters": STEPS,
     "adam_eps": 1e-6,
     "clip_grad": 0.5,
@@ -48,6 +49,12 @@ _DIVISION = (
     "decoder_last_pipeline_num_layers",
 )
 _OTHER_WORDS_FOR_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
+# Every step of a comparison has the full size, and schedules are counted in steps.
+_IN_SAMPLES = (
+    *("train_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
+    *("lr_warmup_samples", "lr_warmup_fraction"),
+)
+_CHANGING_SIZES: dict[str, Any] = {"rampup_batch_size": (), "step_batch_size_schedule": ()}
 _ALONE = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size "
     "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
@@ -61,7 +68,8 @@ _ALONE = (
 
 def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     """The same layout and structure with small sizes; with `replicas`, another number of data-parallel ranks."""
-    values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **dict.fromkeys(_OTHER_WORDS_FOR_BATCHES)}
+    values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **_CHANGING_SIZES}
+    values |= dict.fromkeys((*_OTHER_WORDS_FOR_BATCHES, *_IN_SAMPLES))
     tensor, context = config.grid.tensor, config.grid.context
     length = math.lcm(2 * context, context * tensor)
     multiple = 16 * tensor

@@ -103,7 +103,7 @@ def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) 
     for words, message in (
         (f"{data} --index 8:3", "--index wants samples such as 0:8 or 3, not '8:3'"),
         (f"{data} --index 0:99999 --train-samples 10", "so --index can go up to"),
-        (f"{data} --train-samples 10 --global-batch-size 4", "is not a multiple of --global-batch-size 4"),
+        (f"{data} --train-samples 3 --global-batch-size 4", "fewer than the 4 samples of the first step"),
         (f"{data} --train-samples x", "--train-samples wants a whole number"),
         (f"{data} --part valid", "there is nothing to validate with"),
         (f"{data} --part test", "there is nothing to test with; give --split 1 a third share"),

@@ -113,7 +113,8 @@ def line_of(text: str, flag: str) -> str:
         ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
                              "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, "
                              "ByteTokenizer, NullTokenizer, SFTTokenizer"),
-        ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES; not available yet"),
+        ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES: grow the global batch to its size "
+                                "within so many samples"),
         ("--num-workers", "--num-workers N processes that read data for one rank; default 0"),
         ("--micro-batch-size", "--micro-batch-size N samples one rank computes at once (1)"),
         ("--global-batch-size", "--global-batch-size N samples per optimizer step (micro-batch × data-parallel size)"),

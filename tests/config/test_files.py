@@ -170,6 +170,11 @@ def test_the_entry_point_gives_batch_size_its_meaning(tmp_path: Path) -> None:
         (TRAIN, "--preset demo --nproc-per-node 2"),
         (EXAMPLE, "--batch-size=16 --epochs=3 --train-steps=1000"),
         (PARALLEL_3D, "--batch_size 8 --num_microbatches 4"),
+        (PARALLEL_3D, "--rampup-batch-size 4 4 40 --train-samples 1000 --lr-warmup-fraction 0.03"),
+        (
+            TRAIN,
+            "--preset demo --step-batch-size-schedule 0:4,1K:8 --lr-warmup-samples 20 --lr-decay-samples 900",
+        ),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

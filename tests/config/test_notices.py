@@ -235,6 +235,55 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ("merge_file", f"{LEAST} --merge-file m", f"{FILES} --vocab-file v --merge-file m", ONE, ONE),
     ("min_lr", f"{LEAST} --lr-decay-style constant --min-lr 1e-05", f"{LEAST} --min-lr 1e-05", ONE, ONE),
     (
+        "lr_decay_samples",
+        f"{LEAST} --lr-decay-style constant --lr-decay-samples 9",
+        f"{LEAST} --lr-decay-samples 9",
+        ONE,
+        ONE,
+    ),
+    *(
+        (
+            name,
+            f"{LEAST} --{name.replace('_', '-')} {value}",
+            f"{LEAST} --lr-decay-style WSD --{name.replace('_', '-')} {value} {needed}",
+            ONE,
+            ONE,
+        )
+        for name, value, needed in (
+            ("lr_wsd_decay_iters", "3", ""),
+            ("lr_wsd_decay_samples", "3", ""),
+            ("lr_wsd_decay_style", "cosine", "--lr-wsd-decay-iters 3"),
+        )
+    ),
+    (
+        "lr_warmup_init",
+        f"{LEAST} --lr-warmup-init 1e-06",
+        f"{LEAST} --lr-warmup-init 1e-06 --lr-warmup-samples 3",
+        ONE,
+        ONE,
+    ),
+    (
+        "weight_decay",
+        f"{LEAST} --weight-decay 0.1 --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
+        f"{LEAST} --weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
+        ONE,
+        ONE,
+    ),
+    (
+        "weight_decay_incr_style",
+        f"{LEAST} --weight-decay-incr-style linear",
+        f"{LEAST} --weight-decay-incr-style linear --end-weight-decay 0.2",
+        ONE,
+        ONE,
+    ),
+    (
+        "rampup_batch_size",
+        f"{LEAST} --global-batch-size 4 --rampup-batch-size 4 4 9",
+        f"{LEAST} --global-batch-size 8 --rampup-batch-size 4 4 9",
+        ONE,
+        ONE,
+    ),
+    (
         "lr_decay_iters",
         f"{LEAST} --lr-decay-style constant --lr-decay-iters 9",
         f"{LEAST} --lr-decay-style constant --lr-decay-iters 9 --lr-warmup-fraction 0.2",

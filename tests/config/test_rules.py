@@ -231,6 +231,47 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--lr-warmup-iters 9", ONE),
     ("_min_lr", "--lr 1e-4 --min-lr 1e-3",
      "--min-lr 0.001 is above --lr 0.0001; lower the first or raise the second", "--lr 1e-4 --min-lr 1e-4", ONE),
+    ("_min_lr", "--lr 1e-4 --lr-warmup-init 1e-3 --lr-warmup-iters 2",
+     "--lr-warmup-init 0.001 is above --lr 0.0001; lower the first or raise the second",
+     "--lr 1e-4 --lr-warmup-init 1e-5 --lr-warmup-iters 2", ONE),
+    ("_warmup", "--lr-warmup-samples 40 --global-batch-size 4",
+     "a warm-up of 40 samples must be shorter than the 40 samples of the decay (--lr-decay-samples, --lr-decay-iters or the "
+     "length of the run)", "--lr-warmup-samples 39 --global-batch-size 4", ONE),
+    ("_plan", "--global-batch-size 20 --rampup-batch-size 4 6 100",
+     "--rampup-batch-size 4 6 100: expected global batch size interval (20 - 4 = 16) to be divisible by global batch size "
+     "increment (6); use --global-batch-size 16 or 22, or another increment",
+     "--global-batch-size 20 --rampup-batch-size 4 8 100", ONE),
+    ("_plan", "--global-batch-size 8 --rampup-batch-size 16 4 100",
+     "--rampup-batch-size 16 4 100: a ramp goes up: it cannot start at 16, above the global batch size 8; lower START or "
+     "raise --global-batch-size", "--global-batch-size 16 --rampup-batch-size 16 4 100", ONE),
+    ("_plan", "--global-batch-size 8 --rampup-batch-size 4 4",
+     "--rampup-batch-size 4 4 must be three numbers: START INCREMENT SAMPLES, such as 16 16 5859375",
+     "--global-batch-size 8 --rampup-batch-size 4 4 1", ONE),
+    ("_plan", "--step-batch-size-schedule 1K:8",
+     "--step-batch-size-schedule 1K:8: the first threshold must be 0, so that the first steps have a size; begin with 0:SIZE",
+     "--step-batch-size-schedule 0:8", ONE),
+    ("_plan", "--seq-length 100 --step-batch-size-schedule 0:8 2K:16 2050:32",
+     "--step-batch-size-schedule 0:8 2K:16 2050:32: thresholds must grow, but 2000 tokens (20 samples) are followed by 2000 "
+     "tokens (20 samples); put them in order, further apart than a sequence",
+     "--seq-length 100 --step-batch-size-schedule 0:8 2K:16 2100:32", ONE),
+    ("_plan", "--step-batch-size-schedule 0:8 many:16",
+     "--step-batch-size-schedule 0:8 many:16: 'many:16' must look like THRESHOLD:SIZE, whole numbers or with K, M, B or T behind "
+     "them (250B:1536)", "--step-batch-size-schedule 0:8 1.5M:16", ONE),
+    ("_wsd", "--lr-decay-style WSD",
+     "--lr-decay-style WSD needs to know how long its decay is; give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+     "--lr-decay-style WSD --lr-wsd-decay-iters 2", ONE),
+    ("_wsd", "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
+     "--lr-wsd-decay-iters 9 and the warm-up of 2 do not fit into the 10 steps until the end of the decay; use 8 or fewer",
+     "--lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-iters 2", ONE),
+    ("_wsd", "--lr-decay-style WSD --lr-wsd-decay-samples 9 --lr-warmup-iters 2",
+     "--lr-wsd-decay-samples 9 and the warm-up of 2 do not fit into the 10 samples until the end of the decay; use 8 or fewer",
+     "--lr-decay-style WSD --lr-wsd-decay-samples 8 --lr-warmup-iters 2", ONE),
+    ("_weight_decay", "--end-weight-decay 0.2",
+     "--end-weight-decay 0.2 is for a weight decay that changes; give --weight-decay-incr-style linear or cosine, or "
+     "--weight-decay instead", "--end-weight-decay 0.2 --weight-decay-incr-style cosine", ONE),
+    ("_whose_schedule", "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+     "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one of them",
+     "--use-checkpoint-opt-param-scheduler", ONE),
 ]  # fmt: skip
 # the same for rules about what is missing: least words, words that help
 MISSING: list[tuple[str, str, str, str]] = [
@@ -308,6 +349,14 @@ def test_every_rule_has_a_case() -> None:
          "--batch_size 6 is not divisible by --num_microbatches 4; use 1, 2, 3 or 6 micro-batches"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", 1,
          "--lr-warmup-iters 2 and --lr-warmup-fraction 0.1 both set the warm-up; give one of them"),
+        ("--train-samples 20", 1,
+         "--train-iters 10 and --train-samples 20 both say how long the run is; give one of them"),
+        ("--lr-decay-iters 10 --lr-decay-samples 10", 1,
+         "--lr-decay-iters 10 and --lr-decay-samples 10 both set the decay; give one of them"),
+        ("--global-batch-size 8 --step-batch-size-schedule 0:4", 1,
+         "--global-batch-size 8 and --step-batch-size-schedule 0:4 both say how large a batch is; give one of them"),
+        ("--rampup-batch-size 4 4 10 --step-batch-size-schedule 0:4", 1,
+         "--rampup-batch-size 4 4 10 and --step-batch-size-schedule 0:4 both say how large a batch is; give one of them"),
     ],
 )  # fmt: skip
 def test_problems_of_derivations(words: str, world: int, sentence: str) -> None:

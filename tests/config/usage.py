@@ -20,6 +20,8 @@ ONLY_TALK = {
     "loop_rules.py",
     "notices.py",
     "precision_rules.py",
+    "schedule_rules.py",
+    "schedule_notices.py",
 }
 DRAFTS = {"draft", "values", "written"}
 SECTION_OF = {cls.__name__: section for section, cls in sections().items()}

@@ -58,7 +58,7 @@ def _build(words: str) -> tuple[RunConfig, World, ParallelModel, AnyOptimizer]:
 def _go_on(
     config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first: int, steps: int
 ) -> list[float]:
-    rate = learning_rate(config.optim, BATCH)
+    rate = learning_rate(config)
     batches = micro_batches(config, world, first * BATCH)
     losses = []
     for step in range(first, first + steps):

@@ -1,0 +1,180 @@
+"""How long a run is, and its schedules with it.
+
+Several settings say one thing in steps, samples or shares. A flag is stronger than a file; two flags contradict each other. A
+file may be one that a run has saved, with what was derived beside what it was derived from: there the latter counts.
+"""
+
+from typing import Any
+
+from pentatron.config.draft import Draft
+from pentatron.config.schedule import plan_of
+from pentatron.layout.batch_plan import BatchPlan
+
+
+def plan_so_far(draft: Draft) -> BatchPlan | None:
+    """None where there is no plan; the rules say why."""
+    if draft["global_batch_size"] is None and not draft["step_batch_size_schedule"]:
+        return None
+    try:
+        return plan_of({name: assigned.value for name, assigned in draft.values.items()})
+    except ValueError:
+        return None
+
+
+def _written(draft: Draft, *names: str) -> list[str]:
+    """Of settings that say the same in different words, those the user wrote; the others lose their value."""
+    said = [name for name in names if draft.given(name) and draft[name] not in (None, ())]
+    flags = [name for name in said if draft.source(name).startswith("flag ")]
+    strongest = flags or said
+    for name in said:
+        if name not in strongest:
+            # One of them is a plain number, of which 0 is nothing.
+            nothing = {"step_batch_size_schedule": (), "rampup_batch_size": (), "lr_warmup_iters": 0}
+            draft.derive(name, nothing.get(name), f"{_flag(strongest[0])} is given")
+    return strongest
+
+
+def _contradiction(draft: Draft, said: list[str], what: str) -> list[str]:
+    """Two settings that say different things: a problem between flags, a notice about the weaker, first, one of a file."""
+    first, second = (f"{_flag(name)} {_plain(draft[name])}" for name in said[:2])
+    if draft.source(said[0]).startswith("flag "):
+        return [f"{first} and {second} both {what}; give one of them"]
+    draft.notices.append(f"{second} is there to {what}, so {first} is not used")
+    return []
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def settle_stepwise_batch(draft: Draft) -> list[str]:
+    """With sizes written out, the global batch is the last of them: what validation and the layout go by."""
+    others = ("global_batch_size", "rank_batch_size", "rampup_batch_size")
+    if not draft["step_batch_size_schedule"]:
+        return []
+    said = _written(draft, *others, "step_batch_size_schedule")
+    if draft.given("step_batch_size_schedule") and "step_batch_size_schedule" not in said:
+        return []
+    plan = plan_so_far(draft)
+    size = None if plan is None else plan.changes[-1][1]
+    problems: list[str] = []
+    for name in said[:-1]:
+        if name != "global_batch_size" or draft[name] != size:
+            problems += _contradiction(draft, [name, said[-1]], "say how large a batch is")
+    if problems:
+        return problems
+    for name, nothing in (("rank_batch_size", None), ("rampup_batch_size", ())):
+        draft.derive(name, nothing, "--step-batch-size-schedule")
+    draft.derive("global_batch_size", size, "the last of --step-batch-size-schedule")
+    return []
+
+
+def derive_length(draft: Draft) -> list[str]:
+    plan = plan_so_far(draft)
+    problems = _samples(draft, plan)
+    _epochs(draft, plan)
+    problems += _decay(draft)
+    if draft["min_lr"] > draft["lr"] and not draft.given("min_lr"):
+        draft.derive("min_lr", draft["lr"] / 10, f"a tenth of --lr; the preset has {draft['min_lr']}")
+    _weight_decay(draft)
+    return problems + _warmup(draft, plan)
+
+
+def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
+    """Whole steps: what is left over at the end is not trained on."""
+    said = _written(draft, "train_iters", "train_samples")
+    samples = draft["train_samples"]
+    if samples is None or plan is None:
+        return []
+    steps = plan.steps_within(samples)
+    if len(said) == 2 and draft["train_iters"] != steps:
+        problems = _contradiction(draft, said, "say how long the run is")
+        if problems:
+            return problems
+    if steps == 0:
+        return [
+            f"--train-samples {samples} are fewer than the {plan.size_at(0)} samples of the first step; give more, or a "
+            f"smaller batch"
+        ]
+    left_over = samples - plan.samples_after(steps)
+    rest = f"; {left_over} are left over" if left_over else ""
+    draft.derive("train_iters", steps, f"steps of {samples} samples{rest}")
+    return []
+
+
+def _epochs(draft: Draft, plan: BatchPlan | None) -> None:
+    """The nearer of two limits ends the run; a number of steps nobody typed is no limit."""
+    if draft["epochs"] is None or not draft.is_synthetic or plan is None:
+        return
+    if plan.is_constant:
+        per_epoch = max(1, draft["dataset_size"] // plan.size_at(0))
+        limit, in_words = draft["epochs"] * per_epoch, f"{draft['epochs']} epochs of {per_epoch} steps"
+    else:
+        limit = max(1, plan.steps_within(draft["epochs"] * draft["dataset_size"]))
+        in_words = f"{draft['epochs']} epochs ({limit} steps of changing size)"
+    steps, by_samples = draft["train_iters"], draft["train_samples"] is not None
+    if steps is None or not (draft.given("train_iters") or by_samples):
+        draft.derive("train_iters", limit, in_words)
+        return
+    name = "train_samples" if by_samples else "train_iters"
+    if limit < steps:
+        draft.notices.append(
+            f"training stops after {limit} steps: {in_words} end before {_flag(name)} {draft[name]}"
+        )
+        draft.derive("train_iters", limit, f"{in_words} end before {steps} steps")
+        if by_samples:
+            draft.derive("train_samples", None, f"{in_words} end before")
+    else:
+        draft.notices.append(f"training stops after {steps} steps: {_flag(name)} ends it before {in_words}")
+
+
+def _decay(draft: Draft) -> list[str]:
+    problems: list[str] = []
+    for what in ("lr_decay", "lr_wsd_decay"):
+        said = _written(draft, f"{what}_iters", f"{what}_samples")
+        if len(said) == 2:
+            problems += _contradiction(draft, said, "set the decay")
+    if draft["lr_decay_samples"] is None and draft["lr_decay_iters"] is None:
+        if draft["train_samples"] is not None:
+            draft.derive("lr_decay_samples", draft["train_samples"], "train-samples")
+        elif draft["train_iters"] is not None:
+            draft.derive("lr_decay_iters", max(1, draft["train_iters"]), "train-iters")
+    return problems
+
+
+def _weight_decay(draft: Draft) -> None:
+    if draft["weight_decay_incr_style"] == "constant":
+        return
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if draft[name] is None:
+            draft.derive(name, draft["weight_decay"], "weight-decay")
+
+
+def _warmup(draft: Draft, plan: BatchPlan | None) -> list[str]:
+    """However it was said, how many whole steps it has is shown."""
+    said = _written(draft, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+    if plan is None or (draft["lr_decay_iters"] is None and draft["lr_decay_samples"] is None):
+        return []
+    decay = draft["lr_decay_samples"] or plan.samples_after(draft["lr_decay_iters"])
+    fraction, samples = draft["lr_warmup_fraction"], draft["lr_warmup_samples"]
+    steps, reason = None, ""
+    if fraction is not None:
+        steps, reason = plan.steps_within(int(fraction * decay)), f"{fraction} × {decay} samples"
+    elif samples is not None:
+        steps, reason = plan.steps_within(samples), f"steps of {samples} samples"
+    both_others = samples is not None and fraction is not None
+    if len(said) > 1 and (both_others or draft["lr_warmup_iters"] != steps):
+        problems = _contradiction(draft, said, "set the warm-up")
+        if problems:
+            return problems
+    tenth = plan.steps_within(decay) // 10
+    if steps is not None:
+        draft.derive("lr_warmup_iters", steps, reason)
+    elif not draft.given("lr_warmup_iters") and draft["lr_warmup_iters"] > tenth:
+        # A short run made from a preset or an entry point's defaults must not be all warm-up.
+        draft.derive("lr_warmup_iters", tenth, "a tenth of the run")
+    return []

@@ -1,0 +1,31 @@
+"""Whether the layout can take every batch of the run: said before its first step, so that no run ends where its batch grows."""
+
+from pathlib import Path
+
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.batch_sizes import sizes_problem
+from pentatron.config.errors import AgreedError
+from pentatron.config.resolve import Resolved
+from pentatron.config.run import RunConfig
+from pentatron.parallel.collectives import on_some_ranks
+from pentatron.parallel.world import World
+from pentatron.train.state import TrainState
+
+
+def require_fitting_start(resolved: Resolved, world: World) -> None:
+    """Of a run that certainly begins at its first step, before anything is built."""
+    save = resolved.config.checkpoint.save
+    assert save is not None
+
+    def require() -> None:
+        if not (resolved.given("load") or CheckpointStore(Path(save), keep=None).steps()):
+            require_fitting_batches(resolved.config, TrainState())
+
+    on_some_ranks(world.is_first, require, world.everyone)
+
+
+def require_fitting_batches(config: RunConfig, state: TrainState) -> None:
+    """From where a run stands: what is behind it may have had another layout."""
+    problem = sizes_problem(config, state.consumed_samples, state.step)
+    if problem is not None:
+        raise AgreedError(problem)

@@ -1,0 +1,104 @@
+"""Which schedule of learning rate and weight decay a run follows: that of the command, or that of the checkpoint."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pentatron.config.output import CheckpointConfig
+from pentatron.config.run import RunConfig, build, table
+from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
+from pentatron.train.state import TrainState
+
+_USE, _OVERRIDE = "--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"
+# How a message calls what a schedule is made of.
+_WORDS = {
+    "learning_rate": {
+        "style": "--lr-decay-style",
+        "peak": "--lr",
+        "floor": "--min-lr",
+        "warmup_samples": "samples of warm-up",
+        "decay_samples": "samples of decay",
+        "init": "--lr-warmup-init",
+        "wsd_style": "--lr-wsd-decay-style",
+        "wsd_samples": "samples of the decay of WSD",
+    },
+    "weight_decay": {
+        "style": "--weight-decay-incr-style",
+        "start": "first weight decay",
+        "end": "last weight decay",
+        "samples": "samples of the weight-decay schedule",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Both as functions of samples. A checkpoint keeps it in samples, which no change of the batch size can move."""
+
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Schedule":
+        return cls(learning_rate(config), weight_decay(config))
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "Schedule":
+        return cls(LearningRate(**saved["learning_rate"]), WeightDecay(**saved["weight_decay"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def differences(self, other: "Schedule") -> Iterator[str]:
+        """What is not the same in the other one, which a message calls this command's."""
+        mine, others = self.to_json(), other.to_json()
+        for part, words in _WORDS.items():
+            for name, word in words.items():
+                if mine[part][name] != others[part][name] and self._acts(part, name, other):
+                    yield f"{word}: {_plain(mine[part][name])} (this command: {_plain(others[part][name])})"
+
+    def _acts(self, part: str, name: str, other: "Schedule") -> bool:
+        """What is constant has no length and no other end, and only WSD has a decay of its own."""
+        if part == "weight_decay":
+            constant = self.weight_decay.style == other.weight_decay.style == "constant"
+            return not constant or name not in ("samples", "start")
+        styles = {self.learning_rate.style, other.learning_rate.style}
+        if name.startswith("wsd"):
+            return "WSD" in styles
+        return styles != {"constant"} or name not in ("floor", "decay_samples")
+
+
+def _plain(value: Any) -> str:
+    """Samples in full, rates as they are written."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def saved_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint that does not say it: what its settings mean. A setting younger than it had its default."""
+    values = {name: settings.get(name, item.default) for name, item in table().items()}
+    return Schedule.of(build(values)).to_json()
+
+
+def settle(config: RunConfig, state: TrainState) -> list[str]:
+    """Writes into the state which schedule the run follows from here on; returns what to tell about it."""
+    chosen, now = config.checkpoint, Schedule.of(config)
+    if not state.schedule:
+        state.schedule = now.to_json()
+        return [f"{flag}: no schedule is loaded, so this changes nothing" for flag in _asked(chosen)]
+    before = Schedule.from_json(state.schedule)
+    different = list(before.differences(now))
+    if chosen.use_checkpoint_opt_param_scheduler:
+        return [f"{_USE}: the checkpoint's schedule is kept; {'; '.join(different)}"] if different else []
+    state.schedule = now.to_json()
+    if not different or chosen.override_opt_param_scheduler:
+        return []
+    rates = (f"{s.learning_rate(state.scheduled_samples):.3e}" for s in (now, before))
+    return [
+        f"the schedule of this command is not the checkpoint's: the learning rate goes on at {next(rates)}, not {next(rates)} "
+        f"({_USE} keeps the checkpoint's; {_OVERRIDE} takes this one without this remark)"
+    ]
+
+
+def _asked(chosen: CheckpointConfig) -> list[str]:
+    asked = {_USE: chosen.use_checkpoint_opt_param_scheduler, _OVERRIDE: chosen.override_opt_param_scheduler}
+    return [flag for flag, given in asked.items() if given]

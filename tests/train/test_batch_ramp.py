@@ -1,0 +1,212 @@
+"""Training with a batch that changes: the same numbers in every layout, resuming in the middle, and refusals before the first step."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pentatron.config.batch_sizes import sizes_problem
+from pentatron.config.draft import Facts
+from pentatron.config.entry import PRETRAIN_GPT
+from pentatron.config.errors import UserError
+from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.layout.batch_plan import linear_ramp
+from pentatron.parallel.world import connect, single_process
+from pentatron.train.schedules import settle
+from pentatron.train.session import run_training
+from pentatron.train.state import TrainState
+from tests.harness import distributed
+from tests.support import LLAMA, REVEALING, TINY
+from tests.train.test_session import final_state, losses
+
+# Steps of 4, 8, 12 and 16 samples: 1 to 4 micro-batches of 2 on two ranks, 2 to 8 in a pipeline.
+RAMP = "--rampup-batch-size 4 4 40 --global-batch-size 16 --train-iters 9"
+SIZES = [4, 4, 4, 4, 8, 8, 12, 16, 16]
+RUN = (
+    f"{LLAMA} --num-layers 4 --micro-batch-size 2 --save-interval 5 --keep-checkpoints 99 --eval-interval 9 "
+    f"--eval-iters 1 --lr-warmup-iters 3 --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style minus_sqrt "
+    f"--hidden-dropout 0.1 --start-weight-decay 0.1 --end-weight-decay 0.4 --weight-decay-incr-style cosine"
+)
+
+
+def settings(folder: Path, words: str = "", world_size: int = 1, plan: str = RAMP) -> Resolved:
+    said = f"{TINY} {REVEALING} {RUN} {plan} --run-dir {folder} {words}".split()
+    return resolve(gather(said, PRETRAIN_GPT), Facts(world_size, world_size, 1))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_alone(folder: Path, words: str = "", plan: str = RAMP) -> None:
+    run_training(settings(folder, words, plan=plan), single_process(), True)
+
+
+def run_spread(folder: Path, words: str, world: int, plan: str = RAMP) -> None:
+    chosen = settings(folder, words, world, plan)
+    here = connect(chosen.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    run_training(chosen, here, True)
+    dist.barrier()
+
+
+def cut(whole: Path, folder: Path, step: int) -> None:
+    """A copy of a run that was killed after it had saved that step."""
+    shutil.copytree(whole, folder)
+    for later in (folder / "checkpoints").glob("step-*"):
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    (folder / "checkpoints" / "latest").unlink()
+
+
+def test_a_ramp_is_reported_and_counted(tmp_path: Path) -> None:
+    run_alone(tmp_path / "a")
+    assert [row["global_batch_size"] for row in rows(tmp_path / "a")] == SIZES
+    consumed = [row["consumed_samples"] for row in rows(tmp_path / "a")]
+    assert consumed == [sum(SIZES[: step + 1]) for step in range(9)]
+    plan = linear_ramp(4, 4, 40, 16)
+    assert consumed == [plan.samples_after(step) for step in range(1, 10)]
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert "4 to 16 × 16 tokens a step" in log and " | global batch size:     4 | " in log
+    assert "  the global batch size changes from 4 to 8 after iteration 4\n" in log
+    rates = [row["learning_rate"] for row in rows(tmp_path / "a")]
+    assert rates[0] == 0 and rates[3:7] == [1e-2] * 4 and rates[7] < 1e-2, (
+        "3 steps up, 3 down, whatever their size"
+    )
+    control = linear_ramp(4, 4, 30, 16)
+    assert consumed != [control.samples_after(step) for step in range(1, 10)]
+
+
+INTERLEAVED = "--pp_size 2 --virtual-pipeline-model-parallel-size 2 --microbatch-group-size-per-virtual-pipeline-stage 3"
+
+
+@distributed(world=4)
+def test_layouts_compute_the_numbers_of_one_process(tmp_path: Path) -> None:
+    """Also one that goes on, within the ramp, with what one process began."""
+    first = dist.get_rank() == 0
+    if first:
+        run_alone(tmp_path / "alone")
+    dist.barrier()
+    expected = [(step, pytest.approx(loss, rel=2e-5)) for step, loss in losses(tmp_path / "alone")]
+    words = "--tp_size 2 --sequence-parallel --pp_size 2 --pipeline-schedule zero-bubble"
+    run_spread(tmp_path / "spread", words, 4)
+    assert losses(tmp_path / "spread") == expected
+    if first:
+        cut(tmp_path / "alone", tmp_path / "grown", 5)
+    dist.barrier()
+    run_spread(tmp_path / "grown", "--pp_size 2 --pipeline-schedule 1f1b", 4)
+    assert losses(tmp_path / "grown") == expected
+    assert [row["global_batch_size"] for row in rows(tmp_path / "grown")] == SIZES
+
+
+@distributed(world=2)
+def test_small_counts_under_every_schedule(tmp_path: Path) -> None:
+    first = dist.get_rank() == 0
+    if first:
+        run_alone(tmp_path / "alone")
+    dist.barrier()
+    expected = [(step, pytest.approx(loss, rel=2e-5)) for step, loss in losses(tmp_path / "alone")]
+    for number, words in enumerate(("--zero-stage 1", INTERLEAVED, "--pp_size 2 --pipeline-schedule zbv")):
+        run_spread(tmp_path / str(number), words, 2)
+        assert losses(tmp_path / str(number)) == expected, words
+    # And to the last digit where nothing but the process is another one.
+    if first:
+        cut(tmp_path / "1", tmp_path / "resumed", 5)
+    dist.barrier()
+    run_spread(tmp_path / "resumed", INTERLEAVED, 2)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "1")
+    assert final_state(tmp_path / "resumed") == final_state(tmp_path / "1")
+
+
+def test_written_steps_may_also_go_down(tmp_path: Path) -> None:
+    """Thresholds are tokens of sequences of 16; the run is as long as its samples."""
+    plan = "--step-batch-size-schedule 0:2,64:8,512:4 --train-samples 43"
+    config = settings(tmp_path / "a", plan=plan).config
+    assert config.spans.total == 43, "what the order of samples is made for, as Megatron's"
+    assert config.train.global_batch_size == 4, "that of validation is the last one"
+    run_alone(tmp_path / "a", plan=plan)
+    assert [row["global_batch_size"] for row in rows(tmp_path / "a")] == [2, 2, 8, 8, 8, 8, 4]
+    assert rows(tmp_path / "a")[-1]["consumed_samples"] == 40, "3 samples are too few for another step"
+
+
+# --- what a layout cannot take ---
+
+
+def test_every_size_on_the_way_must_fit(tmp_path: Path) -> None:
+    """Before anything is built, and with the equation; a size that no step has does not matter."""
+    plan = "--rampup-batch-size 6 6 36 --global-batch-size 24 --train-iters 9"
+    with pytest.raises(UserError) as refusal:
+        run_alone(tmp_path / "a", "--micro-batch-size 4", plan)
+    assert str(refusal.value) == (
+        "the batch of 6 samples at step 1 does not fit: 6 is not divisible by micro batch size (4) times data parallel size "
+        "(1) = 4; use batch sizes that are multiples of 4, or --micro-batch-size 1, 2, 3 or 6"
+    )
+    assert not (tmp_path / "a" / "config.yaml").exists()
+    # From 4 samples on a step has 24: the sizes between are jumped over.
+    run_alone(
+        tmp_path / "b",
+        "--micro-batch-size 4",
+        "--rampup-batch-size 4 5 4 --global-batch-size 24 --train-iters 2 --lr-decay-iters 9",
+    )
+    assert [row["global_batch_size"] for row in rows(tmp_path / "b")] == [4, 24]
+
+
+def test_too_few_micro_batches_for_a_schedule(tmp_path: Path) -> None:
+    config = settings(tmp_path, "--pp_size 2 --pipeline-schedule dualpipev", 2).config
+    assert sizes_problem(config) == (
+        "the batch of 4 samples at step 1 does not fit: dualpipev needs 2 × 2 (pipeline ranks) = 4 or more micro-batches, not "
+        "2; use 4 or more, or the schedule zbv; begin with larger batches, or use another --pipeline-schedule"
+    )
+    assert sizes_problem(config, consumed_samples=16, steps_taken=4) is None, (
+        "what is behind a run does not matter"
+    )
+
+
+# --- whose schedule ---
+
+
+def test_a_changed_schedule_is_said_and_the_checkpoints_can_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_alone(tmp_path / "whole")
+    for name in ("noted", "kept", "taken"):
+        cut(tmp_path / "whole", tmp_path / name, 5)
+
+    def said(name: str, words: str) -> str:
+        capsys.readouterr()
+        run_alone(tmp_path / name, f"--lr 3e-3 {words}")
+        return capsys.readouterr().out
+
+    note = "the learning rate goes on at 3.000e-03, not 1.000e-02 (--use-checkpoint-opt-param-scheduler keeps"
+    assert note in said("noted", "")
+    kept = said("kept", "--use-checkpoint-opt-param-scheduler --save-interval 7")
+    assert "the checkpoint's schedule is kept; --lr: 0.01 (this command: 0.003)" in kept
+    assert "resuming with optim.lr" not in kept and note not in kept
+    taken = said("taken", "--override-opt-param-scheduler")
+    assert "resuming with optim.lr = 0.003" in taken and note not in taken
+    assert losses(tmp_path / "kept") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "taken") == losses(tmp_path / "noted") != losses(tmp_path / "whole")
+    # What was kept is what the next start finds, whatever the command said.
+    cut(tmp_path / "kept", tmp_path / "again", 7)
+    said("again", "--use-checkpoint-opt-param-scheduler")
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+
+
+def test_nothing_to_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_alone(tmp_path / "a", "--use-checkpoint-opt-param-scheduler --lr-decay-iters 9 --train-iters 1")
+    shown = capsys.readouterr().out
+    assert "--use-checkpoint-opt-param-scheduler: no schedule is loaded, so this changes nothing" in shown
+
+
+@pytest.mark.parametrize(("style", "notes"), [("constant", 0), ("cosine", 1)])
+def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes: int) -> None:
+    """A longer run has another decay, if its rate decays."""
+    words, state = f"--lr-decay-style {style} --weight-decay-incr-style constant", TrainState()
+    plan = RAMP.replace("--train-iters 9", "--train-iters 30")
+    for length in (RAMP, plan):
+        said = f"{TINY} {length} {words} --run-dir {tmp_path}".split()
+        found = settle(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)
+    assert len(found) == notes
