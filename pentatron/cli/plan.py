@@ -53,6 +53,7 @@ PLAN = EntryPoint(
     defaults={"dataset_size": 1000, "train_iters": 1},
 )
 _MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
+_BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
 _LONGEST, _TOKENS_A_STEP = 4096, 2**20
 
 
@@ -87,8 +88,9 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
     if options.gpus is None and draft["world_size"] is None:
         assumed.append(f"{world} GPUs (--gpus)")
     _learn_model(draft, facts, options)
+    free_batch = all(draft[name] is None for name in _BATCH)
     assumed += _complete(draft, device, world)
-    search = Search(draft, device, world, options.per_machine, options.efficiency)
+    search = Search(draft, device, world, options.per_machine, options.efficiency, free_batch)
     given = [name for name in LAYOUT if draft.given(name) and name != "micro_batch_size"]
     layouts = search.layouts()
     report = Report(
@@ -223,10 +225,7 @@ def _complete(draft: Draft, device: Device, world: int) -> list[str]:
         length = min(_LONGEST, known or _LONGEST)
         draft.values["seq_length"] = Assigned(length, "flag --seq-length")
         assumed.append(f"sequences of {length} tokens (--seq-length)")
-    if all(
-        draft[name] is None
-        for name in ("global_batch_size", "gradient_accumulation_steps", "num_microbatches")
-    ):
+    if all(draft[name] is None for name in _BATCH):
         batch = max(1, _TOKENS_A_STEP // draft["seq_length"] // world) * world
         draft.values["global_batch_size"] = Assigned(batch, "flag --global-batch-size")
         assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")

@@ -1,20 +1,19 @@
 """What `pentatron plan` shows, as text to read and as data for machines."""
 
 import dataclasses
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pentatron.config.run import table
+from pentatron.cli.plan_words import command, command_block
 from pentatron.plan.advice import TRADE_OFFS, Advice, advise
 from pentatron.plan.devices import in_words
 from pentatron.plan.experts import by_expert_size
 from pentatron.plan.footprint import footprint_line
 from pentatron.plan.held import total_parameters
 from pentatron.plan.memory import RankMemory
-from pentatron.plan.search import LAYOUT, Layout, Search, usable
+from pentatron.plan.search import Layout, Search, usable
 from pentatron.plan.shape import Shape
 
 _BAR = 20
@@ -29,17 +28,6 @@ _PARTS = {
     "working": "for a moment in backward: what runs again, gradients of logits and of one matrix",
 }
 _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
-# Settings of this command, or of what is not trained here: they are no part of the command to copy.
-_NOT_COPIED = ("world_size", "nproc_per_node", "dataset_size", "train_iters")
-_DATA = (
-    "data_path",
-    "train_data_path",
-    "data_path_config",
-    "data_args_path",
-    "mock_data",
-    "corpus",
-    "dataset_size",
-)
 
 
 @dataclass(frozen=True)
@@ -220,7 +208,7 @@ def _name(layout: Layout) -> str:
 
 def _detail(report: Report) -> str:
     layout = report.shown
-    title = "The layout as given" if report.given is not None else "The first of them"
+    title = "The layout as given" if report.given is not None else "The first of the list"
     verdict = "fits" if layout.fits else f"does NOT fit: there is room for {in_words(usable(layout.device))}"
     lines = [f"{title}: {_name(layout)}; it {verdict}", ""]
     return "\n".join([*lines, *_memory(layout), "", *_traffic(layout), "", *_pipeline(layout)])
@@ -303,76 +291,10 @@ def _experts(report: Report) -> str:
     return "\n".join(lines)
 
 
-# --- the command ---
-
-
 def _command(report: Report) -> str:
-    best = report.given if report.given is not None and report.given.fits else report.best
-    if best is None:
-        return ""
-    lines = ["To train it so", "", *(f"  {line}" for line in command(report, best))]
-    if not _names_data(report):
-        lines.append("  (with data of yours: --data-path PREFIX instead of --mock-data)")
-    if report.search.world > report.search.per_machine:
-        machines = -(-report.search.world // report.search.per_machine)
-        lines.append(
-            f"  on each of {machines} machines, with MASTER the name of the first; `pentatron launch slurm` writes a job"
-        )
-    return "\n".join(lines)
-
-
-def command(report: Report, layout: Layout) -> list[str]:
-    """The words to copy, in lines."""
-    search = report.search
-    draft = search.draft
-    words = [
-        item.written(draft[name], draft.source(name) if name in ("preset", "config") else "")
-        for name, item in table().items()
-        if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
-    ]
-    layout_words = [
-        table()[name].written(value) for name, value in layout.settings.items() if _differs(name, value)
-    ]
-    if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        layout_words.append(f"--micro-batch-size {draft['micro_batch_size']}")
-    if not _names_data(report):
-        words += ["--mock-data"]
-    words += [f"--train-iters {draft['train_iters'] if draft.given('train_iters') else 100}"]
-    if search.device.name == "CPU process":
-        words.append("--device cpu")
-    return _lines([_launcher(search), " ".join(layout_words), " ".join(words)])
-
-
-def _differs(name: str, value: Any) -> bool:
-    return bool(value != table()[name].default)
-
-
-def _launcher(search: Search) -> str:
-    if search.world <= search.per_machine:
-        return f"pentatron train --nproc-per-node {search.world}"
-    machines = -(-search.world // search.per_machine)
-    return (
-        f"torchrun --nnodes {machines} --nproc_per_node {search.per_machine} --rdzv_backend c10d "
-        f"--rdzv_endpoint $MASTER:29500 -m pentatron train"
-    )
-
-
-def _lines(parts: Sequence[str]) -> list[str]:
-    found = [part for part in parts if part]
-    return [
-        f"{'    ' if i else ''}{part}{' ' + chr(92) if i < len(found) - 1 else ''}"
-        for i, part in enumerate(found)
-    ]
-
-
-def _names_data(report: Report) -> bool:
-    return any(report.search.draft.given(name) for name in _DATA)
-
-
-def command_words(report: Report, layout: Layout) -> list[str]:
-    """The same without the launcher: what `pentatron train` is given."""
-    text = " ".join(line.rstrip("\\ ") for line in command(report, layout))
-    return shlex.split(text.split("pentatron train", 1)[1])
+    if report.given is not None and report.given.fits:
+        return command_block(report.search, report.given, "the layout as given")
+    return "" if report.best is None else command_block(report.search, report.best, "the first of the list")
 
 
 def _assumptions(report: Report) -> str:
@@ -410,7 +332,7 @@ def as_data(report: Report) -> dict[str, Any]:
         "advice": dataclasses.asdict(report.advice),
         "given": None if report.given is None else _layout_data(report, report.given),
         "layouts": [_layout_data(report, layout) for layout in report.layouts],
-        "command": None if best is None else command(report, best),
+        "command": None if best is None else command(report.search, best),
         "assumed": list(report.assumed),
         "notes": list(report.notices),
     }

@@ -101,13 +101,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Search:
-    """`draft` is what the user wrote, `world` devices of one kind in machines of `per_machine`."""
+    """`draft` is what the user wrote, `world` devices of one kind in machines of `per_machine`. `free_batch`: nobody said how
+    large a batch is, so that its pieces are as small as can be."""
 
     draft: Draft
     device: Device
     world: int
     per_machine: int
     efficiency: float = EFFICIENCY
+    free_batch: bool = False
 
     @property
     def facts(self) -> Facts:
@@ -115,8 +117,11 @@ class Search:
 
     def as_given(self) -> Layout:
         """The layout that the user wrote, completed as training would."""
-        config = resolve(_copy(self.draft), self.facts, built_only=False).config
-        given = {name: self.draft[name] for name in LAYOUT if self.draft.given(name)}
+        draft = _copy(self.draft)
+        if self.free_batch and not draft.given("micro_batch_size"):
+            draft.values["micro_batch_size"] = Assigned(1, f"file {_CHOSEN}")
+        config = resolve(draft, self.facts, built_only=False).config
+        given = {name: draft[name] for name in LAYOUT if draft.given(name)}
         return self._layout(config, given)
 
     def layouts(self) -> list[Layout]:

@@ -1,0 +1,114 @@
+"""Whether a run will fit the device at hand, said before it starts; and what to do when memory ran out all the same."""
+
+from dataclasses import dataclass
+
+from pentatron.config.run import RunConfig
+from pentatron.plan.devices import in_words
+from pentatron.plan.memory import RankMemory, memory_of
+
+# Above this share of what is free, memory may run out: the allocator's gaps and the libraries need the rest.
+_TIGHT = 0.95
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of one process: `total` there is at all, `free` of it now. `kind` is GPU or host."""
+
+    kind: str
+    total: float
+    free: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`impossible`: not even what is held between steps has room, so that a start could only end badly."""
+
+    sentence: str
+    impossible: bool
+
+
+def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
+    """What to tell the user of a pipeline rank's memory; None if it fits."""
+    planned = memory_of(config).ranks[pipeline_rank]
+    on_host = planned.held.host if room.kind == "host" else 0
+    needed, held = planned.total + on_host, planned.held.on_device + on_host
+    if needed <= _TIGHT * room.free:
+        return None
+    # Layers of the user's own may hold less than the configured ones.
+    impossible = held > room.total and not config.model.spec
+    where = f"a process has {in_words(room.total)} of {room.kind} memory, {in_words(room.free)} of it free"
+    says = "cannot fit" if impossible else "may not fit"
+    what = (
+        f"weights, gradients and optimizer alone take {in_words(held)}" if impossible else in_parts(planned)
+    )
+    return Verdict(
+        f"this run {says}: it needs about {in_words(needed)} for each process, and {where} ({what}); "
+        f"{remedies(config, planned)}; `pentatron plan` lists layouts that fit",
+        impossible,
+    )
+
+
+def in_parts(planned: RankMemory) -> str:
+    parts = {
+        "weights": planned.held.weights,
+        "gradients": planned.held.gradients,
+        "optimizer": planned.held.optimizer,
+        "activations": planned.activations + planned.logits,
+        "buffers and working space": planned.buffers + planned.working,
+    }
+    return ", ".join(f"{name} {in_words(count)}" for name, count in parts.items() if count)
+
+
+def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str) -> str:
+    """One sentence for a rank that ran out of memory: what was planned for it, and what to change."""
+    planned = memory_of(config).ranks[config.grid.coordinates(rank).pipeline]
+    return (
+        f"out of {kind} memory ({reason}); this rank was to need about {in_words(planned.total)}: {in_parts(planned)}. "
+        f"{remedies(config, planned).capitalize()}; `pentatron plan` shows what fits"
+    )
+
+
+def remedies(config: RunConfig, planned: RankMemory) -> str:
+    """What would lower the memory of a rank, as far as it is not done already: first what helps most."""
+    ways = [*_of_activations(config), *_of_what_is_held(config)]
+    if planned.held.on_device > planned.activations + planned.logits + planned.working:
+        ways = [*_of_what_is_held(config), *_of_activations(config)]
+    model = config.model
+    smaller = f"a smaller model (--num-layers {model.num_layers}, --hidden-size {model.hidden_size} now)"
+    return "try " + ", ".join([*ways, smaller])
+
+
+def _of_activations(config: RunConfig) -> list[str]:
+    micro, sequence = config.train.micro_batch_size or 1, config.model.seq_length
+    ways = (
+        [f"a smaller --micro-batch-size ({micro} now; --batch-size in scripts that have it)"]
+        if micro > 1
+        else []
+    )
+    match config.memory.recompute_granularity:
+        case None:
+            ways.append("--recompute-granularity selective or full")
+        case "selective":
+            ways.append("--recompute-granularity full")
+    if config.grid.tensor > 1 and not config.parallel.sequence_parallel:
+        ways.append("--sequence-parallel")
+    shorter = 2048 if sequence > 2048 else max(1, sequence // 2)
+    return [*ways, f"a shorter --seq-length (such as {shorter}, {sequence} now)"]
+
+
+def _of_what_is_held(config: RunConfig) -> list[str]:
+    grid, parallel, precision = config.grid, config.parallel, config.precision
+    ways = []
+    if not (precision.bf16 or precision.fp16):
+        ways.append("--bf16 or --fp16")
+    replicas = grid.data * grid.context
+    if replicas > 1 and parallel.zero_stage == 0:
+        ways.append("--use-distributed-optimizer")
+    elif replicas > 1 and parallel.zero_stage < 3:
+        ways.append(f"--zero-stage {parallel.zero_stage + 1}")
+    ways.append(
+        f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size ({grid.tensor} and {grid.pipeline} now)"
+    )
+    if config.moe.num_experts and grid.expert < config.moe.num_experts:
+        ways.append(f"a larger --expert-model-parallel-size ({grid.expert} now)")
+    return ways
