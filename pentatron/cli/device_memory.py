@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentatron.cli.environment import Worker
 from pentatron.cli.terminal import complain
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
 from pentatron.plan.fit import Room, judge, out_of_memory
 
@@ -16,24 +17,25 @@ _HOST_SIGNS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memor
 _UNLIMITED = 2**60
 
 
-def check_room(config: RunConfig, device: "torch.device", rank: int, local_processes: int) -> None:
+def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> None:
     """Warns of a run that may not fit and refuses one that cannot, before any process waits for another.
 
-    Ranks that share a stage would say the same; the first of each says it.
+    Ranks that share a stage would say the same, and so do those of one machine about what cannot be; the first of them says it.
     """
-    if not config.memory.check_memory:
+    if not config.launch.check_memory:
         return
-    room = room_of(device, local_processes)
+    room = room_of(device, worker.local_size)
     if room is None:
         return
-    at = config.grid.coordinates(rank)
+    at = config.grid.coordinates(worker.rank)
     verdict = judge(config, at.pipeline, room)
     if verdict is None:
         return
     if verdict.impossible:
-        raise UserError(f"{verdict.sentence}; to try all the same: --no-check-memory")
+        refusal = UserError if worker.local_rank == 0 else AgreedError
+        raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
     if at.tensor == at.context == at.data == 0:
-        of_rank = f"rank {rank}: " if config.grid.pipeline > 1 else ""
+        of_rank = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
         complain(f"warning: {of_rank}{verdict.sentence}")
 
 

@@ -166,7 +166,7 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool)
         f"{grid.data}",
         f"{config.parallel.zero_stage}{'+host' if config.parallel.optimizer_cpu_offload else ''}",
     ]
-    total = layout.memory.largest.total
+    total = layout.largest.total
     speed, utilisation = _speed(layout)
     return (
         f"  {number:>3} "
@@ -348,7 +348,7 @@ def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
         "bytes": [
             {**_parts(rank), "host": rank.held.host, "total": rank.total} for rank in layout.memory.ranks
         ],
-        "largest_bytes": layout.memory.largest.total,
+        "largest_bytes": layout.largest.total,
         "bubble": estimate.bubble,
         "sent_bytes": dataclasses.asdict(estimate.traffic),
         "seconds": {

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentatron.cli.device_memory import check_room, memory_sentence
 from pentatron.cli.environment import (
     Worker,
     announce_worker,
@@ -92,6 +93,7 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         announce_worker(worker, config.launch.init_method)
     limit_connections(config)
     device = choose_device(config.launch.device, worker.local_rank)
+    check_room(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
     place = (worker.rank, worker.local_rank, worker.local_size)
     if worker.world_size > 1:
@@ -131,8 +133,10 @@ def _work(
         # Met by this rank alone: nobody else will say it.
         complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
         return _USER_ERROR
-    except RuntimeError as error:
-        if (problem := death_of_a_reader(error)) is not None:
+    except (RuntimeError, MemoryError) as error:
+        problem: object = death_of_a_reader(error) if isinstance(error, RuntimeError) else None
+        problem = problem or memory_sentence(error, config, worker.rank)
+        if problem is not None:
             complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
             return _USER_ERROR
         lost = lost_contact(str(error), config.launch.distributed_timeout_minutes)
@@ -185,8 +189,11 @@ def _how(exit_code: int) -> str:
     if exit_code >= 0:
         return f"failed with exit code {exit_code} (its error is above)"
     number = signal.Signals(-exit_code)
-    hint = " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)"
-    return f"was killed by {number.name}{hint if number == signal.SIGABRT else ''}"
+    hints = {
+        signal.SIGABRT: " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)",
+        signal.SIGKILL: " (the system does that when memory runs out; `pentatron plan` shows what a run needs)",
+    }
+    return f"was killed by {number.name}{hints.get(number, '')}"
 
 
 def _program(called: Path) -> str:

@@ -155,6 +155,9 @@ class LaunchConfig:
     )
     init_method: str | None = setting(None, "meeting point as tcp://HOST:PORT, when no launcher gives one")
     distributed_timeout_minutes: float = setting(10.0, "how long a collective may wait for the slowest rank")
+    check_memory: bool = setting(
+        True, "before starting, compare the memory a run will need with what the device has"
+    )
     local_rank: int | None = setting(
         None,
         "given by older launchers",

@@ -3,7 +3,7 @@
 import dataclasses
 
 from pentatron.layout.divisors import divisors
-from pentatron.plan.memory import memory_of_shape
+from pentatron.plan.memory import largest_of
 from pentatron.plan.search import Layout
 from pentatron.plan.shape import Shape
 
@@ -21,7 +21,7 @@ def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
             continue
         parallel = dataclasses.replace(shape.config.parallel, expert_model_parallel_size=size)
         other = Shape(dataclasses.replace(shape.config, parallel=parallel))
-        found.append((size, memory_of_shape(other).largest.total, _experts_weights(other)))
+        found.append((size, largest_of(other).total, _experts_weights(other)))
     return found
 
 

@@ -28,14 +28,18 @@ class Verdict:
 
 
 def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
-    """What to tell the user of a pipeline rank's memory; None if it fits."""
-    planned = memory_of(config).ranks[pipeline_rank]
-    on_host = planned.held.host if room.kind == "host" else 0
-    needed, held = planned.total + on_host, planned.held.on_device + on_host
+    """What to tell the user of a pipeline rank's memory; None if it fits. What cannot be on one rank cannot be on any."""
+    memory = memory_of(config)
+    planned = max(memory.ranks, key=lambda rank: _held(rank, room))
+    impossible = _held(planned, room) > room.total
+    if not impossible:
+        planned = memory.ranks[pipeline_rank]
+    held = _held(planned, room)
+    needed = planned.total - planned.held.on_device + held
     if needed <= _TIGHT * room.free:
         return None
     # Layers of the user's own may hold less than the configured ones.
-    impossible = held > room.total and not config.model.spec
+    impossible = impossible and not config.model.spec
     where = f"a process has {in_words(room.total)} of {room.kind} memory, {in_words(room.free)} of it free"
     says = "cannot fit" if impossible else "may not fit"
     what = (
@@ -46,6 +50,11 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
         f"{remedies(config, planned)}; `pentatron plan` lists layouts that fit",
         impossible,
     )
+
+
+def _held(planned: RankMemory, room: Room) -> int:
+    """Between steps, in this kind of memory."""
+    return planned.held.on_device + (planned.held.host if room.kind == "host" else 0)
 
 
 def in_parts(planned: RankMemory) -> str:

@@ -54,6 +54,11 @@ def memory_of(config: RunConfig) -> Memory:
     return memory_of_shape(Shape(config))
 
 
+def largest_of(shape: Shape) -> RankMemory:
+    """Of the pipeline rank that needs most, without asking all of a long pipeline."""
+    return max((_of_rank(shape, rank) for rank in shape.telling_ranks), key=lambda rank: rank.total)
+
+
 def memory_of_shape(shape: Shape) -> Memory:
     return Memory(tuple(_of_rank(shape, rank) for rank in range(shape.grid.pipeline)))
 

@@ -13,7 +13,7 @@ from pentatron.config.resolve import resolve
 from pentatron.config.run import RunConfig, table
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device
-from pentatron.plan.memory import Memory, memory_of_shape
+from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape
 from pentatron.plan.shape import Shape
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
 
@@ -49,7 +49,9 @@ LAYOUT = (*CHOICES, *_OF_A_LAYOUT)
 _LONGEST_PIPELINE = 64
 # Below this length splitting sequences costs more than it saves.
 _LONG = 16384
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+# Micro-batches with more make matmuls no faster.
+_ENOUGH_TOKENS = 8192
 _REMEDIES: tuple[tuple[int, str | None], ...] = (
     (1, None),
     (1, "selective"),
@@ -86,12 +88,16 @@ class Layout:
         return memory_of_shape(self.shape)
 
     @cached_property
+    def largest(self) -> RankMemory:
+        return largest_of(self.shape)
+
+    @cached_property
     def estimate(self) -> Estimate:
         return estimate(self.shape, self.device, self.per_machine, self.efficiency)
 
     @cached_property
     def fits(self) -> bool:
-        return self.memory.largest.total <= usable(self.device)
+        return self.largest.total <= usable(self.device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -122,7 +128,7 @@ class Search:
             draft.values["micro_batch_size"] = Assigned(1, f"file {_CHOSEN}")
         config = resolve(draft, self.facts, built_only=False).config
         given = {name: draft[name] for name in LAYOUT if draft.given(name)}
-        return self._layout(config, given)
+        return self._layout(Shape(config), given)
 
     def layouts(self) -> list[Layout]:
         """The best of every division of the devices: those that fit, the fastest first, then the others, the smallest first."""
@@ -134,8 +140,8 @@ class Search:
                     best[layout.sizes] = layout
         return sorted((found for found in best.values() if self._is_sound(found)), key=_rank)
 
-    def _layout(self, config: RunConfig, settings: Mapping[str, Any]) -> Layout:
-        return Layout(Shape(config), settings, self.device, self.per_machine, self.efficiency)
+    def _layout(self, shape: Shape, settings: Mapping[str, Any]) -> Layout:
+        return Layout(shape, settings, self.device, self.per_machine, self.efficiency)
 
     def _divisions(self) -> Iterator[dict[str, int]]:
         """Sizes of the axes that divide the devices; a rule may still refuse one."""
@@ -173,11 +179,13 @@ class Search:
             )
             if base is None:
                 continue
-            config, chosen = base
-            for micro in self._micro_batches(config):
-                found = self._first_that_fits(config, chosen, micro)
-                if found is not None:
-                    yield found
+            shape, chosen = Shape(base[0]), base[1]
+            for micro in self._micro_batches(shape.config):
+                found = self._first_that_fits(shape, chosen, micro)
+                yield found
+                if not found.fits:
+                    # Nor will a larger one.
+                    break
 
     def _resolved(self, sizes: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]] | None:
         chosen = {name: value for name, value in sizes.items() if value not in (1, None)}
@@ -212,23 +220,30 @@ class Search:
             return [config.train.micro_batch_size]
         each = config.train.global_batch_size // config.grid.data
         ranks = config.grid.pipeline
-        return [n for n in _MICRO_BATCHES if each % n == 0 and (ranks == 1 or each // n >= ranks)]
+        length = config.model.seq_length // config.grid.context
+        return [
+            n
+            for n in _MICRO_BATCHES
+            if each % n == 0
+            and (ranks == 1 or each // n >= ranks)
+            and (n == 1 or n * length <= _ENOUGH_TOKENS)
+        ] or [1]
 
-    def _first_that_fits(self, config: RunConfig, chosen: Mapping[str, Any], micro: int) -> Layout | None:
+    def _first_that_fits(self, base: Shape, chosen: Mapping[str, Any], micro: int) -> Layout:
         """With the remedy that costs least time of those that make it fit; else the smallest."""
         found: list[Layout] = []
-        for remedy in self._remedies(config, chosen):
+        for remedy in self._remedies(chosen):
             settings = {**chosen, **remedy}
             if "micro_batch_size" in chosen:
                 settings["micro_batch_size"] = micro
-            layout = self._layout(_changed(config, settings), settings)
+            layout = self._layout(base.alike(_changed(base.config, settings)), settings)
             found.append(layout)
             # What follows is slower, but for the choice between recompute and dividing more.
             if layout.fits and remedy.get("recompute_granularity") is None:
                 break
-        return min(found, key=_rank, default=None)
+        return min(found, key=_rank)
 
-    def _remedies(self, config: RunConfig, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _remedies(self, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
         divided = "zero_stage" in chosen
         found: list[dict[str, Any]] = []
         for stage, recompute in _REMEDIES:
@@ -259,7 +274,7 @@ class Search:
 def _rank(layout: Layout) -> tuple[float, ...]:
     """Smaller is better."""
     if not layout.fits:
-        return 1.0, layout.memory.largest.total
+        return 1.0, layout.largest.total
     offloads = layout.config.parallel.optimizer_cpu_offload
     return 0.0, float(offloads), round(layout.estimate.seconds, 4), layout.shape.grid.model_size
 

@@ -24,6 +24,17 @@ class Parameter:
         return math.prod(self.shape)
 
 
+_OF_A_DIVISION = (
+    "grid",
+    "stages",
+    "placement",
+    "sparse_layers",
+    "telling_ranks",
+    "_dense_layer",
+    "_sparse_layer",
+)
+
+
 @dataclass(frozen=True)
 class Shape:
     """A configuration in short names. Widths are those of one rank."""
@@ -31,6 +42,12 @@ class Shape:
     config: RunConfig
     # What `pentatron.plan.held` found of each pipeline rank, so that it is packed once.
     buckets: dict[int, dict[tuple[int, ...], list[tuple[Axis, int]]]] = field(default_factory=dict)
+
+    def alike(self, config: RunConfig) -> "Shape":
+        """Of a configuration that divides the same model in the same way; what follows from that is not worked out again."""
+        made = Shape(config, self.buckets)
+        made.__dict__.update({name: self.__dict__[name] for name in _OF_A_DIVISION if name in self.__dict__})
+        return made
 
     @cached_property
     def grid(self) -> Grid:
@@ -51,6 +68,16 @@ class Shape:
     def parts(self, pipeline_rank: int) -> dict[int, StagePart]:
         """The stages of a rank by their numbers."""
         return {number: self.stages[number] for number in self.placement.stages_of(pipeline_rank)}
+
+    @cached_property
+    def telling_ranks(self) -> tuple[int, ...]:
+        """The pipeline ranks of which one needs, and one sends, most: the first, which keeps most micro-batches, the first of those
+        with most layers, and the last, which has the head. In a folded pipeline, all."""
+        ranks = self.grid.pipeline
+        if self.config.parallel.pipeline_schedule not in ("1f1b", "gpipe", "interleaved"):
+            return tuple(range(ranks))
+        layers = [sum(len(part.layers) for part in self.parts(rank).values()) for rank in range(ranks)]
+        return tuple(sorted({0, min(1, ranks - 1), layers.index(max(layers)), ranks - 1}))
 
     @cached_property
     def sparse_layers(self) -> frozenset[int]:

@@ -33,7 +33,7 @@ class Traffic:
 
 def traffic_of(shape: Shape) -> Traffic:
     """Of the pipeline rank that sends most."""
-    every = [rank_traffic(shape, rank) for rank in range(shape.grid.pipeline)]
+    every = [rank_traffic(shape, rank) for rank in shape.telling_ranks]
     return max(every, key=lambda found: found.total)
 
 

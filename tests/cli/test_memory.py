@@ -1,0 +1,191 @@
+"""A run that will not fit is said to before it starts, and one that ran out of memory is told what to change."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pentatron.cli import device_memory
+from pentatron.cli.device_memory import check_room, host_memory, memory_sentence, room_of
+from pentatron.cli.environment import Worker
+from pentatron.config.errors import AgreedError, UserError
+from pentatron.plan.fit import Room, judge, out_of_memory
+from pentatron.plan.memory import memory_of
+from tests.support import LLAMA, resolved
+
+CPU = torch.device("cpu")
+FIRST = Worker(0, 1, 0, 1, "none")
+MODEL = f"{LLAMA} --micro-batch-size 4"
+
+
+def needed() -> int:
+    return memory_of(resolved(MODEL).config).largest.total
+
+
+def test_what_fits_is_not_mentioned() -> None:
+    config = resolved(MODEL).config
+    assert judge(config, 0, Room("GPU", 2 * needed(), 2 * needed())) is None
+
+
+def test_a_tight_run_is_warned_of_with_its_numbers_and_the_way_out() -> None:
+    verdict = judge(resolved(MODEL).config, 0, Room("GPU", needed(), 0.9 * needed()))
+    assert verdict is not None and not verdict.impossible
+    for part in (
+        "may not fit",
+        "activations",
+        "--micro-batch-size (4 now",
+        "--recompute-granularity",
+        "--bf16",
+    ):
+        assert part in verdict.sentence
+    assert "\n" not in verdict.sentence
+
+
+def test_only_what_is_held_for_good_makes_a_run_impossible() -> None:
+    held = memory_of(resolved(MODEL).config).largest.held.on_device
+    just, less = (judge(resolved(MODEL).config, 0, Room("GPU", room, room)) for room in (held, held - 1))
+    assert just is not None and not just.impossible
+    assert less is not None and less.impossible and "cannot fit" in less.sentence
+
+
+def test_remedies_that_are_taken_are_not_named_again() -> None:
+    words = (
+        f"{MODEL} --micro-batch-size 1 --bf16 --recompute-granularity full --zero-stage 1 --sequence-parallel"
+    )
+    config = resolved(f"{words} --tensor-model-parallel-size 2", 4).config
+    verdict = judge(config, 0, Room("GPU", 1e9, 1.0))
+    assert verdict is not None
+    for part in ("--bf16", "--recompute-granularity", "--micro-batch-size", "--sequence-parallel"):
+        assert part not in verdict.sentence
+    assert "--zero-stage 2" in verdict.sentence
+
+
+def use_room(monkeypatch: pytest.MonkeyPatch, total: float, free: float) -> None:
+    monkeypatch.setattr(device_memory, "room_of", lambda device, processes: Room("host", total, free))
+
+
+def test_the_first_of_a_stage_warns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_room(monkeypatch, needed(), 0.5 * needed())
+    config = resolved(f"{MODEL} --micro-batch-size 1", 2).config
+    for rank in (0, 1):
+        check_room(config, CPU, Worker(rank, 2, rank, 2, "none"))
+    assert capsys.readouterr().err.count("pentatron: warning: this run may not fit") == 1
+
+
+def test_what_cannot_be_is_refused_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_room(monkeypatch, 1000.0, 1000.0)
+    with pytest.raises(UserError, match=r"cannot fit.*--no-check-memory") as refused:
+        check_room(resolved(MODEL).config, CPU, FIRST)
+    assert not isinstance(refused.value, AgreedError), "the first of a machine says it"
+    check_room(resolved(f"{MODEL} --no-check-memory").config, CPU, FIRST)
+
+
+def test_processes_share_the_machine() -> None:
+    one, four = room_of(CPU, 1), room_of(CPU, 4)
+    assert one is not None and four is not None
+    assert four.total == pytest.approx(one.total / 4)
+    assert 0 < one.free <= one.total
+
+
+def test_a_container_has_what_its_control_group_allows(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nSwapTotal: 24 kB\nSwapFree: 24 kB\n"
+    )
+    assert host_memory(tmp_path) == (1024 * 1024, 824 * 1024)
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("5\n")
+    assert host_memory(tmp_path) == (1024 * 1024, 824 * 1024)
+    (group / "memory.max").write_text("600000\n")
+    assert host_memory(tmp_path) == (600000, 599995)
+    assert host_memory(tmp_path / "elsewhere") is None
+
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.02 GiB is free. "
+    "Including non-PyTorch memory, this process has 78.00 GiB memory in use."
+)
+HOST = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+LEVERS = (
+    "--batch-size",
+    "--micro-batch-size",
+    "--hidden-size",
+    "--num-layers",
+    "--seq-length",
+    "--bf16 or --fp16",
+)
+ADVICE = ("--recompute-granularity", "--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError(CUDA), "GPU"),
+        (RuntimeError(HOST), "host"),
+        (MemoryError(), "host"),
+    ],
+)
+def test_running_out_of_memory_is_one_sentence_with_the_plan_and_the_advice(
+    error: Exception, kind: str
+) -> None:
+    config = resolved(f"{MODEL} --micro-batch-size 2 --seq-length 4096", 2).config
+    said = memory_sentence(error, config, 1)
+    assert said is not None and "\n" not in said
+    assert said.startswith(f"out of {kind} memory (")
+    for part in (
+        *LEVERS,
+        *ADVICE,
+        "--use-distributed-optimizer",
+        "such as 2048, 4096 now",
+        "weights",
+        "activations",
+    ):
+        assert part in said, part
+    assert "this process has" not in said
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    assert memory_sentence(RuntimeError("shape mismatch"), resolved(MODEL).config, 0) is None
+    assert "TypeName" not in out_of_memory(resolved(MODEL).config, 0, "why", "GPU")
+
+
+RAISING = """
+import sys, torch
+from pentatron.train import session, trainer
+import pentatron.train.step as step
+def no_room(*words, **named):
+    raise torch.OutOfMemoryError({message!r})
+trainer.train_step = no_room
+from pentatron.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_runs_out_of_memory_ends_without_a_traceback(tmp_path: Path) -> None:
+    words = "train --mock-data --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --train-iters 1 --nproc-per-node 1"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            RAISING.format(message=CUDA),
+            *words.split(),
+            "--device",
+            "cpu",
+            "--run-dir",
+            tmp_path / "run",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "pentatron: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB)" in done.stderr

@@ -1,0 +1,241 @@
+"""`pentatron plan`: what it says of real models, that its command is one that runs, and that it starts at once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.main import main
+from pentatron.cli.plan import describe
+from pentatron.cli.plan_report import Report, as_data, as_text
+from pentatron.cli.plan_words import settings_words
+from pentatron.config.draft import Facts
+from pentatron.config.entry import TRAIN
+from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.resolve import gather, resolve
+from pentatron.plan.advice import SETS, TABLE_3D
+
+SMALL = "--num-layers 4 --hidden-size 256 --seq-length 128 --vocab-size 1000 --global-batch-size 16"
+
+
+def plan(words: str) -> Report:
+    return describe(words.split())[0]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Report:
+    return plan("--preset llama3-8b --gpus 8 --gpu h100")
+
+
+def test_the_page_has_everything_in_its_place(llama: Report) -> None:
+    text = as_text(llama)
+    places = [
+        text.index(part)
+        for part in (
+            "llama3-8b on 8 × H100",
+            "8.03 B parameters",
+            "How to divide it",
+            "Does it fit one GPU?",
+            "Layouts that fit",
+            "activations",
+            "sent in a step",
+            "Theoretical memory footprints: weight and optimizer=",
+            "To train",
+            "pentatron train --nproc-per-node 8",
+            "Assumed",
+        )
+    ]
+    assert places == sorted(places)
+    assert max(len(line) for line in text.splitlines()) < 200
+
+
+def test_layouts_are_ranked_and_fit(llama: Report) -> None:
+    seconds = [layout.estimate.seconds for layout in llama.layouts if layout.fits]
+    assert seconds == sorted(seconds) and len(seconds) >= 5
+    assert llama.layouts[0].fits
+    assert all(layout.shape.grid.world_size == 8 for layout in llama.layouts)
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        ("--preset llama3-8b --gpus 8 --gpu h100", 8),
+        ("--preset qwen3-30b-a3b --gpus 16 --gpu a100", 16),
+        (f"{SMALL} --gpus 4 --gpu cpu", 4),
+    ],
+)
+def test_every_command_is_one_that_training_takes(words: str, world: int) -> None:
+    """And means what was planned."""
+    report = plan(words)
+    for layout in report.layouts[:12]:
+        made = resolve(gather(settings_words(report.search, layout), TRAIN), Facts(world, min(world, 8)))
+        planned = layout.config
+        assert made.config.grid == planned.grid
+        assert made.config.parallel.zero_stage == planned.parallel.zero_stage
+        assert made.config.memory == planned.memory
+        assert made.config.train.micro_batch_size == planned.train.micro_batch_size
+        assert made.config.train.global_batch_size == planned.train.global_batch_size
+        assert made.config.model == planned.model
+        idle = [notice for notice in made.notices if "has no effect" in notice]
+        assert not idle, idle
+
+
+@pytest.mark.sweep
+def test_the_command_runs(tmp_path: Path) -> None:
+    report = plan(f"{SMALL} --gpus 2 --gpu cpu --train-iters 2")
+    words = settings_words(report.search, report.layouts[0])
+    call = [
+        sys.executable,
+        "-m",
+        "pentatron",
+        "train",
+        "--nproc-per-node",
+        "2",
+        *words,
+        "--run-dir",
+        tmp_path / "run",
+    ]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_layout_as_given_is_looked_at_first() -> None:
+    report = plan("--preset llama3-8b --gpus 8 --gpu a100-40 --tp 2 --micro-batch-size 4")
+    assert report.given is not None and not report.given.fits
+    assert report.given.config.parallel.zero_stage == 0
+    text = as_text(report)
+    assert "The layout as given: TP 2, DP 4; it does NOT fit: there is room for 36.4 GiB" in text
+    assert "To train the first of the list" in text
+
+
+def test_what_fits_nowhere_is_said() -> None:
+    text = as_text(plan("--preset gpt3-175b --gpus 2 --gpu rtx4090"))
+    assert "No layout fits: a GPU has room for" in text and "more GPUs (--gpus)" in text
+    assert "To train" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "answers", "combination"),
+    [
+        (
+            "--preset gpt2 --gpus 4",
+            ("yes, weights, gradients and optimizer take", "data parallelism is enough"),
+            "DP",
+        ),
+        (
+            "--preset llama3.1-70b --gpus 64",
+            ("no, weights", "yes, 80 layers: a pipeline is worth a thought"),
+            "PP",
+        ),
+        ("--preset llama3.1-405b --gpus 8 --gpu-memory 16", ("tensor parallelism is a must",), ""),
+    ],
+)
+def test_the_decision_tree(words: str, answers: tuple[str, ...], combination: str) -> None:
+    report = plan(words)
+    said = " ".join(answer.answer for answer in report.advice.tree)
+    for answer in answers:
+        assert answer in said
+    assert combination in report.advice.combination
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "expected"),
+    [
+        ("gpt2", "small", "4 GPUs as TP 1 × PP 1 × DP 4"),
+        ("qwen2.5-7b", "medium", "8 GPUs as TP 2 × PP 2 × DP 2"),
+        ("llama3.1-70b", "large", "64 GPUs as TP 8 × PP 4 × DP 2"),
+        ("gpt3-175b", "huge", "128 GPUs as TP 8 × PP 8 × DP 2, with ZeRO 3 and the optimizer in host memory"),
+    ],
+)
+def test_the_guides_sets_are_the_advice_for_their_sizes(preset: str, name: str, expected: str) -> None:
+    row = SETS[name]
+    assert row.tensor * row.pipeline * row.data == row.devices
+    assert f"suggested sets, {name}: {expected}" in plan(f"--preset {preset} --gpus 8").advice.tables
+
+
+def test_the_3d_table_is_whole() -> None:
+    rows = [(row.devices, row.data, row.tensor, row.pipeline, row.low, row.high) for row in TABLE_3D]
+    assert rows == [
+        (4, 4, 1, 1, 0, 1),
+        (4, 2, 2, 1, 1, 3),
+        (8, 2, 2, 2, 3, 7),
+        (16, 2, 4, 2, 7, 13),
+        (32, 2, 4, 4, 13, 30),
+        (64, 2, 8, 4, 30, 70),
+    ]
+
+
+def test_expert_parallelism_is_in_the_memory_report() -> None:
+    text = as_text(plan("--preset mixtral-8x7b --gpus 16 --tp 2 --pp 2 --ep 4 --zero-stage 1"))
+    block = text[text.index("Expert parallelism in this layout") :]
+    sizes = [line.split() for line in block.splitlines()[2:5]]
+    assert [row[:2] for row in sizes] == [["EP", "1"], ["EP", "2"], ["EP", "4"]]
+    assert float(sizes[0][2]) > float(sizes[1][2]) > float(sizes[2][2])
+
+
+def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report, _ = describe([str(tmp_path), "--gpus", "2"])
+    assert report.shape.config.model.num_layers == 4
+    assert report.shape.config.model.seq_length == 512
+    assert "--load" in settings_words(report.search, report.layouts[0])
+
+
+def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL.split(), "--gpus", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == 2 and found["layouts"][0]["fits"]
+    assert set(found["layouts"][0]["bytes"][0]) >= {
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "total",
+    }
+    assert set(found["layouts"][0]["sent_bytes"]) == {"tensor", "context", "pipeline", "data", "expert"}
+    assert found == json.loads(json.dumps(as_data(plan(f"{SMALL} --gpus 2"))))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--gpus 8", "which model"),
+        ("--preset llama3-8b --gpu pentium", "is not known here"),
+        ("--preset llama3-8b --gpus eight", "--gpus wants a number"),
+        ("--preset llama3-8b --gpu-memory lots", "--gpu-memory wants a number"),
+        ("--preset llama3-8b --efficiency 2", "no share of the peak"),
+        ("nowhere/at/all", "does not exist"),
+    ],
+)
+def test_mistakes_are_sentences(words: str, sentence: str) -> None:
+    with pytest.raises((UserError, ConfigError), match=sentence):
+        plan(words)
+
+
+def test_no_torch_is_needed() -> None:
+    code = (
+        "import sys; from pentatron.cli.main import main; "
+        f"assert main('plan {SMALL} --gpus 2'.split()) == 0; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
