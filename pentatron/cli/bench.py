@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,8 +137,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
         del sizes["global_batch_size"]
     total = options["warmup"] + options["steps"]
     entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **_HOW_TO_MEASURE})
-    # The device's own name, or what stands for it in the table.
-    device = torch.cuda.get_device_name() if gpus else "CPU"
+    device = _name_of_gpu() if gpus else "CPU"
     started = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
     words = [*settings, *started, "--train-iters", str(total)]
     fixed = {axis: draft[name] for axis, name in _AXES.items() if draft.given(name)}
@@ -152,6 +152,17 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
         ResultsFolder(Path(options["out"])),
     )
     return sweep, draft["num_experts"], fixed
+
+
+def _name_of_gpu() -> str:
+    """Asked by a process that ends: this one must not take memory of a GPU that is measured."""
+    words = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    asked = subprocess.run(words, capture_output=True, text=True)
+    if asked.returncode:
+        raise UserError(
+            f"the GPU does not answer ({asked.stderr.strip().splitlines()[-1]}); measure without it: --device cpu"
+        )
+    return asked.stdout.strip()
 
 
 def _prepared(sweep: Sweep, layout: Candidate) -> tuple[list[str], Prepared | None, str]:
