@@ -58,7 +58,7 @@ def train(
         return _work(prepared, entry, prepared.worker, program, started)
     if prepared.facts.world_size == 1:
         return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program, started)
-    return _launch(prepared, [*restart, *(words if typed is None else typed)])
+    return launch_workers(prepared, [*restart, *(words if typed is None else typed)])
 
 
 def _check_spec(resolved: Resolved) -> None:
@@ -158,7 +158,8 @@ def _say_who_is_missing(error: UserError, worker: Worker) -> None:
         complain("\n".join(checklist("every machine")))
 
 
-def _launch(prepared: Prepared, python_words: Sequence[str]) -> int:
+def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
+    """Starts this program once for every rank, and waits for them."""
     from pentatron.launch.local import run_workers
 
     config = prepared.resolved.config

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pentatron.cli.terminal import complain, say
 from pentatron.megatron.names import as_megatron
-from pentatron.megatron.state import started_as
 
 _USAGE = "usage: python -m pentatron.megatron SCRIPT [flags of the script]"
 
@@ -20,6 +19,9 @@ def main() -> None:
         complain(f"there is no script {script}; {_USAGE}")
         sys.exit(2)
     as_megatron()
+    # Not before: it brings torch along.
+    from pentatron.megatron.state import started_as
+
     started_as(("-m", "pentatron.megatron", script))
     sys.argv = sys.argv[1:]
     # As for `python SCRIPT`: what lies beside the script can be imported.

@@ -123,12 +123,16 @@ class MicroBatchIterator(Iterator[dict[str, Tensor]]):
                 "many samples it has)"
             )
         batch, self._batch = self._batch, None
-        return {
-            "tokens": batch.tokens,
-            "labels": batch.labels,
-            "loss_mask": batch.loss_mask,
-            "position_ids": batch.position_ids,
-        }
+        return as_dictionary(batch)
+
+
+def as_dictionary(batch: Batch) -> dict[str, Tensor]:
+    return {
+        "tokens": batch.tokens,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "position_ids": batch.position_ids,
+    }
 
 
 def _checked(model: Any) -> GPTModel:

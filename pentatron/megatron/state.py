@@ -24,6 +24,7 @@ from pentatron.parallel.world import World
 
 if TYPE_CHECKING:
     from pentatron.megatron.datasets import DataPlan
+    from pentatron.megatron.flow import Flow
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Running:
     groups: ProcessGroups
     stage: int | None = None
     data: "DataPlan | None" = None
+    flow: "Flow | None" = None
     process_groups: dict[Axis, Any] = field(default_factory=dict)
 
     @property

@@ -9,7 +9,14 @@ from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 
 _TIME = "%Y-%m-%d %H:%M:%S"
-_STARTED, _SAVED = "Starting job", "Saved checkpoint"
+STARTED, _SAVED = "Starting job", "Saved checkpoint"
+
+
+def append_event(path: Path, job_id: str, devices: int, *words: str, now: datetime | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        line = (f"{now or datetime.now():{_TIME}}", f"Job ID: {job_id}", f"# GPUs: {devices}", *words)
+        file.write("\t".join(line) + "\n")
 
 
 class ProgressFile(Recorder):
@@ -20,8 +27,7 @@ class ProgressFile(Recorder):
         self._flops_before, self._flops = flops_before, 0.0
         self._tokens = 0
         self._began = datetime.now()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._write(self._began, _STARTED)
+        self._write(self._began, STARTED)
 
     def record(self, report: StepReport, validation: float | None) -> None:
         self._flops += report.flops
@@ -45,16 +51,14 @@ class ProgressFile(Recorder):
         return flops / seconds / self.devices / 1e12
 
     def _write(self, now: datetime, *words: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            line = (f"{now:{_TIME}}", f"Job ID: {self.job_id}", f"# GPUs: {self.devices}", *words)
-            file.write("\t".join(line) + "\n")
+        append_event(self.path, self.job_id, self.devices, *words, now=now)
 
 
 def earlier_seconds(path: Path) -> float:
     """From the start of every job in the file to its last checkpoint: what came after that was lost."""
     total, began, last = 0.0, math.inf, -math.inf
     for moment, event in _events(path):
-        if event == _STARTED:
+        if event == STARTED:
             total += max(0.0, last - began)
             began, last = moment, -math.inf
         elif event == _SAVED:

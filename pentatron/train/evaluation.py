@@ -43,23 +43,28 @@ class Evaluation:
 
     def during_training(self) -> float | None:
         """The loss on the next validation samples, if there are any; None also if it was broken off."""
-        return self._validate(f"iteration {self.state.step}")
+        return self.validate(f"iteration {self.state.step}")
 
     def after_training(self) -> dict[str, float]:
         """The losses on the sets that there are, by name. Every rank must ask."""
         step, found = self.state.step, {}
-        if (loss := self._validate(f"iteration {step} on validation set")) is not None:
+        if (loss := self.validate(f"iteration {step} on validation set")) is not None:
             found["validation"] = loss
-        if self.datasets.test is not None and self.ended_by is None:
-            loss = self._loss(self.datasets.test, 0)
-            if loss is not None:
-                self._tell("test", f"iteration {step} on test set", loss)
-                found["test"] = loss
+        if self.ended_by is None and (loss := self.test(f"iteration {step} on test set")) is not None:
+            found["test"] = loss
         if self.datasets.untested:
             self.output.note(f"no test: {self.datasets.untested}")
         return found
 
-    def _validate(self, where: str) -> float | None:
+    def test(self, where: str) -> float | None:
+        """The loss on the test set, told with `where`."""
+        if self.datasets.test is None or (loss := self._loss(self.datasets.test, 0)) is None:
+            return None
+        self._tell("test", where, loss)
+        return loss
+
+    def validate(self, where: str) -> float | None:
+        """The loss on the next validation samples, told with `where`."""
         if self.datasets.valid is None:
             return None
         whole = self._is_whole(self.datasets.valid)

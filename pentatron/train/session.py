@@ -197,8 +197,11 @@ class Session:
         )
 
     def train(self) -> Outcome:
-        """The loop to its end, and what is made of its results."""
-        ending = self.trainer.run()
+        """The loop to its end, with what is evaluated after it."""
+        return self.conclude(self.trainer.run())
+
+    def conclude(self, ending: Ending | None) -> Outcome:
+        """What is made of the results, after the last step of this process."""
         datasets, output = self.trainer.datasets, self.output
         if len(datasets.names) > 1:
             drawn = ", ".join(f"{count} from {name}" for name, count in self.state.drawn.items())

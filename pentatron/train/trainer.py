@@ -79,18 +79,19 @@ class Trainer:
             self.output.say("skipping training (--skip-train is on) ...")
             return self._evaluate_at_the_end()
         is_done = self.state.step >= self.total_steps
-        ending = self._train()
+        ending = self.train()
         if ending is None:
             self.save()
             ending = None if is_done else self._evaluate_at_the_end()
         return ending
 
-    def _train(self) -> Ending | None:
+    def train(self) -> Ending | None:
+        """The loop alone: nothing is evaluated or saved after its last step."""
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
-            self._settle_batch_size()
+            self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
             drawn, stopped_by = agree_on_next_step(batches, count, self.stop, self.world)
             if stopped_by is not None:
@@ -110,6 +111,16 @@ class Trainer:
         return None
 
     def _step(self, drawn: Sequence[Batch], started: float) -> None:
+        result, rate = self.advance(drawn)
+        report = self._report(result, rate, time.perf_counter() - started)
+        self.state.flops += report.flops
+        self.output.step(report, self._seconds_left())
+        if len(self._recent) == 1:
+            tell_memory(self.world, self.state.step, self.output)
+        self.output.record(report, self._validate_if_due())
+
+    def advance(self, drawn: Sequence[Batch]) -> tuple[StepResult, float]:
+        """One step with this rank's micro-batches: what it found, and the learning rate it had."""
         rate = self.schedule.learning_rate(self.state.scheduled_samples)
         decay = self.schedule.weight_decay(self.state.scheduled_samples)
         self.health.before_step()
@@ -120,12 +131,7 @@ class Trainer:
         self.state.step += 1
         self._count_samples()
         self.state.consumed_tokens += result.tokens
-        report = self._report(result, rate, time.perf_counter() - started)
-        self.state.flops += report.flops
-        self.output.step(report, self._seconds_left())
-        if len(self._recent) == 1:
-            tell_memory(self.world, self.state.step, self.output)
-        self.output.record(report, self._validate_if_due())
+        return result, rate
 
     def _leave_out(self) -> None:
         """A step that the user does not want: its samples are consumed all the same."""
@@ -137,7 +143,7 @@ class Trainer:
             f"step {self.state.step} is left out (--iterations-to-skip); its {self.batch_size} samples count as consumed"
         )
 
-    def _settle_batch_size(self) -> None:
+    def settle_batch_size(self) -> None:
         """Of the next step."""
         before, self.batch_size = self.batch_size, self.plan.size_at(self.state.consumed_samples)
         if before != self.batch_size:

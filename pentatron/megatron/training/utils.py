@@ -1,6 +1,5 @@
 """Printing, batches and masks, as programs for Megatron call them."""
 
-import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from pentatron.cli.terminal import say
 from pentatron.megatron.core.utils import unwrap_model
 from pentatron.megatron.state import current, is_running
+from pentatron.monitor.progress_file import STARTED, append_event
 from pentatron.parallel.collectives import all_reduce_
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -40,12 +40,12 @@ def print_datetime(string: str) -> None:
 
 
 def append_to_progress_log(string: str, barrier: bool = True) -> None:
-    """A line of progress.txt beside the checkpoints."""
+    """A line of progress.txt beside the checkpoints. That the job starts is noted there by the session itself."""
     run = current()
     folder = run.config.checkpoint.save
-    if run.world.is_first and folder is not None:
-        with (Path(folder) / "progress.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t# GPUs: {run.world.everyone.size}\t{string}\n")
+    if run.world.is_first and folder is not None and string != STARTED:
+        path = Path(folder) / "progress.txt"
+        append_event(path, run.config.launch.job_id or "", run.world.everyone.size, string)
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,18 +37,18 @@ class TransformerConfig(ModelParallelConfig):
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     rotary_interleaved: bool = False
-    window_size: tuple[int, ...] = ()
+    window_size: tuple[int, ...] | None = None
     qk_layernorm: bool = False
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
     num_moe_experts: int | None = None
-    moe_layer_freq: str = "1"
+    moe_layer_freq: int | list[int] | str = 1
     moe_ffn_hidden_size: int | None = None
     moe_router_topk: int = 2
-    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
-    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
-    moe_token_dispatcher_type: str = "alltoall"
+    moe_router_load_balancing_type: str | Sequence[str] = "aux_loss"
+    moe_aux_loss_coeff: float | Sequence[float] = 0.0
+    moe_token_dispatcher_type: str = "allgather"
     moe_grouped_gemm: bool = False
     moe_shared_expert_intermediate_size: int | None = None
     fp8: str | None = None
@@ -68,7 +68,7 @@ class TransformerConfig(ModelParallelConfig):
         """Of a run's configuration, with its layout."""
         own = {**vars(core.moe), **vars(core), **layout, "num_moe_experts": core.moe.num_experts}
         names = {f.name for f in dataclasses.fields(cls)} & own.keys()
-        made = {name: own[name] for name in names}
+        made = {name: _simple(own[name]) for name in names}
         return cls(**made, activation_func=F.silu if core.gated_linear_unit else F.gelu, of_run=core)
 
 
@@ -88,7 +88,22 @@ def core_of(config: TransformerConfig | OwnConfig) -> CoreTransformerConfig:
 
 def _shared(config: TransformerConfig, section: type) -> dict[str, Any]:
     names = {f.name for f in dataclasses.fields(section)} & {f.name for f in dataclasses.fields(config)}
-    return {name: getattr(config, name) for name in names}
+    found = {name: getattr(config, name) for name in names}
+    for name in found.keys() & {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}:
+        value = found[name]
+        found[name] = (value,) if isinstance(value, str | float | int) else tuple(value)
+    if "moe_layer_freq" in found:
+        found["moe_layer_freq"] = str(found["moe_layer_freq"]).replace(" ", "")
+    if "window_size" in found:
+        found["window_size"] = tuple(found["window_size"] or ())
+    return found
+
+
+def _simple(value: Any) -> Any:
+    """Megatron writes one of a list as itself, and none as None."""
+    if not isinstance(value, tuple):
+        return value
+    return None if not value else value[0] if len(value) == 1 else value
 
 
 def _check_activation(config: TransformerConfig) -> None:

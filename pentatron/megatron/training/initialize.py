@@ -1,0 +1,92 @@
+"""The beginning of a run whose steps the program calls itself."""
+
+import atexit
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from pentatron.cli.environment import Worker
+from pentatron.cli.help import entry_help
+from pentatron.cli.main import guarded
+from pentatron.cli.prepare import prepare
+from pentatron.cli.terminal import complain, say
+from pentatron.cli.train import joined_world, launch_workers, launching_agent
+from pentatron.config.errors import AgreedError, UserError
+from pentatron.megatron.flow import Flow
+from pentatron.megatron.program import UserProgram
+from pentatron.megatron.state import current, is_running, started_as
+from pentatron.megatron.training.arguments import ExtraArguments, take_extra_arguments
+from pentatron.megatron.training.entry import entry_of, notes_of
+from pentatron.train.session import open_session
+
+
+def initialize_megatron(
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Any = None,
+    get_position_embedding_ranks: Any = None,
+    **others: Any,
+) -> None:
+    """Reads the command line, joins the other processes and opens the run's folder; the run ends with the process.
+
+    Where the program was started alone and asks for several processes, this starts them and ends with their exit code.
+    """
+    if others:
+        raise UserError(f"initialize_megatron: {next(iter(others))} is not available; leave it out")
+    notes = notes_of(
+        get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
+    )
+    code = guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes))
+    if code or not is_running():
+        sys.exit(code)
+    sys.excepthook = _sentence(sys.excepthook)
+
+
+def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]) -> int:
+    entry, extra = entry_of(args_defaults)
+    typed = sys.argv[1:]
+    if "--help" in typed or "-h" in typed:
+        say(entry_help(entry, None))
+        return 0
+    words, added = take_extra_arguments(typed, provider, entry)
+    prepared = prepare(words, entry)
+    if prepared.worker is None and prepared.facts.world_size > 1:
+        return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed])
+    worker = prepared.worker or Worker(0, 1, 0, 1, "none")
+    program = UserProgram(
+        None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
+    )
+    with ExitStack() as opening:
+        world = opening.enter_context(joined_world(prepared, worker))
+        session = opening.enter_context(
+            open_session(prepared.resolved, world, entry.resumes, launching_agent(), program)
+        )
+        current().flow = Flow(session, program)
+        # Only now: what failed so far was closed again.
+        atexit.register(opening.pop_all().close)
+    return 0
+
+
+def _missing(name: str) -> Callable[..., Any]:
+    def fail(*args: Any, **named: Any) -> Any:
+        raise UserError(f"no {name} was given yet")
+
+    return fail
+
+
+def _sentence(before: Callable[..., Any]) -> Callable[..., Any]:
+    """For errors of the user's that nobody catches: one sentence instead of a traceback."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, UserError):
+            before(kind, error, trace)
+        elif not isinstance(error, AgreedError) or not is_running() or current().world.is_first:
+            complain(str(error))
+
+    return hook
+
+
+def set_jit_fusion_options() -> None:
+    """Nothing: torch fuses what it can by itself."""

@@ -1,0 +1,87 @@
+"""A `pretrain` of the program's own, its steps called one by one, as guide 004 prints it."""
+
+import atexit
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pentatron.train.program import Program
+from tests.harness import run_distributed
+from tests.megatron.test_programs import GUIDE_CODE, RUN, guide_module, train, write_corpus
+from tests.support import DEFAULT
+
+ROOT = Path(__file__).parent.parent.parent
+LAYOUT = "--num-layers 4 --pipeline-model-parallel-size 2 --vpp 2"
+
+
+def both(folder: Path, port: int) -> None:
+    """The configured run, and the guide's program as a launcher would start it."""
+    train(Program(), folder / "configured", LAYOUT, 2)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    guide_module("guide_pretrain")
+    words = f"{DEFAULT} {RUN} {LAYOUT} --data-path {folder}/corpus --run-dir {folder}/flow --device cpu"
+    own = "--threads-per-process 1 --log-interval 1 --log-progress --greeting hello"
+    sys.argv = ["guide_flow.py", *f"{words} {own}".split()]
+    with (folder / f"said-{rank}").open("w") as said:
+        sys.stdout = said
+        try:
+            runpy.run_path(str(GUIDE_CODE / "guide_flow.py"), run_name="__main__")
+            atexit._run_exitfuncs()
+        finally:
+            sys.stdout = sys.__stdout__
+
+
+def rows(folder: Path) -> list[tuple[Any, ...]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["gradient_norm"]) for row in found]
+
+
+def test_the_printed_flow_trains_as_the_configured_run(tmp_path: Path) -> None:
+    """With virtual stages: lists of models and iterators. And with an argument of the program's own."""
+    write_corpus(tmp_path / "corpus")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_distributed(both, 2, folder=tmp_path, port=port)
+    assert rows(tmp_path / "flow") == rows(tmp_path / "configured")
+    said = (tmp_path / "said-0").read_text()
+    order = [
+        "time to initialize megatron (seconds)",
+        "building GPT model ...",
+        "[after model, optimizer, and learning rate scheduler are built] datetime: ",
+        "> building train, validation, and test datasets for GPT ...",
+        "done with setup ...",
+        "    model-and-optimizer-setup ......................: (",
+        "training ...",
+        " iteration        2/       2 |",
+        "validation loss at iteration 2 on validation set | lm loss value:",
+        "validation loss at iteration 2 on test set | lm loss value:",
+        "the program's own argument: hello",
+    ]
+    places = [said.find(line) for line in order]
+    assert -1 not in places and places == sorted(places), places
+    assert said.count("building GPT model ...") == 2, "one for each virtual stage of the first rank"
+    assert (tmp_path / "flow/checkpoints/step-00000002").is_dir()
+    assert (tmp_path / "flow/checkpoints/progress.txt").read_text().count("Starting job") == 1
+
+
+def test_a_script_is_run_with_megatrons_names() -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pentatron.megatron", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    shown = run(str(GUIDE_CODE / "guide_pretrain.py"), "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("usage: guide_pretrain.py ")
+    assert "there is no script nothing.py" in run("nothing.py").stderr
