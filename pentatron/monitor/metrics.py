@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ def metrics_row(report: StepReport) -> dict[str, Any]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+    """JSON has no word for numbers that are none, as the norm of a step that overflowed: they are left out."""
+    said = {name: v for name, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
+    return json.dumps(said) + "\n"
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,8 +77,13 @@ def _count(number: int) -> str:
     return str(number)
 
 
+def _made(folder: RunFolder) -> list[dict[str, Any]]:
+    """What was told of the steps that changed the weights: the losses of others may be no numbers."""
+    return [row for row in read_metrics(folder.metrics) if not row.get("skipped")]
+
+
 def draw_curve(folder: RunFolder) -> None:
-    rows = list(read_metrics(folder.metrics))
+    rows = _made(folder)
     if rows:
         training = [(float(r["step"]), float(r["loss"])) for r in rows]
         validation = [(float(r["step"]), float(r["validation_loss"])) for r in rows if "validation_loss" in r]
@@ -87,7 +93,12 @@ def draw_curve(folder: RunFolder) -> None:
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """How far the loss fell, a taste of the model, and where everything lies."""
-    rows = list(read_metrics(folder.metrics))
+    rows = _made(folder)
+    if not rows and config.train.train_iters:
+        output.say(
+            "finished, but no update was made: every step was skipped, because fp16 overflows with the loss scale it had. Train for "
+            "more steps, in which it becomes smaller, or begin with a smaller one (--initial-loss-scale)"
+        )
     if rows:
         first, last = rows[0]["loss"], sum(r["loss"] for r in rows[-10:]) / len(rows[-10:])
         change = f"{'down' if last <= first else 'up'} {100 * abs(1 - last / first):.0f} %"

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 from pentatron.monitor.metrics import MetricsFile, read_metrics
@@ -20,3 +21,10 @@ def test_resuming_drops_the_steps_that_are_computed_again(tmp_path: Path) -> Non
 
 def test_no_file_has_no_rows(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path / "none")) == []
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl", resumed_step=0)
+    file.write({"step": 1, "loss": math.nan, "gradient_norm": math.inf, "skipped": True})
+    file.close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "skipped": true}\n'

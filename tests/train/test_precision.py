@@ -70,7 +70,9 @@ def test_a_run_in_fp16_finds_its_scale_skips_and_resumes_to_the_last_bit(tmp_pat
     assert [r["loss"] for r in rows(tmp_path / "cut")] == [r["loss"] for r in rows(tmp_path / "whole")]
 
 
-def test_nothing_but_skipped_steps_leaves_the_first_weights(tmp_path: Path) -> None:
+def test_nothing_but_skipped_steps_leaves_the_first_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path / "none", "--fp16 --train-iters 0 --lr-warmup-iters 0")
     run(tmp_path / "some", "--fp16 --initial-loss-scale 1e30 --train-iters 3 --lr-warmup-iters 0")
     state = TrainState.from_json(newest(tmp_path / "some").manifest.run_state)
@@ -80,6 +82,8 @@ def test_nothing_but_skipped_steps_leaves_the_first_weights(tmp_path: Path) -> N
         for name in ("none", "some")
     )
     assert weights and weights == after
+    told = capsys.readouterr().out
+    assert told.count("no update was made: every step was skipped") == 1, "not where no steps are asked for"
 
 
 def test_a_loss_that_is_no_number_at_any_scale_ends_in_a_sentence(
