@@ -15,6 +15,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/how-it-works/*.md")),
+    *sorted(ROOT.glob("docs/guides/*.md")),
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
