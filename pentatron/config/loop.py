@@ -36,3 +36,31 @@ class LoopConfig:
     iterations_to_skip: tuple[int, ...] = setting(
         (), "steps, by their number in the log, whose samples are read but not trained on"
     )
+    check_weight_hash_across_dp_replicas_interval: int | None = setting(
+        None, "steps between comparisons of the weights that several ranks hold (never)"
+    )
+    timing_log_level: int = setting(
+        0,
+        "which parts of a step are timed: 0 none, 1 the large ones, 2 computing and messages",
+        choices=(0, 1, 2),
+    )
+    timing_log_option: str = setting(
+        "minmax", "of the ranks' times: the largest, both ends, or all", choices=("max", "minmax", "all")
+    )
+    manual_gc: bool = setting(False, "collect Python's garbage at chosen steps, on all ranks together")
+    manual_gc_interval: int = setting(0, "steps between collections (0: before the first step alone)")
+    manual_gc_eval: bool = setting(True, "collect around each evaluation too")
+    enable_one_logger: bool = setting(
+        False,
+        "NVIDIA's one-logger",
+        sets={"--no-one-logger": False},
+        notice="the package is not part of this program; app_metrics.json has the times it would report",
+    )
+    retro_project_dir: str | None = setting(
+        None, "retrieval data", notice="models with retrieval are not built here, so this changes nothing"
+    )
+    retro_cyclic_train_iters: int | None = setting(
+        None,
+        "samples before the data begins again",
+        notice="data begins again by itself where it ends (--dataloader-type), so this changes nothing",
+    )

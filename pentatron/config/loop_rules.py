@@ -19,7 +19,16 @@ def _eval_batch(v: Values, facts: Facts) -> str | None:
     return problem and f"of --eval-global-batch-size and --eval-micro-batch-size: {problem}"
 
 
-LOOP_RULES: tuple[Rule, ...] = (_eval_batch,)
+def _profiled_steps(v: Values, facts: Facts) -> str | None:
+    if not v["profile"] or v["profile_step_start"] < v["profile_step_end"]:
+        return None
+    return (
+        f"--profile-step-start {v['profile_step_start']} must be smaller than --profile-step-end {v['profile_step_end']}; the steps after the "
+        f"first up to the second are profiled"
+    )
+
+
+LOOP_RULES: tuple[Rule, ...] = (_eval_batch, _profiled_steps)
 
 
 def _no_evaluation(draft: Draft, facts: Facts) -> str:
@@ -54,10 +63,40 @@ def _beyond_the_end(draft: Draft, facts: Facts) -> str:
     return f"the run has {last} steps, so none of these is met" if never else ""
 
 
+def _unprofiled(draft: Draft, facts: Facts) -> str:
+    return "" if draft["profile"] else "nothing is profiled (--profile)"
+
+
+def _profile_beyond_the_end(draft: Draft, facts: Facts) -> str:
+    last = draft["train_iters"]
+    late = draft["profile"] and last is not None and draft["profile_step_start"] >= last
+    return f"the run ends with step {last}, before --profile-step-start" if late else ""
+
+
+def _automatic_gc(draft: Draft, facts: Facts) -> str:
+    return "" if draft["manual_gc"] else "Python collects its garbage by itself (--manual-gc)"
+
+
+def _no_copies(draft: Draft, facts: Facts) -> str:
+    asked = draft["check_weight_hash_across_dp_replicas_interval"]
+    return "one process has nobody to compare with" if asked and facts.world_size == 1 else ""
+
+
+def _no_history(draft: Draft, facts: Facts) -> str:
+    return "" if draft["record_memory_history"] else "no allocations are recorded (--record-memory-history)"
+
+
 IDLE_OF_THE_LOOP: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(("eval_global_batch_size", "eval_micro_batch_size"), _no_evaluation),
     "exit_signal": _signal_ends_it_anyway,
     "check_for_nan_in_loss_and_grad": _nan_check,
     "rerun_mode": _unchecked,
     "iterations_to_skip": _beyond_the_end,
+    **dict.fromkeys(
+        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"), _unprofiled
+    ),
+    "profile": _profile_beyond_the_end,
+    **dict.fromkeys(("manual_gc_interval", "manual_gc_eval"), _automatic_gc),
+    "check_weight_hash_across_dp_replicas_interval": _no_copies,
+    "memory_snapshot_path": _no_history,
 }

@@ -94,5 +94,11 @@ class LogConfig:
     console_lines: str = setting(
         "short", "lines on the terminal: for people, or all of train.log", choices=("short", "megatron")
     )
-    profile: bool = setting(False, "write a profiler trace", not_yet="profiler traces")
+    profile: bool = setting(False, "profile some steps: a trace in RUN_DIR/profile, or nsys's range on a GPU")
+    profile_step_start: int = setting(10, "steps before the profile begins")
+    profile_step_end: int = setting(12, "the last step of the profile")
+    profile_ranks: tuple[int, ...] = setting((0,), "ranks that are profiled")
+    use_pytorch_profiler: bool = setting(
+        False, "on a GPU: torch's profiler and its trace, instead of a range for nsys"
+    )
     progress_bar: str = setting("auto", "live progress bar", choices=("auto", "on", "off"))

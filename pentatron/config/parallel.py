@@ -99,7 +99,10 @@ class MemoryConfig:
         choices=("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"),
     )
     record_memory_history: bool = setting(
-        False, "record CUDA allocations", not_yet="recording of CUDA allocations"
+        False, "record the allocations of a GPU, with where they came from, for pytorch.org/memory_viz"
+    )
+    memory_snapshot_path: str = setting(
+        "snapshot.pickle", "file of that record, in the run folder, with the rank in its name"
     )
 
 
@@ -167,5 +170,5 @@ class LaunchConfig:
     enable_ft_package: bool = setting(
         False,
         "NVIDIA's fault-tolerance client",
-        notice="no rank-monitor client is present, so this changes nothing",
+        notice="this program does not talk to NVIDIA's rank monitor, so this changes nothing",
     )

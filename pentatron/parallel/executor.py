@@ -20,6 +20,18 @@ from pentatron.layout.actions import Action, Kind, Schedule
 from pentatron.parallel.deferral import Cell, DeferredGradients
 from pentatron.parallel.messages import Announced, Arrival, Messages, Parcel, announced, deliveries
 from pentatron.parallel.pieces import Shape
+from pentatron.parallel.timers import Timers
+
+# The timers' names; receiving is timed where it is waited for as well.
+_TIMED = {
+    Kind.FORWARD: "forward-compute",
+    **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), "backward-compute"),
+    Kind.SEND_ACTIVATION: "forward-send",
+    Kind.RECEIVE_ACTIVATION: "forward-recv",
+    Kind.SEND_GRADIENT: "backward-send",
+    Kind.RECEIVE_GRADIENT: "backward-recv",
+    Kind.REDUCE: "all-grads-sync",
+}
 
 
 class StageProgram(Protocol):
@@ -62,12 +74,14 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         deferred: DeferredGradients | None = None,
+        timers: Timers | None = None,
     ) -> None:
         self.messages = messages
         self.rank = pipeline_rank
         self.dtype = dtype
         self.device = device
         self.deferred = deferred or DeferredGradients()
+        self.timers = timers or Timers()
 
     def train(
         self, schedule: Schedule, program: StageProgram, gradients: GradientSink, scale: float = 1.0
@@ -137,7 +151,8 @@ class _Step:
         }
         self.messages.agree(self._announced(Kind.SEND_ACTIVATION), self._announced(Kind.RECEIVE_ACTIVATION))
         for action in self.actions:
-            perform[action.kind](action)
+            with self.executor.timers(_TIMED[action.kind], 2):
+                perform[action.kind](action)
         self.messages.finish()
         left = [*self.activations, *self.gradients, *self.passed, *self.deferred.cells]
         assert not left, f"left over at the end of a step (stage, micro-batch): {left}"
@@ -218,7 +233,8 @@ class _Step:
         value = table.pop(cell)
         if isinstance(value, Tensor):
             return value
-        tensor = value.wait()
+        with self.executor.timers("backward-recv" if gradient else "forward-recv", 2):
+            tensor = value.wait()
         parcel: Parcel = (gradient, *cell)
         for arrived in self.proven.get(parcel, ()):
             self.messages.delivered(arrived)

@@ -18,6 +18,7 @@ from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
@@ -32,6 +33,10 @@ class ParallelModel:
     executor: Executor
     routers: RouterLoads
     program: Program = CONFIGURED
+
+    @property
+    def timers(self) -> Timers:
+        return self.executor.timers
 
     def train(self, mode: bool = True) -> None:
         for stage in self.stages.values():
@@ -84,7 +89,10 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)
-    executor = Executor(open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred)
+    timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
+    executor = Executor(
+        open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred, timers
+    )
     routers = RouterLoads(config, world, stages)
     return ParallelModel(config, world, axes, stages, executor, routers, program)
 

@@ -31,6 +31,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def app_metrics(self) -> Path:
+        return self.path / "app_metrics.json"
+
+    @property
     def curve(self) -> Path:
         return self.path / "loss.svg"
 

@@ -20,14 +20,17 @@ from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.memory_samples import MemorySampler
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import earliest, on_some_ranks
+from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.ending import Ending
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
 from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
+from pentatron.train.moments import Moments
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.profiling import BesideTheSteps
 from pentatron.train.program import CONFIGURED, Program
 from pentatron.train.recorders import open_recorders
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
@@ -142,6 +145,9 @@ class Session:
         self.resolved, self.config, self.world = resolved, resolved.config, world
         self.folder, self.display, self.stop, self.started = folder, display, stop, started
         self.cleanup, self.program = cleanup, program
+        self.initialized, self.moments = time.time(), Moments(started)
+        # Of the start; the loop has its own.
+        self.timers = Timers(0, self.config.loop.timing_log_option, world.device)
         for notice in resolved.notices:
             display.say(f"note: {notice}")
         require_fitting_start(resolved, world)
@@ -154,12 +160,20 @@ class Session:
 
     def build(self) -> None:
         """The model and the optimizer, with the state that the run goes on from."""
+        with self.timers("model-and-optimizer-setup", 0):
+            self._build()
+
+    def _build(self) -> None:
         config, world = self.config, self.world
         assert config.checkpoint.save is not None
+        self.moments.mark("model_init_start")
         self.model = build_parallel_model(config, world, self.program)
+        self.moments.mark("model_init_finish")
+        self.moments.mark("build_optimizer_start")
         self.optimizer = build_optimizer(
             self.model.stages, world, config.optim, config.parallel, model_dtype(config)
         )
+        self.moments.mark("build_optimizer_finish")
         self.store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
         began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
         require_fitting_batches(config, began.state)
@@ -171,10 +185,14 @@ class Session:
         """The samples in their order, the files that are written, and the loop, ready to go."""
         config, world = self.config, self.world
         parameters = self.model.count_parameters()
-        datasets = self._on_every_rank(
-            lambda: arrange(self.data, config, world, self.state, self.folder.data, self.display)
-        )
+        self.moments.mark("build_dataiters_start")
+        with self.timers("train/valid/test-data-iterators-setup", 0):
+            datasets = self._on_every_rank(
+                lambda: arrange(self.data, config, world, self.state, self.folder.data, self.display)
+            )
+        self.moments.mark("build_dataiters_finish")
         self.output = output = self._on_every_rank(lambda: self._open_output(parameters))
+        output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
         introduce(config, world, self.model, output)
         output.say(describe(config, world, parameters))
         if pipeline := describe_pipeline(config):
@@ -182,6 +200,8 @@ class Session:
         for note in [*_without_effect_here(self.resolved, world), *self.began.notes]:
             output.say(f"note: {note}")
         _say_where_it_stands(config, self.began, output)
+        beside = BesideTheSteps(config, world, self.optimizer, self.folder.path, output)
+        self.cleanup.callback(beside.close)
         self.trainer = Trainer(
             config,
             world,
@@ -194,7 +214,10 @@ class Session:
             self.stop,
             self.began.is_saved,
             self.started,
+            beside,
         )
+        output.note("done with setup ...")
+        output.note(self.timers.block(world.everyone) or "")
 
     def train(self) -> Outcome:
         """The loop to its end, with what is evaluated after it."""
@@ -202,6 +225,7 @@ class Session:
 
     def conclude(self, ending: Ending | None) -> Outcome:
         """What is made of the results, after the last step of this process."""
+        self.moments.mark("train_loop_finish")
         datasets, output = self.trainer.datasets, self.output
         if len(datasets.names) > 1:
             drawn = ", ".join(f"{count} from {name}" for name, count in self.state.drawn.items())
@@ -214,6 +238,9 @@ class Session:
                 output.say(_farewell(ending, self.state, self.config.checkpoint.save_checkpoints))
             elif not self.config.train.skip_train:
                 finish(self.config, self.folder, datasets, output)
+            self.moments.mark("finish")
+            if not self.config.train.skip_train:
+                self.moments.write(self.folder.app_metrics)
         return Outcome(self.folder, ending)
 
     def _on_every_rank(self, action: Callable[[], T]) -> T:
@@ -230,8 +257,8 @@ class Session:
 def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
     """Settings that only another device, or a later version, could act on."""
     found = []
-    if resolved.config.data.test_data_path and resolved.config.train.eval_iters:
-        found.append("--test-data-path: the files are good, but nothing is tested after training yet")
+    if resolved.config.memory.record_memory_history and world.device.type == "cpu":
+        found.append("--record-memory-history: only a GPU's allocations are recorded, and there is none here")
     if resolved.config.parallel.optimizer_cpu_offload and world.device.type == "cpu":
         found.append("--optimizer-cpu-offload: everything is in host memory already, so this changes nothing")
     if resolved.config.precision.fp16 and world.device.type == "cpu":

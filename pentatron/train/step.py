@@ -48,7 +48,8 @@ def train_step(
     # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
     updated = math.isfinite(found.loss) and math.isfinite(found.norm)
     if updated:
-        optimizer.step(learning_rate, found.norm, scale, weight_decay)
+        with model.timers("optimizer", 1):
+            optimizer.step(learning_rate, found.norm, scale, weight_decay)
         model.routers.settle(found.of_routers)
     experts = model.routers.report(found.of_routers)
     return StepResult(found.loss, found.norm, found.tokens, experts, updated, found.own_loss)
@@ -81,8 +82,10 @@ def compute_gradients(
     model.routers.begin_step(len(batches), scale)
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
     watched = program if watch is None else watch(program)
-    loss = model.executor.train(model.config.schedule(len(batches)), watched, optimizer, scale)
-    optimizer.finish_reduction()
+    with model.timers("forward-backward", 1):
+        loss = model.executor.train(model.config.schedule(len(batches)), watched, optimizer, scale)
+        with model.timers("all-grads-sync", 1):
+            optimizer.finish_reduction()
     of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm()))
     totals = all_reduce_(torch.cat((of_step, model.routers.numbers())), world.everyone)
     mean_loss, squared_norm = totals[:2].tolist()

@@ -26,6 +26,7 @@ from pentatron.train.interrupt import StopRequest
 from pentatron.train.introduction import tell_memory
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
+from pentatron.train.profiling import BesideTheSteps
 from pentatron.train.random_state import random_state
 from pentatron.train.rank_watch import RankWatch
 from pentatron.train.router_loads import ExpertLoad
@@ -50,6 +51,7 @@ class Trainer:
         stop: StopRequest,
         is_saved: bool,
         started: float,
+        beside: BesideTheSteps,
     ) -> None:
         """`is_saved`: the run's own folder holds the state it begins with."""
         assert config.train.train_iters is not None
@@ -57,6 +59,7 @@ class Trainer:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.endings = Endings(config, world, stop, started)
+        self.beside, self.timers = beside, model.timers
         self.health = Health(config, world, model, optimizer, state, output)
         self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
@@ -91,9 +94,11 @@ class Trainer:
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
+            self.beside.before(self.state.step + 1)
             self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
-            drawn, stopped_by = agree_on_next_step(batches, count, self.stop, self.world)
+            with self.timers("batch-generator", 2):
+                drawn, stopped_by = agree_on_next_step(batches, count, self.stop, self.world)
             if stopped_by is not None:
                 if self.state.step != self._saved_step:
                     self.save()
@@ -102,6 +107,7 @@ class Trainer:
                 self._leave_out()
             else:
                 self._step(drawn, started)
+            self.beside.after(self.state.step)
             if self.state.step % self.save_interval == 0:
                 self.save()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
@@ -115,6 +121,7 @@ class Trainer:
         report = self._report(result, rate, time.perf_counter() - started)
         self.state.flops += report.flops
         self.output.step(report, self._seconds_left())
+        self._tell_times()
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
         self.output.record(report, self._validate_if_due())
@@ -132,6 +139,13 @@ class Trainer:
         self._count_samples()
         self.state.consumed_tokens += result.tokens
         return result, rate
+
+    def _tell_times(self) -> None:
+        interval = self.config.log.log_interval
+        if self.state.step % interval == 0:
+            times = self.timers.block(self.world.everyone, interval)
+            if times is not None:
+                self.output.note(times)
 
     def _leave_out(self) -> None:
         """A step that the user does not want: its samples are consumed all the same."""
@@ -162,16 +176,17 @@ class Trainer:
         is_saved = self._saved_step == self.state.step and not self._begins_unsaved
         if is_saved or not self.config.checkpoint.save_checkpoints:
             return
-        folder = self.store.save(
-            self.state.step,
-            itertools.chain(
-                self.optimizer.fragments(owned_only=True), self.model.routers.fragments(owned_only=True)
-            ),
-            random_state(self.world),
-            self.state.to_json(),
-            self.config.nested(),
-            self.world.everyone,
-        )
+        with self.timers("save-checkpoint", 0):
+            folder = self.store.save(
+                self.state.step,
+                itertools.chain(
+                    self.optimizer.fragments(owned_only=True), self.model.routers.fragments(owned_only=True)
+                ),
+                random_state(self.world),
+                self.state.to_json(),
+                self.config.nested(),
+                self.world.everyone,
+            )
         self._saved_step, self._begins_unsaved = self.state.step, False
         self.output.saved(
             self.state.step,
@@ -206,7 +221,10 @@ class Trainer:
 
     def _validate_if_due(self) -> float | None:
         interval = self.config.train.eval_interval
-        return self.evaluation.during_training() if interval and self.state.step % interval == 0 else None
+        if not interval or self.state.step % interval:
+            return None
+        with self.timers("evaluate", 0):
+            return self.beside.around_evaluation(self.evaluation.during_training)
 
     def _evaluate_at_the_end(self) -> Ending | None:
         """On the validation and the test set."""

@@ -76,7 +76,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_demo_leaves_what_it_promises(demo: Path) -> None:
-    expected = {"config.yaml", "train.log", "metrics.jsonl", "checkpoints", "loss.svg", "sample.txt", "data"}
+    expected = {
+        "app_metrics.json",
+        "config.yaml",
+        "train.log",
+        "metrics.jsonl",
+        "checkpoints",
+        "loss.svg",
+        "sample.txt",
+        "data",
+    }
     assert expected <= {p.name for p in demo.iterdir()}
     shown = (demo / "stdout").read_text()
     assert "2 processes (2 data parallel)" in shown

@@ -30,6 +30,28 @@ CASES: list[tuple[str, str, str]] = [
         f"{LEAST} --rerun-mode disabled",
     ),
     ("iterations_to_skip", f"{LEAST} --iterations-to-skip 11 12", f"{LEAST} --iterations-to-skip 10 12"),
+    *(
+        (name, f"{LEAST} {words}", f"{LEAST} --profile {words}")
+        for name, words in (
+            ("profile_step_start", "--profile-step-start 4"),
+            ("profile_step_end", "--profile-step-end 16"),
+            ("profile_ranks", "--profile-ranks 0"),
+            ("use_pytorch_profiler", "--use-pytorch-profiler"),
+        )
+    ),
+    ("profile", f"{LEAST} --profile", f"{LEAST} --profile --train-iters 11"),
+    *(
+        (name, f"{LEAST} {words}", f"{LEAST} --manual-gc {words}")
+        for name, words in (
+            ("manual_gc_interval", "--manual-gc-interval 5"),
+            ("manual_gc_eval", "--no-manual-gc-eval"),
+        )
+    ),
+    (
+        "memory_snapshot_path",
+        f"{LEAST} --memory-snapshot-path a",
+        f"{LEAST} --memory-snapshot-path a --record-memory-history",
+    ),
     ("eval_interval", f"{LEAST} --eval-interval 5 --skip-train", f"{LEAST} --eval-interval 5"),
     (
         "eval_iters",
@@ -46,8 +68,23 @@ def test_idle(name: str, idle: str, acting: str) -> None:
     assert about(name, acting, Facts(1)) == []
 
 
+def test_one_process_has_no_replicas() -> None:
+    name, words = (
+        "check_weight_hash_across_dp_replicas_interval",
+        "--check-weight-hash-across-dp-replicas-interval 5",
+    )
+    assert len(about(name, f"{LEAST} {words}", Facts(1))) == 1
+    assert about(name, f"{LEAST} {words}", Facts(2, 2)) == []
+
+
 def test_every_idle_reason_has_a_case() -> None:
-    assert set(IDLE_OF_THE_LOOP) <= {case[0] for case in CASES}
+    elsewhere = {"check_weight_hash_across_dp_replicas_interval"}
+    assert set(IDLE_OF_THE_LOOP) - elsewhere <= {case[0] for case in CASES}
+
+
+def test_a_profile_ends_after_it_begins() -> None:
+    (problem,) = problems("--profile --profile-step-start 5 --profile-step-end 5")
+    assert problem.startswith("--profile-step-start 5 must be smaller than --profile-step-end 5")
 
 
 def test_an_evaluation_batch_that_cannot_be_divided_is_refused() -> None:
@@ -55,3 +92,11 @@ def test_an_evaluation_batch_that_cannot_be_divided_is_refused() -> None:
     (problem,) = problems(words)
     assert "--eval-global-batch-size" in problem and "(6) is not divisible by micro batch size (4)" in problem
     assert problems("--eval-global-batch-size 8 --eval-micro-batch-size 4") == []
+
+
+def test_local_checkpoints_are_refused_in_a_sentence() -> None:
+    (problem,) = problems("--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir a")
+    assert problem == (
+        "--non-persistent-ckpt-type local, --non-persistent-local-ckpt-dir a need non-persistent checkpoints, which this version does "
+        "not have yet; leave them out"
+    )

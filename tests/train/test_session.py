@@ -69,7 +69,14 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch, number: signal.Sign
 def test_the_run_folder_holds_everything(tmp_path: Path) -> None:
     assert run(tmp_path / "a").stopped_by is None
     names = {p.name for p in (tmp_path / "a").iterdir()} - {".lock"}
-    assert names == {"config.yaml", "train.log", "metrics.jsonl", "checkpoints", "loss.svg"}
+    assert names == {
+        "config.yaml",
+        "train.log",
+        "metrics.jsonl",
+        "checkpoints",
+        "loss.svg",
+        "app_metrics.json",
+    }
     rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]

@@ -1,0 +1,102 @@
+"""How long the parts of a step take, by Megatron's names and levels.
+
+A timer above the chosen level costs a call and no more. On a GPU a timer that runs waits for the GPU at both ends, so that
+what it shows is what it is named after; that is the price of the higher levels.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+import torch
+
+from pentatron.parallel.collectives import Group, gather_objects
+
+_WIDTH = 48
+# In which the parts of a step are shown; others follow by their names.
+_ORDER = (
+    "forward-backward",
+    "forward-compute",
+    "backward-compute",
+    "batch-generator",
+    "forward-recv",
+    "forward-send",
+    "backward-recv",
+    "backward-send",
+    "all-grads-sync",
+    "optimizer",
+)
+_INNERMOST = 2
+
+
+class Timers:
+    def __init__(self, level: int = 0, option: str = "minmax", device: torch.device | None = None) -> None:
+        self.level, self.option = level, option
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._nothing: AbstractContextManager[None] = nullcontext()
+        self._timers: dict[str, _Timer] = {}
+        self._running: list[_Timer] = []
+
+    def __call__(self, name: str, level: int) -> AbstractContextManager[None]:
+        """Around what is to be timed. Timers of the last level show what is theirs alone, without one inside them."""
+        if level > self.level:
+            return self._nothing
+        if name not in self._timers:
+            self._timers[name] = _Timer(self, level)
+        return self._timers[name]
+
+    def now(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def block(self, group: Group, steps: int = 1) -> str | None:
+        """The times of all ranks since the last block, each divided by `steps`; every rank must ask.
+
+        Nothing if nothing was timed; timers of level 0 run on all ranks or on none.
+        """
+        if not self._timers:
+            return None
+        own = {name: 1000 * timer.seconds / steps for name, timer in self._timers.items()}
+        self._timers.clear()
+        return block_of(gather_objects(own, group), self.option)
+
+
+def block_of(everyone: Sequence[Mapping[str, float]], option: str) -> str:
+    """Milliseconds by name for each rank, as Megatron shows them."""
+    found = {name for times in everyone for name in times}
+    names = [name for name in _ORDER if name in found] + sorted(found - set(_ORDER))
+    head = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[option]
+    lines = [f"{head} across ranks (ms):"]
+    for name in names:
+        ranks = {rank: times[name] for rank, times in enumerate(everyone) if name in times}
+        if option == "all":
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in ranks.items()]
+            continue
+        smallest, largest = min(ranks.values()), max(ranks.values())
+        shown = f"({smallest:.2f}, {largest:.2f})" if option == "minmax" else f"{largest:.2f}"
+        lines.append(f"    {f'{name} '.ljust(_WIDTH, '.')}: {shown}")
+    return "\n".join(lines)
+
+
+class _Timer(AbstractContextManager[None]):
+    def __init__(self, timers: Timers, level: int) -> None:
+        self.timers, self.level = timers, level
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self.timers._running.append(self)
+        self._began = self.timers.now()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        elapsed = self.timers.now() - self._began
+        self.seconds += elapsed
+        running = self.timers._running
+        running.pop()
+        if running and self.level == _INNERMOST == running[-1].level:
+            running[-1].seconds -= elapsed

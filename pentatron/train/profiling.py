@@ -1,0 +1,115 @@
+"""What is done beside the steps, at chosen ones: profiler traces, memory snapshots, collecting garbage, comparing replicas."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from pentatron.config.run import RunConfig
+from pentatron.optim.build import AnyOptimizer
+from pentatron.parallel.world import World
+from pentatron.train.output import Output
+from pentatron.train.replicas import require_equal_weights
+
+T = TypeVar("T")
+_MEMORY_EVENTS = 100_000
+
+
+class BesideTheSteps:
+    """To be told when each step begins and ends, and of the end of the loop."""
+
+    def __init__(
+        self, config: RunConfig, world: World, optimizer: AnyOptimizer, folder: Path, output: Output
+    ) -> None:
+        self.config, self.world, self.optimizer, self.output = config, world, optimizer, output
+        self.folder = folder
+        self._trace: Any = None
+        self._in_cuda_range = False
+        if config.loop.manual_gc:
+            gc.disable()
+            gc.collect()
+        if config.memory.record_memory_history and world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(
+                enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS
+            )
+
+    def before(self, step: int) -> None:
+        """`step` counts from 1."""
+        log = self.config.log
+        if log.profile and step == log.profile_step_start + 1 and self._is_profiled:
+            self._start_profile()
+
+    @property
+    def _is_profiled(self) -> bool:
+        return self.world.everyone.rank in self.config.log.profile_ranks
+
+    def _start_profile(self) -> None:
+        on_gpu = self.world.device.type == "cuda"
+        if on_gpu and not self.config.log.use_pytorch_profiler:
+            # For `nsys profile --capture-range=cudaProfilerApi`.
+            torch.cuda.cudart().cudaProfilerStart()
+            self._in_cuda_range = True
+            return
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if on_gpu:
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._trace = torch.profiler.profile(activities=kinds, record_shapes=True)
+        self._trace.start()
+
+    def after(self, step: int) -> None:
+        """Every rank must tell, at the same step."""
+        loop = self.config.loop
+        if self.config.log.profile and step == self.config.log.profile_step_end:
+            self._end_profile()
+        interval = loop.check_weight_hash_across_dp_replicas_interval
+        if interval and step % interval == 0:
+            compared = require_equal_weights(self.optimizer, self.world, step)
+            self.output.note(
+                f"weights of replicas are the same after iteration {step} ({compared} comparisons)"
+            )
+        if loop.manual_gc and loop.manual_gc_interval and step % loop.manual_gc_interval == 0:
+            gc.collect()
+
+    def around_evaluation(self, evaluate: Callable[[], T]) -> T:
+        """Evaluation makes other objects than training: their garbage is not left to a step."""
+        collects = self.config.loop.manual_gc and self.config.loop.manual_gc_eval
+        if collects:
+            gc.collect()
+        found = evaluate()
+        if collects:
+            gc.collect(0)
+        return found
+
+    def _end_profile(self) -> None:
+        if self._in_cuda_range:
+            torch.cuda.cudart().cudaProfilerStop()
+            self._in_cuda_range = False
+        if self._trace is None:
+            return
+        self._trace.stop()
+        place = self.folder / "profile"
+        place.mkdir(parents=True, exist_ok=True)
+        path = place / f"rank-{self.world.everyone.rank:05d}.json"
+        self._trace.export_chrome_trace(str(path))
+        self._trace = None
+        self.output.say(f"profile: {path} (open it at ui.perfetto.dev or chrome://tracing)")
+
+    def close(self) -> None:
+        """Also after an error: what was recorded up to it is what one wants to see."""
+        self._end_profile()
+        if self.config.loop.manual_gc:
+            gc.enable()
+        if self.config.memory.record_memory_history and self.world.device.type == "cuda":
+            path = self._snapshot_path()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self.output.say(f"memory history: {path} (open it at pytorch.org/memory_viz)")
+
+    def _snapshot_path(self) -> Path:
+        """One for each rank, beside each other."""
+        named = Path(self.config.memory.memory_snapshot_path)
+        path = named if named.is_absolute() else self.folder / named
+        return path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")
