@@ -67,7 +67,7 @@ class Row:
             found |= _settings(self.config)
         if self.measured is not None:
             found |= _numbers(self.measured) | {
-                "teraflops_per_process": _rounded(self.teraflops, 4),
+                "teraflops_per_process": _rounded(self.teraflops, 6),
                 "mfu": _rounded(self.mfu, 4),
                 "device": self.device,
             }

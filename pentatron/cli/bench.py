@@ -63,6 +63,8 @@ _AXES = {
     "expert": "expert_model_parallel_size",
     "data": "data_parallel_size",
 }
+# As a shell says it of SIGINT.
+_STOPPED = 130
 # Every step is measured, and nothing is shown or kept.
 _HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
 # Whoever says the batch in another way does not want ours.
@@ -201,7 +203,7 @@ def _show(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
 def _introduction(sweep: Sweep, count: int) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = [
-        f"{count} layouts of {sweep.processes} process{'es' if sweep.processes > 1 else ''} on {sweep.device}, "
+        f"{count} layout{'s' if count > 1 else ''} of {sweep.processes} process{'es' if sweep.processes > 1 else ''} on {sweep.device}, "
         f"{sweep.warmup} + {sweep.steps} steps each"
     ]
     if not sweep.on_gpu:
@@ -232,6 +234,7 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
     shown = Table([layout.name for layout in layouts], sweep.on_gpu)
     rows = [Row(layout, "not run", sweep.processes, "", "the sweep ended before") for layout in layouts]
     write_summary(sweep.folder.summary, rows)
+    interrupted = False
     try:
         for text in [*_introduction(sweep, len(layouts)), "", shown.header()]:
             display.say(text)
@@ -240,11 +243,17 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
             rows[number] = _measured(sweep, layout, starter, live)
             write_summary(sweep.folder.summary, rows)
             display.say(shown.line(rows[number]))
+    except KeyboardInterrupt:
+        interrupted = True
     finally:
         display.close()
     pictures = plot_results.draw_all(sweep.folder.path)
+    if interrupted:
+        missing = sum(row.status == "not run" for row in rows)
+        say(f"\nstopped; {missing} of {len(rows)} layouts were not measured")
     say("\n" + "\n".join(conclusions(rows)))
-    if sweep.on_gpu and all(row.measured is None or row.measured.utilisation is None for row in rows):
+    utilisation = [row.measured.utilisation for row in rows if row.measured is not None]
+    if sweep.on_gpu and utilisation and all(percent is None for percent in utilisation):
         say(
             "GPU utilisation was not measured: torch asks the driver through a library (pip install nvidia-ml-py)"
         )
@@ -252,6 +261,8 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
         f"results: {sweep.folder.summary}; pictures: {', '.join(file.name for file in pictures) or 'none'} beside it "
         f"(again with: cd {sweep.folder.path} && python plot_results.py)"
     )
+    if interrupted:
+        return _STOPPED
     return 0 if any(row.status == "ok" for row in rows) else 1
 
 

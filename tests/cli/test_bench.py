@@ -4,9 +4,11 @@ import csv
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pentatron.bench.processes import Ended, Starter
 from pentatron.cli.bench_rank import Job, reason_of_failure
 from pentatron.cli.main import main
 from pentatron.config.entry import TRAIN
@@ -16,12 +18,22 @@ TINY = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --seq-length 16 
 
 def test_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    really = Starter.run
+
+    def one_fails(starter: Starter, target: Any, arguments_of: Any, *rest: Any) -> Ended:
+        if "--context-parallel-size" in arguments_of(0)[0].words:
+            return Ended([0, 3])
+        return really(starter, target, arguments_of, *rest)
+
+    monkeypatch.setattr(Starter, "run", one_fails)
     words = ["bench", "--nproc-per-node", "2", *TINY, "--steps", "2", "--warmup=1", "--device", "cpu"]
     assert main(words) == 0
     shown = capfd.readouterr().out
     with Path("benchmark_results/summary.csv").open(newline="") as file:
         rows = {row["layout"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["dp2", "tp2", "cp2", "pp2"]
+    failed = rows.pop("cp2")
+    assert failed["status"] == "failed" and failed["reason"].startswith("exit codes [0, 3]; see ")
     refused = rows.pop("tp2")
     assert refused["status"] == "refused" and "3" in refused["reason"] and not refused["tokens_per_second"]
     assert f"tp2     refused: {refused['reason']}" in shown
