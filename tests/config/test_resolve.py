@@ -303,6 +303,9 @@ def test_virtual_stages(words: str, world: int, virtual: int | None, schedule: s
         ("--micro-batch-size 2 --global-batch-size 24 --gradient-accumulation-steps 3", 4, 2, 24, 3),
         ("--micro-batch-size 2 --gradient-accumulation-steps 3 --num-microbatches 3", 4, 2, 24, 3),
         ("--rank-batch-size 8 --num-microbatches 4", 2, 2, 16, 4),
+        ("--global-batch-size 24 --rampup-batch-size 6 6 100", 2, 3, 24, 4),
+        ("--global-batch-size 24 --rampup-batch-size 6 6 100 --pp_size 2", 4, 3, 24, 4),
+        ("--step-batch-size-schedule 0:4 10K:12", 2, 2, 12, 3),
     ],
 )
 def test_batches(words: str, world: int, micro: int, total: int, steps: int) -> None:
@@ -362,6 +365,44 @@ def test_epochs_alone_are_not_cut_by_a_default() -> None:
     assert length("--epochs 3 --dataset-size 800") == (300, [])
     assert length("--epochs 1 --dataset-size 3") == (1, [])
     assert length("--train-steps 10") == (10, [])
+
+
+def test_epochs_and_batches_that_grow() -> None:
+    """8 + 8 + 16 + 16 + 16 + 16 + 16 samples are most of 100."""
+    ramp = "--batch-size=16 --rampup-batch-size 8 8 9 --dataset-size 100"
+    assert length(f"{ramp} --epochs 1") == (7, [])
+    assert length(f"{ramp} --epochs 1 --train-samples 4000") == (
+        7, ["training stops after 7 steps: 1 epochs (7 steps of changing size) end before --train-samples 4000"],
+    )  # fmt: skip
+    assert length(f"{ramp} --epochs 9 --train-samples 50") == (
+        4, ["training stops after 4 steps: --train-samples ends it before 9 epochs (57 steps of changing size)"],
+    )  # fmt: skip
+
+
+def test_a_run_as_long_as_its_samples() -> None:
+    found = resolved("--train-samples 43 --global-batch-size 4", least="--mock-data --vocab-size 100")
+    flat = found.config.flat()
+    assert chosen(flat, "train_iters lr_decay_iters lr_decay_samples") == {
+        "train_iters": 10, "lr_decay_iters": None, "lr_decay_samples": 43,
+    }  # fmt: skip
+    assert found.sources["train_iters"] == "derived: steps of 43 samples; 3 are left over"
+
+
+def test_a_flag_is_stronger_than_what_a_file_says_in_other_words(tmp_path: Path) -> None:
+    path = file(
+        tmp_path,
+        "mock_data: true\nvocab_size: 100\ntrain_iters: 50\nlr_warmup_iters: 5\nlr_decay_iters: 40\n",
+    )
+    words = f"--config {path} --train-samples 30 --lr-warmup-fraction 0.1 --lr-decay-samples 20"
+    found = resolved(words, least="")
+    assert chosen(found.config.flat(), "train_iters lr_warmup_iters lr_decay_iters") == {
+        "train_iters": 30, "lr_warmup_iters": 2, "lr_decay_iters": None,
+    }  # fmt: skip
+    # Within a file, samples and shares count, and a line says so.
+    path = file(tmp_path, "mock_data: true\nvocab_size: 100\ntrain_iters: 50\ntrain_samples: 30\n")
+    assert resolved(f"--config {path}", least="").notices == [
+        "--train-samples 30 is there to say how long the run is, so --train-iters 50 is not used"
+    ]
 
 
 def test_decay_and_warmup() -> None:

@@ -210,3 +210,17 @@ def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes:
         said = f"{TINY} {length} {words} --run-dir {tmp_path}".split()
         found = settle(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)
     assert len(found) == notes
+
+
+def test_a_weight_decay_that_changes_acts(tmp_path: Path) -> None:
+    """That of the step, not the configured one: from 0.4 to 0.4 it is 0.4, and from 0.1 to 0.4 something else."""
+    least = f"{LLAMA} --train-iters 3 --global-batch-size 4 --save-interval 3 --lr-decay-style constant"
+    for name, words in (
+        ("constant", "--weight-decay 0.4"),
+        ("from it to it", "--start-weight-decay 0.4 --end-weight-decay 0.4 --weight-decay-incr-style linear"),
+        ("growing", "--start-weight-decay 0.1 --end-weight-decay 0.4 --weight-decay-incr-style linear"),
+    ):
+        said = [*f"{TINY} {REVEALING} {least} {words}".split(), "--run-dir", str(tmp_path / name)]
+        run_training(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)), single_process(), True)
+    assert final_state(tmp_path / "constant") == final_state(tmp_path / "from it to it")
+    assert final_state(tmp_path / "constant") != final_state(tmp_path / "growing")
