@@ -15,9 +15,6 @@ from pentatron.config.flags import did_you_mean
 if TYPE_CHECKING:
     from pentatron.train.program import Program
 
-# Commands of the coming versions; naming one gets a sentence instead of "unknown command".
-PLANNED = ("doctor",)
-
 USAGE = """usage: pentatron COMMAND [...]
 
 Train large language models with five-way parallelism, on a laptop or on a cluster, with the same numbers.
@@ -36,8 +33,7 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   launch     write the script that trains on several machines, for Slurm or torchrun
   bench      measure every layout of a number of processes against each other
   monitor    watch a run, or look back at a finished one
-
-Not available yet: {planned}
+  doctor     say what this machine has for training, what is missing, and what to do
 
   pentatron train --help      every setting, by group
   pentatron --version
@@ -140,7 +136,7 @@ def _train(
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
-        say(USAGE.format(planned=", ".join(PLANNED)))
+        say(USAGE)
         return 0
     command, rest = words[0], words[1:]
     if command in ("--version", "-V"):
@@ -148,12 +144,8 @@ def _dispatch(words: Sequence[str]) -> int:
 
         say(f"pentatron {__version__}")
         return 0
-    if command in PLANNED:
-        raise UserError(
-            f"pentatron {command} is not available yet in this version; `pentatron --help` lists what is"
-        )
     if command not in COMMANDS:
-        guess = did_you_mean(command, [*COMMANDS, *PLANNED])
+        guess = did_you_mean(command, COMMANDS)
         raise UserError(f"unknown command '{command}'{guess}; `pentatron --help` lists the commands")
     return COMMANDS[command](rest)
 
@@ -240,6 +232,12 @@ def _launch(words: Sequence[str]) -> int:
     return launch_command(words)
 
 
+def _doctor(words: Sequence[str]) -> int:
+    from pentatron.cli.doctor import doctor_command
+
+    return doctor_command(words)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prepare": _prepare,
     "data": _data,
@@ -255,4 +253,5 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": _launch,
     "bench": _bench,
     "monitor": _monitor,
+    "doctor": _doctor,
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.help import entry_help
-from pentatron.cli.main import COMMANDS, PLANNED, main
+from pentatron.cli.main import COMMANDS, main
 from pentatron.config.entry import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
 from pentatron.config.run import sections, table
 
@@ -179,12 +179,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.startswith(f"pentatron: {sentence}")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
-
-
-@pytest.mark.parametrize("command", PLANNED)
-def test_planned_commands_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command]) == 2
-    assert "not available yet" in capsys.readouterr().err
 
 
 def test_as_a_process_a_mistake_has_no_traceback() -> None:

@@ -1,0 +1,83 @@
+"""`pentatron doctor`: what this machine has, what is missing, and what to do."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from pentatron.cli.options import read_options
+from pentatron.cli.terminal import say
+from pentatron.config.errors import UserError
+from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, look
+from pentatron.launch.trials import all_reduce, matmul
+
+USAGE = """usage: pentatron doctor [--json] [--no-trials]
+
+Says what this machine has for training and what is missing, and tries the two things every run needs: a matmul, and processes
+that add numbers up together (over gloo, and over NCCL where there are GPUs). Exit code 0: runs will start; 1: something must be mended.
+
+  --json        everything, for machines
+  --no-trials   look only, start nothing
+"""
+_MARKS = {OK: " ", NOTE: "~", PROBLEM: "!"}
+_WIDTH = 110
+
+
+def doctor_command(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        say(USAGE)
+        return 0
+    options, plain = read_options(words, {"json": False, "no-trials": False}, "pentatron doctor")
+    if plain:
+        raise UserError(f"pentatron doctor takes no words; '{plain[0]}' is one")
+    findings = look(os.environ, Path.cwd())
+    if not options["no-trials"] and importlib.util.find_spec("torch") is not None:
+        findings += _trials()
+    problems = [finding for finding in findings if finding.state == PROBLEM]
+    if options["json"]:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        say(json.dumps({"healthy": not problems, "findings": rows}, indent=1, ensure_ascii=False))
+    else:
+        say("\n".join(_lines(findings)))
+    return 1 if problems else 0
+
+
+def _trials() -> list[Finding]:
+    import torch
+
+    # As the workers of a run get it: they are on this machine, whatever its name means.
+    environment = dict(os.environ)
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [matmul("cpu"), *(matmul(f"cuda:{number}") for number in range(gpus))]
+    found.append(all_reduce("gloo", 2, environment))
+    if gpus and torch.distributed.is_nccl_available():
+        found.append(all_reduce("nccl", gpus, environment))
+    return found
+
+
+def _lines(findings: Sequence[Finding]) -> list[str]:
+    width = max(len(finding.name) for finding in findings)
+    lines: list[str] = []
+    group = ""
+    for finding in findings:
+        if finding.group != group:
+            group = finding.group
+            lines += ["", group] if lines else [group]
+        lines.append(f"{_MARKS[finding.state]} {finding.name:<{width}}  {finding.value}")
+        if finding.advice:
+            lines += textwrap.wrap(
+                finding.advice,
+                _WIDTH,
+                initial_indent=" " * (width + 4) + "→ ",
+                subsequent_indent=" " * (width + 6),
+            )
+    problems = sum(finding.state == PROBLEM for finding in findings)
+    notes = sum(finding.state == NOTE for finding in findings)
+    verdict = "runs will start here" if not problems else f"{problems} to mend first (!)"
+    return [*lines, "", verdict + (f"; {notes} worth knowing (~)" if notes else "")]
