@@ -173,8 +173,8 @@ def padding_takes_probability() -> None:
 def clipped_by_a_local_norm() -> None:
     step = Optimizer.step
 
-    def local(self: Optimizer, learning_rate: float, norm: float, scale: float = 1.0) -> None:
-        step(self, learning_rate, float(self.squared_norm()) ** 0.5 / scale, scale)
+    def local(self: Optimizer, learning_rate: float, norm: float, scale: float, *rest: Any) -> None:
+        step(self, learning_rate, float(self.squared_norm()) ** 0.5 / scale, scale, *rest)
 
     Optimizer.step = local  # type: ignore[method-assign]
 

@@ -1,6 +1,7 @@
 """Mistakes about the loss scale, planted like those of `bugs.py`."""
 
 from collections.abc import Callable
+from typing import Any
 
 from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.sharded import ShardedOptimizer
@@ -10,8 +11,8 @@ from pentatron.train.router_loads import RouterLoads
 def clipped_by_the_norm_of_scaled_gradients() -> None:
     step = Optimizer.step
 
-    def too_early(self: Optimizer, learning_rate: float, norm: float, scale: float = 1.0) -> None:
-        step(self, learning_rate, norm * scale, scale)
+    def too_early(self: Optimizer, learning_rate: float, norm: float, scale: float, *rest: Any) -> None:
+        step(self, learning_rate, norm * scale, scale, *rest)
 
     Optimizer.step = too_early  # type: ignore[method-assign]
 
@@ -20,8 +21,10 @@ def shards_keep_the_scale() -> None:
     """The update of shards forgets to divide."""
     step = ShardedOptimizer.step
 
-    def undivided(self: ShardedOptimizer, learning_rate: float, norm: float, scale: float = 1.0) -> None:
-        step(self, learning_rate, norm)
+    def undivided(
+        self: ShardedOptimizer, learning_rate: float, norm: float, scale: float, *rest: Any
+    ) -> None:
+        step(self, learning_rate, norm, 1.0, *rest)
 
     ShardedOptimizer.step = undivided  # type: ignore[method-assign]
 
