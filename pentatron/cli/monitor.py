@@ -1,5 +1,6 @@
 """`pentatron monitor [RUN_DIR]`: how a run is doing, from its files; works on a finished or crashed one too."""
 
+import contextlib
 import json
 import math
 import os
@@ -33,6 +34,8 @@ would seem as slow as the slowest. Both are measured in the steps that get a lin
 _ENDED = ("finished", "stopped", "crashed")
 # A run that says nothing for so many steps' time, and at least so many seconds, is called silent.
 _SILENT_STEPS, _SILENT_SECONDS = 20, 120.0
+# Lines of the log among which a farewell is looked for.
+_LAST_WORDS = 10
 _HOME, _REST_OF_LINE, _REST_OF_SCREEN, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -144,7 +147,9 @@ def _saved_settings(folder: Path) -> dict[str, object]:
     for line in saved.read_text(encoding="utf-8").splitlines() if saved.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
         if name in ("train_iters", "save"):
-            found[name] = json.loads(value.split("  #")[0])
+            # A file that somebody edited may hold anything.
+            with contextlib.suppress(ValueError):
+                found[name] = json.loads(value.split("  #")[0])
     return found
 
 
@@ -182,10 +187,10 @@ def _is_alive(folder: Path) -> bool | None:
 def _how_it_ended(folder: Path, seen: Followed) -> tuple[str, str]:
     log = folder / "train.log"
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     # The farewell of a run that was asked to stop, or that had an end of its own set.
-    if f"after step {seen.step};" in last or "before the first step;" in last:
-        return "stopped", last
+    for line in reversed(lines[-_LAST_WORDS:]):
+        if f"after step {seen.step};" in line or "before the first step;" in line:
+            return "stopped", line.strip()
     return "crashed", f"it ended after step {seen.step} without a word in {log}: it failed or was killed"
 
 

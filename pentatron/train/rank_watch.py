@@ -11,14 +11,18 @@ from pentatron.parallel.world import World
 
 # A percentage that nobody knows.
 _UNKNOWN = -1.0
+# A row of metrics has some numbers of every rank; where there are more ranks than this, it is written less often.
+_RANKS_OF_A_SHORT_ROW = 64
 
 
 class RankWatch:
-    """Steps whose numbers are collected are those that get a line in the log, the first and the last."""
+    """Steps whose numbers are collected are those that get a line in the log (some of them, where ranks are many), the
+    first and the last."""
 
     def __init__(self, config: RunConfig, world: World, last_step: int) -> None:
         self.world = world
-        self.interval, self.last_step = config.log.log_interval, last_step
+        self.interval = config.log.log_interval * -(-world.everyone.size // _RANKS_OF_A_SHORT_ROW)
+        self.last_step = last_step
         # Torch's own sharding tells on a GPU nothing about waiting.
         self.knows_waits = world.device.type == "cpu" or config.parallel.zero_stage < 3
 

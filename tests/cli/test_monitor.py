@@ -160,6 +160,21 @@ def test_the_lines_go_on_until_the_run_ends(
     assert [line.split()[1] for line in lines[:3]] == ["4/10", "7/10", "10/10"]
 
 
+def test_on_a_terminal_the_screen_is_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(
+        "pentatron.cli.monitor.time.sleep", lambda s: write(folder, [row(i) for i in range(1, 11)])
+    )
+    assert main(["monitor", str(folder)]) == 0
+    first, second = capsys.readouterr().out.split("\x1b[H")[1:]
+    assert "step 4/10" in first and "Ctrl-C leaves" in first
+    assert "step 10/10" in second and "finished" in second and "Ctrl-C" not in second
+    assert second.endswith("\x1b[?25h"), "the cursor is back"
+
+
 def test_without_a_folder_the_newest_run_is_watched(tmp_path: Path) -> None:
     old, new = make_run(tmp_path / "runs" / "old", 2), make_run(tmp_path / "output_3d_parallel", 2)
     os.utime(old / "metrics.jsonl", (1, 1))

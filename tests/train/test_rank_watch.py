@@ -1,6 +1,7 @@
 """Who is slow: measured without the time that the others spend waiting for them."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from pentatron.monitor.ranks import RankReport
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.collectives import all_reduce_, start_all_reduce_
+from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.rank_watch import RankWatch, collect
@@ -105,3 +106,15 @@ def test_one_process_waits_for_nobody() -> None:
     assert "gpu_utilisation" not in told
     unknown = collect(world, 2.0, world.waits.end(), knows_waits=False).as_metrics()["ranks"]
     assert set(unknown) == {"memory_bytes"}, "what cannot be measured is left out, not zero"
+
+
+def test_many_ranks_tell_less_often() -> None:
+    config = resolved("--log-interval 10").config
+    few = replace(single_process(), everyone=Group(0, 64))
+    many = replace(single_process(), everyone=Group(0, 1024))
+    told = {
+        size: [step for step in range(1, 330) if RankWatch(config, world, last_step=325)._due(step)]
+        for size, world in ((64, few), (1024, many))
+    }
+    assert told[64] == sorted([1, *range(10, 330, 10), 325])
+    assert told[1024] == [1, 160, 320, 325]
