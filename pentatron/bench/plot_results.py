@@ -67,7 +67,7 @@ CHARTS = (
     Chart(
         "memory",
         "Memory by layout",
-        "MiB on the rank that takes most (peak of the GPU's allocator; without GPU, of the process)",
+        "peak MiB on the fullest rank (on a CPU: of the whole process)",
         [Part("MiB", _GREEN, _number("memory_mib_per_rank"))],
         lambda row: f"{float(row['memory_mib_per_rank']):,.0f}",
     ),
@@ -101,9 +101,11 @@ def subtitle(rows: Sequence[Row]) -> str:
     """Where and how the numbers came about."""
     first = rows[0]
     count = int(first["processes"])
+    batches = sorted({int(row["global_batch_size"]) for row in rows})
+    batch = f"{batches[0]}" if len(batches) == 1 else f"{batches[0]} to {batches[-1]}"
     return (
         f"{count} process{'es' if count > 1 else ''} on {first['device']}, {first['precision']}; "
-        f"{first['global_batch_size']} × {first['seq_length']} tokens a step"
+        f"{batch} × {first['seq_length']} tokens a step"
     )
 
 
@@ -144,10 +146,8 @@ def draw(chart: Chart, rows: Sequence[Row], others: int) -> str:
         ]
     parts.append(f'<text x="{left}" y="{bottom + 36}" fill="#333">{escape(chart.axis)}</text>')
     if others:
-        text = f"{others} without a result: see summary.csv"
-        parts.append(
-            f'<text x="{_WIDTH - _RIGHT}" y="{bottom + 36}" text-anchor="end" fill="#777">{text}</text>'
-        )
+        text = f"{others} more without a result: see summary.csv"
+        parts.append(f'<text x="{_WIDTH - _RIGHT}" y="46" text-anchor="end" fill="#777">{text}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
