@@ -130,12 +130,15 @@ def split_meeting_point(url: str) -> tuple[str, str]:
     return found[0], str(found[1])
 
 
-def prepare_for_workers(threads: int) -> None:
-    """Environment the workers inherit. The user's own values win."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+def prepare_for_workers(threads: int) -> list[str]:
+    """Environment the workers inherit; returns what was set here. The user's own values win."""
+    wanted = {"OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
         # All workers are on this machine; its name need not resolve to an address that works.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(missing)
+    return [f"{name}={value}" for name, value in missing.items()]
 
 
 def require_repeatable_kernels() -> None:

@@ -21,7 +21,7 @@ from pentatron.launch.job import Job, problems_of
 from pentatron.launch.script import WRITTEN_BY
 from pentatron.launch.slurm import batch_script
 from pentatron.launch.torchrun import node_script
-from pentatron.launch.variables import variables_of_a_job
+from pentatron.launch.variables import Variable, variables_of_a_job
 
 USAGE = """usage: pentatron launch slurm    --nodes N --gpus-per-node G [options] [--submit] [--setting value ...]
        pentatron launch torchrun --nodes N --gpus-per-node G [options] [--setting value ...]
@@ -91,6 +91,7 @@ def launch_command(words: Sequence[str]) -> int:
     file = Path(options["write"] or f"{job.name}.{'sbatch' if kind == 'slurm' else 'sh'}")
     _write(file, text)
     say(f"{file}: {equation}")
+    say(f"it sets what you have not exported: {', '.join(_written(item) for item in job.variables)}")
     if options.get("submit"):
         return _submit(file)
     say(_how_to_start(job, kind, file))
@@ -232,6 +233,11 @@ def _write(file: Path, text: str) -> None:
         raise UserError(
             f"{file} cannot be written ({error.strerror}); choose another place with --write"
         ) from None
+
+
+def _written(item: Variable) -> str:
+    """A value that the node works out itself has no place in a sentence."""
+    return item.name if "$" in item.value else f"{item.name}={item.value}"
 
 
 def _submit(file: Path) -> int:

@@ -166,8 +166,9 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     assert config.launch.threads_per_process is not None and config.run.run_dir is not None
     # The workers would find out as well, seconds later and each by itself.
     RunFolder(Path(config.run.run_dir)).create()
-    prepare_for_workers(config.launch.threads_per_process)
-    say(f"starting {prepared.facts.world_size} processes ...")
+    variables = prepare_for_workers(config.launch.threads_per_process)
+    inherited = f" with {', '.join(variables)}" if variables else ""
+    say(f"starting {prepared.facts.world_size} processes{inherited} ...")
     ended = run_workers(python_words, prepared.facts.world_size, config.launch.master_port)
     told = ended.exit_code in _TOLD or ended.exit_code - 128 in WATCHED
     if ended.failed_rank is not None and not told:

@@ -210,11 +210,11 @@ def test_meeting_points(url: str, expected: tuple[str, int] | None) -> None:
 
 
 def test_workers_inherit_threads_unless_the_user_chose(environment: dict[str, str]) -> None:
-    prepare_for_workers(3)
+    assert prepare_for_workers(3)[0] == "OMP_NUM_THREADS=3"
     assert environment["OMP_NUM_THREADS"] == "3"
     assert ("GLOO_SOCKET_IFNAME" in environment) == (sys.platform == "linux")
     environment.update(OMP_NUM_THREADS="7", GLOO_SOCKET_IFNAME="eth0")
-    prepare_for_workers(3)
+    assert prepare_for_workers(3) == [], "nothing of ours"
     assert (environment["OMP_NUM_THREADS"], environment["GLOO_SOCKET_IFNAME"]) == ("7", "eth0")
 
 

@@ -71,6 +71,9 @@ def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "try.sbatch: 2 nodes × 4 = 8 processes = 2 tensor × 2 pipeline × 1 context × 2 data" in out
     assert "submit it with: sbatch try.sbatch" in out
+    assert (
+        "what you have not exported: OMP_NUM_THREADS=8, CUDA_DEVICE_MAX_CONNECTIONS=1, NCCL_DEBUG=WARN" in out
+    )
     script = (here / "try.sbatch").read_text()
     lines = script.splitlines()
     for line in (
