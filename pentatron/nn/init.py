@@ -22,13 +22,13 @@ _AT_ONCE = 2**22
 def named_generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     # 63 bits: manual_seed takes signed 64-bit integers.
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _normal_run(seed: int, name: str, first: int, last: int) -> Tensor:
     """Elements [first, last) of the flat standard-normal tensor of that name, in fp32 on the CPU."""
     blocks = [
-        torch.empty(_BLOCK).normal_(generator=named_generator(seed, f"{name}:{block}"))
+        torch.empty(_BLOCK, device="cpu").normal_(generator=named_generator(seed, f"{name}:{block}"))
         for block in range(first // _BLOCK, math.ceil(last / _BLOCK))
     ]
     start = first // _BLOCK * _BLOCK

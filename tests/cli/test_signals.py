@@ -70,7 +70,7 @@ def test_readers_leave_signals_to_the_rank_and_one_that_dies_is_a_sentence(tmp_p
         code, _, err = finish(run)
     finally:
         run.kill()
-    assert code == 2 and err.count("\n") == 1
+    assert (code, err.count("\n")) == (2, 1), err
     assert f"A process that reads data has died (process (pid {reader}) is killed by signal: Killed)" in err
     assert "the same command goes on from the newest one, perhaps with fewer --num-workers" in err
 

@@ -54,3 +54,11 @@ def test_any_rectangle_of_a_tensor_is_drawn_alike() -> None:
     assert abs(everything.std() - 1) < 0.02 and abs(everything.mean()) < 0.02
     halves = everything.flatten()[:16384], everything.flatten()[16384:32768]
     assert not torch.equal(*halves), "every block has a generator of its own"
+
+
+def test_weights_are_drawn_on_the_cpu_whatever_device_new_tensors_go_to() -> None:
+    expected, found = torch.empty(3, 4), torch.empty(3, 4)
+    normal_region(1, "a", (3, 4), (0, 0), (3, 4), expected)
+    with torch.device("meta"):
+        normal_region(1, "a", (3, 4), (0, 0), (3, 4), found)
+    assert torch.equal(found, expected)
