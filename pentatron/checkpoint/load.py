@@ -109,15 +109,15 @@ def _require(folder: Path, manifest: Manifest, wanted: dict[str, list[Fragment]]
     missing = [name for name in wanted if name not in manifest.tensors]
     if missing:
         raise UserError(
-            f"checkpoint {folder} lacks {len(missing)} tensors of this model, the first being {missing[0]}; "
-            f"was it made with another architecture?"
+            f"checkpoint {folder} lacks {len(missing)} tensors of this model, the first being {missing[0]}; check the parameters it was "
+            f"converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
         )
     for target in itertools.chain.from_iterable(wanted.values()):
         name, record = target.tensor, manifest.tensors[target.tensor]
         if tuple(target.shape) != record.shape:
             raise UserError(
                 f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
-                f"use the architecture it was made with"
+                f"check the parameters it was converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
             )
         kept, is_weight = target.values.dtype, name.startswith(WEIGHTS)
         if kept != DTYPES[record.dtype] and not (is_weight and holds(kept, DTYPES[record.dtype])):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentatron.cli.loaded_step import adopt_layout, nothing_to_load, use_named_step
 from pentatron.config.data_sources import names_files
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.flags import Assigned
@@ -18,6 +19,7 @@ _TOKENIZER = "tokenizer.json"
 def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
     """Fills the draft with what is known of the model a run will load; what contradicts it is wrong."""
     save = Path(foreseen(draft, facts)["save"])
+    use_named_step(draft, save)
     # The libraries that read checkpoints take a second to import, so they wait until there may be one.
     if not starts_afresh and save.is_dir():
         from pentatron.train.sources import find_source
@@ -34,6 +36,7 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
 
         there = find_source(save)
         if there is None or not there.is_huggingface:
+            nothing_to_load(draft)
             return
     learn_from_named(draft, facts)
 
@@ -72,7 +75,10 @@ def use_hub_folder(draft: Draft, name: str) -> None:
 
 
 def _learn(draft: Draft, facts: Facts, source: "Source", way_out: str) -> None:
-    adopt(draft, facts, source.architecture(), str(source.folder), way_out)
+    settings = source.architecture()
+    if not source.is_huggingface:
+        adopt_layout(draft, settings, str(source.folder))
+    adopt(draft, facts, settings, str(source.folder), way_out)
     _learn_tokenizer(draft, source.small_files)
 
 

@@ -86,6 +86,10 @@ def _no_history(draft: Draft, facts: Facts) -> str:
     return "" if draft["record_memory_history"] else "no allocations are recorded (--record-memory-history)"
 
 
+def _nothing_loaded(draft: Draft, facts: Facts) -> str:
+    return "" if draft.given("load") else "nothing is named to be loaded (--load)"
+
+
 IDLE_OF_THE_LOOP: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(("eval_global_batch_size", "eval_micro_batch_size"), _no_evaluation),
     "exit_signal": _signal_ends_it_anyway,
@@ -99,4 +103,5 @@ IDLE_OF_THE_LOOP: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(("manual_gc_interval", "manual_gc_eval"), _automatic_gc),
     "check_weight_hash_across_dp_replicas_interval": _no_copies,
     "memory_snapshot_path": _no_history,
+    **dict.fromkeys(("ckpt_step", "exit_on_missing_checkpoint"), _nothing_loaded),
 }

@@ -48,6 +48,23 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "go on with the schedule of learning rate and weight decay that the checkpoint has"
     )
+    ckpt_step: int | None = setting(None, "which step of --load to begin from (the newest)")
+    exit_on_missing_checkpoint: bool = setting(
+        False, "refuse to start anew where --load names the run's own folder and it is empty"
+    )
+    no_save_optim: bool = setting(
+        False,
+        "leave the optimizer's state out of checkpoints",
+        notice="checkpoints always have it, so that a run can go on; --finetune or an export takes the weights alone",
+    )
+    no_save_rng: bool = setting(
+        False,
+        "leave random states out of checkpoints",
+        notice="checkpoints always have them, a few kB, so that a run can go on; --no-load-rng leaves them unread",
+    )
+    use_mp_args_from_checkpoint_args: bool = setting(
+        False, "take the parallel sizes that are not typed from what is loaded"
+    )
     use_checkpoint_args: bool = setting(
         False,
         "take the architecture from what is loaded",

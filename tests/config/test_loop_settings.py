@@ -41,6 +41,13 @@ CASES: list[tuple[str, str, str]] = [
     ),
     ("profile", f"{LEAST} --profile", f"{LEAST} --profile --train-iters 11"),
     *(
+        (name, f"{LEAST} {words}", f"{LEAST} --load a {words}")
+        for name, words in (
+            ("ckpt_step", "--ckpt-step 5"),
+            ("exit_on_missing_checkpoint", "--exit-on-missing-checkpoint"),
+        )
+    ),
+    *(
         (name, f"{LEAST} {words}", f"{LEAST} --manual-gc {words}")
         for name, words in (
             ("manual_gc_interval", "--manual-gc-interval 5"),
