@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.config.batch_sizes import sizes_problem
+from pentatron.config.batch_sizes import size_problem, sizes_problem
 from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.layout.batch_plan import linear_ramp
+from pentatron.layout.check import check
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.schedules import settle
 from pentatron.train.session import run_training
@@ -152,6 +153,30 @@ def test_every_size_on_the_way_must_fit(tmp_path: Path) -> None:
         "--rampup-batch-size 4 5 4 --global-batch-size 24 --train-iters 2 --lr-decay-iters 9",
     )
     assert [row["global_batch_size"] for row in rows(tmp_path / "b")] == [4, 24]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pipeline-schedule gpipe",
+        "--pipeline-schedule 1f1b",
+        "--pipeline-schedule interleaved --virtual-pipeline-model-parallel-size 2",
+        "--pipeline-schedule interleaved --virtual-pipeline-model-parallel-size 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 5",
+        "--pipeline-schedule zero-bubble",
+        "--pipeline-schedule zero-bubble --virtual-pipeline-model-parallel-size 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 7",
+        "--pipeline-schedule zbv",
+        "--pipeline-schedule dualpipev",
+    ],
+)
+def test_a_layout_has_a_sound_schedule_for_every_size_it_takes(tmp_path: Path, words: str) -> None:
+    plan = "--rampup-batch-size 1 1 40 --global-batch-size 10 --train-iters 30 --micro-batch-size 1"
+    config = settings(tmp_path, f"--pp_size 3 --num-layers 6 {words}", 3, plan).config
+    taken = [size for size in range(1, 11) if size_problem(config, size) is None]
+    assert taken == list(range(6 if "dualpipev" in words else 1, 11))
+    for size in taken:
+        assert check(config.schedule(config.accumulation_of(size))).time > 0
 
 
 def test_too_few_micro_batches_for_a_schedule(tmp_path: Path) -> None:
