@@ -14,11 +14,14 @@ from pentatron.train.state import TrainState
 
 def require_fitting_start(resolved: Resolved, world: World) -> None:
     """Of a run that certainly begins at its first step, before anything is built."""
-    save = resolved.config.checkpoint.save
+    save, load = resolved.config.checkpoint.save, resolved.config.checkpoint.load
     assert save is not None
+    loads_another = (
+        resolved.given("load") and load is not None and Path(load).resolve() != Path(save).resolve()
+    )
 
     def require() -> None:
-        if not (resolved.given("load") or CheckpointStore(Path(save), keep=None).steps()):
+        if not (loads_another or CheckpointStore(Path(save), keep=None).steps()):
             require_fitting_batches(resolved.config, TrainState())
 
     on_some_ranks(world.is_first, require, world.everyone)

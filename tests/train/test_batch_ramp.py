@@ -140,7 +140,7 @@ def test_every_size_on_the_way_must_fit(tmp_path: Path) -> None:
     """Before anything is built, and with the equation; a size that no step has does not matter."""
     plan = "--rampup-batch-size 6 6 36 --global-batch-size 24 --train-iters 9"
     with pytest.raises(UserError) as refusal:
-        run_alone(tmp_path / "a", "--micro-batch-size 4", plan)
+        run_alone(tmp_path / "a", f"--micro-batch-size 4 --save {tmp_path}/b --load {tmp_path}/b", plan)
     assert str(refusal.value) == (
         "the batch of 6 samples at step 1 does not fit: 6 is not divisible by micro batch size (4) times data parallel size "
         "(1) = 4; use batch sizes that are multiples of 4, or --micro-batch-size 1, 2, 3 or 6"
