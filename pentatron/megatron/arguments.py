@@ -47,7 +47,9 @@ class Arguments(SimpleNamespace):
 
 
 def arguments_of(resolved: Resolved, world: World, extra: Mapping[str, Any]) -> Arguments:
-    return Arguments(resolved.config.flat(), {**_derived(resolved.config, world), **extra})
+    # Of the settings these two are what the user expected; programs want to know what is.
+    here = {"world_size": world.everyone.size, "local_rank": world.local_rank}
+    return Arguments({**resolved.config.flat(), **here}, {**_derived(resolved.config, world), **extra})
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
@@ -60,8 +62,6 @@ def _derived(config: RunConfig, world: World) -> dict[str, Any]:
     wanted = wanted_samples(config)
     return {
         "rank": world.everyone.rank,
-        "local_rank": world.local_rank,
-        "world_size": world.everyone.size,
         "params_dtype": params_dtype(config),
         "swiglu": config.model.gated_linear_unit,
         "norm_epsilon": config.model.layernorm_epsilon,

@@ -7,11 +7,25 @@ import runpy
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
+import pretrain_gpt
+from gpt_builders import gpt_builder
+from model_provider import model_provider
+from pentatron.config.errors import UserError
+from pentatron.megatron.core.enums import ModelType
+from pentatron.megatron.training import get_args, initialize_megatron
+from pentatron.megatron.training.checkpointing import save_checkpoint
+from pentatron.megatron.training.training import (
+    build_train_valid_test_data_iterators,
+    setup_model_and_optimizer,
+    train_step,
+)
 from pentatron.train.program import Program
 from tests.harness import run_distributed
 from tests.megatron.test_programs import GUIDE_CODE, RUN, guide_module, train, write_corpus
@@ -85,3 +99,42 @@ def test_a_script_is_run_with_megatrons_names() -> None:
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("usage: guide_pretrain.py ")
     assert "there is no script nothing.py" in run("nothing.py").stderr
+
+
+def two_steps(folder: Path) -> list[float]:
+    """The program calls the step itself, and reads a micro-batch by hand before."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    words = f"{DEFAULT} {RUN} --data-path {folder}/corpus --run-dir {folder}/steps --device cpu"
+    sys.argv = ["my_script.py", *words.split()]
+    initialize_megatron(args_defaults={"lr": 7.0, "greeting": "hello"})
+    assert get_args().greeting == "hello" and get_args().lr == 0.01, "a flag counts more than a default"
+    with pytest.raises(UserError, match="there is no model yet"):
+        build_train_valid_test_data_iterators(None)
+    model, optimizer, schedule = setup_model_and_optimizer(
+        partial(model_provider, gpt_builder), ModelType.encoder_or_decoder
+    )
+    iterator, _, _ = build_train_valid_test_data_iterators(pretrain_gpt.train_valid_test_datasets_provider)
+    by_hand, _, _ = build_train_valid_test_data_iterators(None)
+    assert next(by_hand)["tokens"].shape == (1, 16) and schedule.get_lr() > 0
+    losses = []
+    for number in range(2):
+        found, skipped, norm, _ = train_step(pretrain_gpt.forward_step, iterator, model, optimizer, schedule)
+        assert not skipped and norm > 0
+        losses.append(found["lm loss"].item())
+        with pytest.raises(UserError, match=f"the run is at iteration {number + 1}, not 9"):
+            save_checkpoint(9, model, optimizer, schedule, 0)
+    with pytest.raises(UserError, match="the data iterator is none of build_train"):
+        train_step(pretrain_gpt.forward_step, iter([]), model, optimizer, schedule)
+    return losses
+
+
+def configured(folder: Path) -> None:
+    train(Program(), folder / "configured", "", 1)
+
+
+def test_a_step_by_itself(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    run_distributed(configured, 1, folder=tmp_path)
+    losses = run_distributed(two_steps, 1, folder=tmp_path)[0]
+    assert losses == pytest.approx([row[1] for row in rows(tmp_path / "configured")], rel=1e-6)
