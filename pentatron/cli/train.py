@@ -26,7 +26,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import AgreedError, BadNumbers, UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
-from pentatron.parallel.meeting import MeetingError, checklist, lost_contact
+from pentatron.parallel.meeting import MeetingError, checklist, lost_contact, waiting_aloud
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
@@ -100,7 +100,13 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         if uses_nccl(device, worker.local_size):
             require_interface(os.environ)
         find_the_others(worker, timeout * 60)
-    with open_world(config.grid, *place, device, timeout, config.shared()) as world:
+    # The first rank speaks for all that wait.
+    others = worker.world_size - 1 if worker.rank == 0 else 0
+    with (
+        waiting_aloud(others, lambda text: complain(f"rank 0: {text}")) as all_came,
+        open_world(config.grid, *place, device, timeout, config.shared()) as world,
+    ):
+        all_came()
         yield world
 
 

@@ -6,8 +6,10 @@ sentence: a name that is unknown, a port that is taken, a machine that does not 
 
 import re
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pentatron.config.errors import UserError
@@ -15,7 +17,7 @@ from pentatron.config.errors import UserError
 _PAUSE = 0.3
 # A name that is unknown for this long will not become known; a machine may take much longer to come up.
 _PATIENCE_WITH_NAMES = 5.0
-_SILENCE = 30.0
+SILENCE = 30.0
 
 CHECKLIST = (
     "the machines can ping each other, and their names mean the same address everywhere",
@@ -63,12 +65,26 @@ def reach(point: MeetingPoint, rank: int, patience: float, tell: Callable[[str],
                 f"MASTER_PORT (or --init-method) name the machine of rank 0 and its port, that rank 0 was started, and that no "
                 f"firewall is in between"
             )
-        if waited > _SILENCE and not told:
+        if waited > SILENCE and not told:
             told = True
             tell(
                 f"still waiting for rank 0 at {point} ({reason}); it is given {patience / 60:.0f} minutes in all"
             )
         time.sleep(_PAUSE)
+
+
+@contextmanager
+def waiting_aloud(others: int, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Says after a while that others have not come; what it yields is called when they have."""
+    text = f"still waiting for the {others} other process{'es' if others > 1 else ''} of this run; are all of them started?"
+    reminder = threading.Timer(SILENCE, tell, [text])
+    reminder.daemon = True
+    if others:
+        reminder.start()
+    try:
+        yield reminder.cancel
+    finally:
+        reminder.cancel()
 
 
 def _why(error: OSError) -> str:

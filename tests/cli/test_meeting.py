@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pentatron.cli.main import main
 from pentatron.config.errors import UserError
+from pentatron.parallel import meeting
 from tests.cli.test_parallel_commands import free_port
 from tests.harness import run_distributed
 
@@ -39,6 +40,8 @@ def train_here(run_dir: str, variables: dict[str, str], hangs: int | None = None
         import pentatron.train.trainer as trainer
 
         trainer.train_step = hang  # type: ignore[assignment]
+    if hangs is None:
+        meeting.SILENCE = 0.5
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         code = main(["train", *SMALL, "--run-dir", run_dir])
@@ -69,7 +72,8 @@ def test_an_unknown_machine(tmp_path: object) -> None:
 
 def test_nobody_at_the_meeting_point(tmp_path: object) -> None:
     port = free_port()
-    [line] = alone(tmp_path, RANK="1", MASTER_PORT=str(port))
+    waiting, line = alone(tmp_path, RANK="1", MASTER_PORT=str(port))
+    assert f"rank 1: still waiting for rank 0 at 127.0.0.1:{port}" in waiting
     assert (
         f"nobody could be met at 127.0.0.1:{port} within 1 seconds (the machine answers, but nothing listens"
         in line
@@ -86,7 +90,8 @@ def test_a_port_that_is_taken(tmp_path: object) -> None:
 
 def test_fewer_processes_than_announced_on_several_machines(tmp_path: object) -> None:
     place = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    first, *rest = alone(tmp_path, RANK="0", MASTER_PORT=str(free_port()), **place)
+    waiting, first, *rest = alone(tmp_path, RANK="0", MASTER_PORT=str(free_port()), **place)
+    assert "rank 0: still waiting for the 1 other process of this run" in waiting
     assert "1 of 2 processes came within" in first and "WORLD_SIZE" in first
     checks = " ".join(rest)
     assert all(word in checks for word in ("ping", "firewall", "MASTER_ADDR", "same code", "NCCL")), rest
@@ -110,6 +115,7 @@ def test_a_rank_that_hangs(tmp_path: object) -> None:
         train_here, 2, run_dir=str(tmp_path), variables=variables, hangs=1, timeout=60
     )
     assert code == 1
+    assert "still waiting" not in told, "they had met"
     assert "rank 0: another rank did not answer within 3 seconds, so this one stops" in told
     assert (
         "raise --distributed-timeout-minutes (or NCCL_TIMEOUT, in seconds)" in told

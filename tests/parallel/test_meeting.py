@@ -42,7 +42,7 @@ def test_another_rank_waits_for_one_that_comes_late() -> None:
 
 
 def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_SILENCE", 0.2)
+    monkeypatch.setattr(meeting, "SILENCE", 0.2)
     said: list[str] = []
     point = MeetingPoint("127.0.0.1", free_port(), is_served=True)
     with pytest.raises(MeetingError, match=f"nobody could be met at {point} within 1 seconds"):
