@@ -68,6 +68,12 @@ def in_parts(planned: RankMemory) -> str:
     return ", ".join(f"{name} {in_words(count)}" for name, count in parts.items() if count)
 
 
+def planned_line(config: RunConfig) -> str:
+    """For the log, beside what is measured: what each pipeline rank was to need."""
+    totals = [f"{rank.total / 2**20:.1f}" for rank in memory_of(config).ranks]
+    return f"planned memory by pipeline rank (MB): {', '.join(totals)} ({in_parts(memory_of(config).largest)} at most)"
+
+
 def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str) -> str:
     """One sentence for a rank that ran out of memory: what was planned for it, and what to change."""
     planned = memory_of(config).ranks[config.grid.coordinates(rank).pipeline]

@@ -7,6 +7,8 @@ from pentatron.monitor.arguments import arguments_block
 from pentatron.monitor.memory import memory_figures, memory_line
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World
+from pentatron.plan.fit import planned_line
+from pentatron.plan.footprint import footprint_line
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 
@@ -25,6 +27,8 @@ def introduce(config: RunConfig, world: World, model: ParallelModel, output: Out
         output.note(
             f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {count}"
         )
+    output.note(footprint_line(config))
+    output.note(planned_line(config))
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 
 

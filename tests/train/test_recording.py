@@ -34,6 +34,8 @@ def test_one_log_and_every_file_that_was_asked_for(tmp_path: Path) -> None:
         r"using world size: 2, data-parallel size: 1, context-parallel size: 1, tensor-model-parallel size: 2, pipeline",
         r" > number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): \d+\n",
         r" > number of parameters on \(tensor, pipeline\) model parallel rank \(1, 0\): \d+\n",
+        r"Theoretical memory footprints: weight and optimizer=[\d.]+ MB, activation=[\d.]+ MB, total=[\d.]+ MB\n",
+        r"planned memory by pipeline rank \(MB\): [\d.]+ \(weights .* at most\)\n",
         r" iteration        1/       6 \|",
         r"\[Rank 0\] \(after 1 iterations\) memory \(MB\) \| resident: [\d.]+ \| max resident: [\d.]+\n\[Rank 1\]",
         r" iteration        2/       6 \|.*throughput per GPU",
