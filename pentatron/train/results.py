@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -77,13 +76,9 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _made(folder: RunFolder) -> list[dict[str, Any]]:
-    """What was told of the steps that changed the weights: the losses of others may be no numbers."""
-    return [row for row in read_metrics(folder.metrics) if not row.get("skipped")]
-
-
 def draw_curve(folder: RunFolder) -> None:
-    rows = _made(folder)
+    # A loss that is no number is not there.
+    rows = [row for row in read_metrics(folder.metrics) if "loss" in row]
     if rows:
         training = [(float(r["step"]), float(r["loss"])) for r in rows]
         validation = [(float(r["step"]), float(r["validation_loss"])) for r in rows if "validation_loss" in r]
@@ -93,7 +88,7 @@ def draw_curve(folder: RunFolder) -> None:
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """How far the loss fell, a taste of the model, and where everything lies."""
-    rows = _made(folder)
+    rows = [row for row in read_metrics(folder.metrics) if not row.get("skipped")]
     if not rows and config.train.train_iters:
         output.say(
             "finished, but no update was made: every step was skipped, because fp16 overflows with the loss scale it had. Train for "

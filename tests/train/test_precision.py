@@ -82,6 +82,7 @@ def test_nothing_but_skipped_steps_leaves_the_first_weights(
         for name in ("none", "some")
     )
     assert weights and weights == after
+    assert (tmp_path / "some" / "loss.svg").is_file(), "losses of skipped steps are losses"
     told = capsys.readouterr().out
     assert told.count("no update was made: every step was skipped") == 1, "not where no steps are asked for"
 
