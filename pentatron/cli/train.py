@@ -20,6 +20,7 @@ from pentatron.cli.environment import (
     require_repeatable_kernels,
 )
 from pentatron.cli.prepare import Prepared, prepare
+from pentatron.cli.repeatable import unrepeatable
 from pentatron.cli.terminal import complain, say
 from pentatron.cli.variables import limit_connections, require_interface, variable_notes
 from pentatron.config.entry import EntryPoint
@@ -140,7 +141,9 @@ def _work(
         complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
         return _USER_ERROR
     except (RuntimeError, MemoryError) as error:
-        problem: object = death_of_a_reader(error) if isinstance(error, RuntimeError) else None
+        problem: object = None
+        if isinstance(error, RuntimeError):
+            problem = death_of_a_reader(error) or unrepeatable(error)
         problem = problem or memory_sentence(error, config, worker.rank)
         if problem is not None:
             complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
