@@ -6,7 +6,6 @@ report. What they have in common is how they weigh the tokens of a micro-batch a
 taken: the derivative of the loss by each token's loss, scaled to the valid tokens of the micro-batch.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,9 +19,7 @@ LossFunction = Callable[[Tensor], Any]
 
 def summed_loss(output: Tensor, loss_function: LossFunction, valid_tokens: Tensor) -> Tensor:
     """Of the losses of every token: their sum as the function weighs them, its weights scaled to the valid tokens."""
-    with torch.enable_grad(), warnings.catch_warnings():
-        # A loss that was summed over ranks in place, for the report, is still differentiated as this rank's own.
-        warnings.filterwarnings("ignore", message=".*autograd kernel was not registered.*")
+    with torch.enable_grad():
         # As it is in the run: other functions of it than sums may not see a leaf where they expect none.
         leaf = output.detach().requires_grad_()
         loss, _ = _parts(loss_function(leaf.view_as(leaf)))

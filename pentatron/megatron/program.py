@@ -1,6 +1,7 @@
 """A user's providers and forward step as a program that the session runs."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,10 @@ class UserProgram(Program):
     @contextmanager
     def running(self, resolved: Resolved, world: World, display: Display) -> Iterator[None]:
         self.has_run = True
-        with state.running(resolved, world, display, arguments_of(resolved, world, self.extra)):
+        args = arguments_of(resolved, world, self.extra)
+        with state.running(resolved, world, display, args), warnings.catch_warnings():
+            # A loss that was summed over ranks in place, for a report, is still differentiated as this rank's own.
+            warnings.filterwarnings("ignore", message=".*autograd kernel was not registered.*")
             for note in self.notes:
                 display.say(f"note: {note}")
             yield

@@ -95,7 +95,7 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
         # Loss functions reduce over mpu's groups themselves, also where a process is alone.
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    timers = Timers(world.everyone, display.say)
+    timers = Timers(resolved.config.loop.timing_log_level, world.everyone, display.say)
     groups = dataclasses.replace(process_groups(resolved.config, world), tied_later=True)
     _running = Running(resolved, world, display, args, timers, groups)
     try:

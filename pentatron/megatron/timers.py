@@ -7,13 +7,18 @@ import torch
 
 from pentatron.config.errors import UserError
 from pentatron.parallel.collectives import Group, gather_objects
+from pentatron.parallel.timers import block_of
 
 
 class Timer:
-    """Adds up the time between `start` and `stop`. With a barrier, ranks begin or end together."""
+    """Adds up the time between `start` and `stop`. With a barrier, ranks begin or end together.
 
-    def __init__(self, name: str, barrier: Callable[[], None]) -> None:
+    One that is `idle` measures nothing, so that a GPU need not be waited for.
+    """
+
+    def __init__(self, name: str, barrier: Callable[[], None], idle: bool) -> None:
         self.name = name
+        self.idle = idle
         self._wait_for_all = barrier
         self._elapsed = 0.0
         self._active = 0.0
@@ -52,21 +57,27 @@ class Timer:
     def _now(self, barrier: bool) -> float:
         if barrier:
             self._wait_for_all()
+        if self.idle:
+            return 0.0
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
 
 
 class Timers:
-    def __init__(self, everyone: Group, say: Callable[[str], None]) -> None:
+    """Those above the level of the run (`--timing-log-level`) are idle."""
+
+    def __init__(self, level: int, everyone: Group, say: Callable[[str], None]) -> None:
+        self.level = level
         self.everyone = everyone
         self.say = say
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of that name. Every one measures; `log_level` is for those who choose what to print."""
+        """The timer of that name; its level is that of the first call."""
         if name not in self._timers:
-            self._timers[name] = Timer(name, lambda: void(gather_objects(None, self.everyone)))
+            idle = (log_level or 0) > self.level
+            self._timers[name] = Timer(name, lambda: void(gather_objects(None, self.everyone)), idle)
         return self._timers[name]
 
     def log(
@@ -78,15 +89,14 @@ class Timers:
         barrier: bool = False,
     ) -> None:
         """Prints the smallest and the largest time of any rank, in milliseconds. Every rank must ask."""
-        wanted = list(self._timers) if names is None else [n for n in names if n in self._timers]
-        own = {name: 1000 * self._timers[name].elapsed(reset) / normalizer for name in wanted}
+        own = {
+            name: 1000 * timer.elapsed(reset) / normalizer
+            for name, timer in self._timers.items()
+            if not timer.idle and (names is None or name in names)
+        }
         everywhere = gather_objects(own, self.everyone)
-        lines = []
-        for name in wanted:
-            times = [times[name] for times in everywhere if name in times]
-            lines.append(f"    {name + ' ':.<48}: ({min(times):.2f}, {max(times):.2f})")
-        if lines:
-            self.say("\n".join(["(min, max) time across ranks (ms):", *lines]))
+        if any(everywhere):
+            self.say(block_of(everywhere, "minmax"))
 
 
 def void(_: object) -> None:

@@ -138,6 +138,11 @@ def test_what_can_be_asked_inside(tmp_path: Path) -> None:
         get_timers()("forward").start()
         get_timers()("forward").stop()
         assert get_timers()("forward").active_time() > 0
+        with pytest.raises(UserError, match="timer forward was stopped before it was started"):
+            get_timers()("forward").stop()
+        get_timers()("inner", log_level=2).start()
+        get_timers()("inner").stop()
+        assert get_timers()("inner").active_time() == 0, "above --timing-log-level nothing is measured"
         return pretrain_gpt.forward_step(data_iterator, model)
 
     run(tmp_path / "a", program(forward_step=step, greeting="hello"), "--train-iters 1")
