@@ -10,7 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "README.zh.md", "docs/how-it-works/parallelism.md")
+PAGES = (
+    "README.md",
+    "README.zh.md",
+    "docs/how-it-works/parallelism.md",
+    "docs/zh/how-it-works/parallelism.md",
+)
 BLOCK = re.compile(r"^\$ pentatron (layout [^\n]*)\n(\.\.\.\n)?.*?(?=^```$)", re.MULTILINE | re.DOTALL)
 
 

@@ -16,6 +16,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/how-it-works/*.md")),
     *sorted(ROOT.glob("docs/guides/*.md")),
+    *sorted(ROOT.glob("docs/zh/*/*.md")),
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -57,7 +58,11 @@ def test_layouts_are_drawn_as_the_command_draws_them(
 
 
 def test_there_are_drawings() -> None:
-    assert {page for page, _ in shown_outputs()} == {*READMES, PARALLELISM}
+    assert {page for page, _ in shown_outputs()} == {
+        *READMES,
+        PARALLELISM,
+        ROOT / "docs/zh/how-it-works/parallelism.md",
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
