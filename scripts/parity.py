@@ -32,7 +32,7 @@ from pentatron.train.comparison import (  # noqa: E402
     worst,
 )
 from tests.parity import ledger  # noqa: E402
-from tests.parity.bf16 import ALLOWED, BF16_CASES, excess  # noqa: E402
+from tests.parity.bf16 import ALLOWED, BF16_CASES, FP16, FP16_CASES, excess  # noqa: E402
 from tests.parity.bugs import BUGS  # noqa: E402
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout  # noqa: E402
 from tests.parity.judge import Cell, Task, judge_all  # noqa: E402
@@ -84,8 +84,9 @@ def plant_all(jobs: int) -> list[tuple[str, Cell]]:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A layout in bf16: how many times as far from fp32 as one process in bf16, at the worst."""
+    """A layout in bf16 or fp16: how many times as far from fp32 as one process in the same precision, at the worst."""
 
+    precision: str
     layout: str
     family: str
     excess: float
@@ -95,12 +96,14 @@ class Rounded:
         return self.excess < ALLOWED
 
 
-def in_bf16() -> list[Rounded]:
-    print(f"\nbf16: distance from fp32 as a multiple of one process's, which may be {ALLOWED}\n")
+def in_halves() -> list[Rounded]:
+    print(f"\nbf16 and fp16: distance from fp32 as a multiple of one process's, which may be {ALLOWED}\n")
     found = []
-    for layout, family in BF16_CASES:
-        found.append(Rounded(layout, family, max(excess(layout, family).values())))
-        print(f"{layout:<28} {family:<10} {found[-1].excess:.2f}{'' if found[-1].passes else '  FAILS'}")
+    for name, flags, cases in (("bf16", "--bf16", BF16_CASES), ("fp16", FP16, FP16_CASES)):
+        for layout, family in cases:
+            far = max(excess(layout, family, half=flags).values())
+            found.append(Rounded(name, layout, family, far))
+            print(f"{name}  {layout:<28} {family:<10} {far:.2f}{'' if found[-1].passes else '  FAILS'}")
     return found
 
 
@@ -126,7 +129,8 @@ def page(
         f"(largest element) after {STEPS} steps. A cell shows its largest gap as a share of what is allowed.",
         "",
         "Layouts of mixtures of experts whose balancing loss or capacity is defined by micro-batch have the same micro-batches on "
-        "one process.",
+        "one process. Every second layout multiplies its loss by 4096 before backward and divides gradients by it, as fp16 does; one "
+        "process does not.",
     ]
     for table in tables:
         lines += in_markdown(table)
@@ -151,15 +155,18 @@ def page(
         lines.append(f"| {bug} | {cell.family} | {cell.layout.name} | {gap} | {seen.what} |")
     lines += [
         "",
-        "## bf16",
+        "## bf16 and fp16",
         "",
-        f"Rounding differs between layouts, so a layout in bf16 is not compared with one process in bf16 but both with one process in "
+        f"Rounding differs between layouts, so a layout in bf16 or fp16 is not compared with one process in the same precision but both with one process in "
         f"fp32: its gradients at steps 1 and {STEPS} and its weights, each as one long vector, may be at most {ALLOWED} times as far away as "
         f"those of one process are. The largest of the three:",
         "",
-        "| layout | family | distance |",
-        "|---|---|---|",
-        *(f"| {r.layout} | {r.family} | {r.excess:.2f}{'' if r.passes else ' **fails**'} |" for r in rounded),
+        "| precision | layout | family | distance |",
+        "|---|---|---|---|",
+        *(
+            f"| {r.precision} | {r.layout} | {r.family} | {r.excess:.2f}{'' if r.passes else ' **fails**'} |"
+            for r in rounded
+        ),
         "",
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}; {seconds / 60:.0f} minutes.",
         "",
@@ -213,7 +220,7 @@ def main() -> int:
     started = time.perf_counter()
     tables = [sweep(layouts, chosen, words.device, words.jobs) for layouts, chosen in kinds]
     bugs = plant_all(words.jobs) if whole else []
-    rounded = in_bf16() if whole else []
+    rounded = in_halves() if whole else []
     cells = [cell for rows in tables for row in rows for cell in row]
     bad = [cell for cell in cells if not cell.passes]
     for cell in bad:
