@@ -119,7 +119,6 @@ def launching_agent() -> int | None:
 def _work(
     prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
 ) -> int:
-    from pentatron.data.loader import death_of_a_reader
     from pentatron.train.program import CONFIGURED
     from pentatron.train.session import run_training
 
@@ -141,9 +140,7 @@ def _work(
         complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
         return _USER_ERROR
     except (RuntimeError, MemoryError) as error:
-        problem: object = None
-        if isinstance(error, RuntimeError):
-            problem = death_of_a_reader(error) or unrepeatable(error)
+        problem: object = unrepeatable(error) if isinstance(error, RuntimeError) else None
         problem = problem or memory_sentence(error, config, worker.rank)
         if problem is not None:
             complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")

@@ -5,8 +5,11 @@ on d ranks, b × d consecutive samples make one micro-step, and rank r takes the
 """
 
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,8 +23,7 @@ from pentatron.layout.documents import DocumentStarts
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 _REMOTE_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "
-# How torch's sentence about a worker begins.
-_DEAD_WORKER = "DataLoader worker"
+_SECONDS_TO_DIE = 0.5
 
 
 class SampleSource(Protocol):
@@ -111,7 +113,9 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         # The iterator is made here rather than in the generator, so that workers start reading at once.
-        return self._until_exhausted(super().__iter__())
+        with _deaths_noticed_where_batches_are_awaited():
+            batches = super().__iter__()
+        return self._until_exhausted(batches)
 
     def _until_exhausted(self, batches: Iterator[Any]) -> Iterator[Batch]:
         try:
@@ -119,29 +123,45 @@ class BatchLoader(DataLoader[Batch]):
         except UserError as error:
             # A reader process sends its whole traceback along; the sentence is its last line.
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_REMOTE_ERROR)) from None
-        except RuntimeError as error:
-            problem = death_of_a_reader(error)
+        except (RuntimeError, OSError, EOFError):
+            # torch's own sentence, or a connection that broke while a batch came through it.
+            problem = _death_of_a_reader(getattr(batches, "_workers", ()))
             if problem is None:
                 raise
             raise problem from None
         raise self.batch_sampler.exhausted()
 
 
-def death_of_a_reader(error: RuntimeError) -> UserError | None:
-    """What to tell of an error of torch's about a reader process; None if it is about something else.
-
-    torch raises it in a signal handler: wherever the program is at that moment.
+@contextmanager
+def _deaths_noticed_where_batches_are_awaited() -> Iterator[None]:
+    """torch raises in a handler of SIGCHLD when a reader dies, wherever the program is at that moment, and from some places no
+    exception comes out. Whoever waits for a batch looks after the readers as well: that is soon enough, and always the same place.
     """
-    said = " ".join(str(error).split())
-    if not said.startswith(_DEAD_WORKER):
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _death_of_a_reader(readers: Sequence[BaseProcess]) -> UserError | None:
+    """What to tell of a reader process that has ended; None if all live."""
+    for reader in readers:
+        # Its end may be seen a moment after its connection is gone.
+        reader.join(_SECONDS_TO_DIE)
+    ends = [reader.exitcode for reader in readers if reader.exitcode is not None]
+    if not ends:
         return None
-    if "Bus error" in said:
+    how = f"killed by {signal.Signals(-ends[0]).name}" if ends[0] < 0 else f"with exit code {ends[0]}"
+    if -signal.SIGBUS in ends:
         cause = "the shared memory (/dev/shm) is too small, or a data file became shorter while it was read"
     else:
         cause = "not enough memory is the usual cause"
-    what = said.partition(". ")[0].rstrip(".").replace(_DEAD_WORKER, "process", 1)
     return UserError(
-        f"A process that reads data has died ({what}): {cause}; checkpoints are intact, and the same command goes on from the newest "
+        f"A process that reads data has died ({how}): {cause}; checkpoints are intact, and the same command goes on from the newest "
         "one, perhaps with fewer --num-workers."
     )
 
