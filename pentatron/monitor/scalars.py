@@ -1,6 +1,7 @@
 """Megatron's names for the numbers of a step, as TensorBoard and Weights & Biases show them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pentatron.monitor.report import StepReport
@@ -48,14 +49,20 @@ def scalars(report: StepReport, validation: float | None, choices: Choices) -> l
         found.append(Scalar("iteration-time", report.seconds))
     found.append(Scalar("tokens-per-second", report.tokens_per_second))
     if validation is not None:
-        found += _of_validation(validation, choices.perplexity)
+        found += _of_set("validation", validation, choices.perplexity)
     return found
 
 
-def _of_validation(loss: float, perplexity: bool) -> list[Scalar]:
-    values = {"lm loss validation": loss}
+def of_evaluation(losses: Mapping[str, float], choices: Choices) -> list[Scalar]:
+    """Of the sets that are evaluated after the last step, over the steps."""
+    found = [s for name, loss in losses.items() for s in _of_set(name, loss, choices.perplexity)]
+    return [scalar for scalar in found if not scalar.over_samples]
+
+
+def _of_set(name: str, loss: float, perplexity: bool) -> list[Scalar]:
+    values = {f"lm loss {name}": loss}
     if perplexity:
-        values["lm loss validation ppl"] = math.exp(min(20.0, loss))
+        values[f"lm loss {name} ppl"] = math.exp(min(20.0, loss))
     return [
         scalar
         for name, value in values.items()

@@ -7,7 +7,7 @@ from typing import Any
 from pentatron.config.errors import UserError
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
-from pentatron.monitor.scalars import Choices, scalars
+from pentatron.monitor.scalars import Choices, of_evaluation, scalars
 
 
 class TensorBoard(Recorder):
@@ -38,6 +38,11 @@ class TensorBoard(Recorder):
         for scalar in scalars(report, validation, self.choices):
             place = report.consumed_samples if scalar.over_samples else report.step
             self._writer.add_scalar(scalar.name, scalar.value, place)
+        self._writer.flush()
+
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        for scalar in of_evaluation(losses, self.choices):
+            self._writer.add_scalar(scalar.name, scalar.value, step)
         self._writer.flush()
 
     def close(self) -> None:

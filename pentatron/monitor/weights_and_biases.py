@@ -9,7 +9,7 @@ from typing import Any
 from pentatron.config.errors import UserError
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
-from pentatron.monitor.scalars import Choices, scalars
+from pentatron.monitor.scalars import Choices, of_evaluation, scalars
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class WeightsAndBiases(Recorder):
         # Its own horizontal axis is the step; the samples are a line of their own, to draw others over.
         found = {s.name: s.value for s in scalars(report, validation, self.choices) if not s.over_samples}
         self._run.log({**found, "samples vs steps": report.consumed_samples}, step=report.step)
+
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        if found := {scalar.name: scalar.value for scalar in of_evaluation(losses, self.choices)}:
+            self._run.log(found, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -171,3 +171,19 @@ def test_a_longer_run_keeps_the_order_of_its_validations(
     assert found is not None and found.manifest.run_state["valid_ordered_for"] == [3 * 16, 5 * 16]
     assert found.manifest.run_state["consumed_valid_samples"] == 4 * 16
     assert all(read not in first for read in seen)
+
+
+def test_tensorboard_has_the_last_evaluation_unless_nothing_was_trained(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = f"--tensorboard-dir {tmp_path / 'tb'}"
+    run(tmp_path / "a", words)
+    found = evaluations(tmp_path / "a")
+    files = sorted(p.name for p in (tmp_path / "tb").iterdir())
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("lm loss validation")] == [2, 4, 5]
+    (test,) = events.Scalars("lm loss test")
+    assert test.step == 5 and test.value == pytest.approx(found["iteration 5 on test set"], rel=1e-5)
+    run(tmp_path / "a", f"{words} --skip-train")
+    assert sorted(p.name for p in (tmp_path / "tb").iterdir()) == files
