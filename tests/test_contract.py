@@ -251,3 +251,16 @@ def test_bad_data_is_one_sentence(tiny: Path, capsys: pytest.CaptureFixture[str]
     (tiny / "docs/contract/items.yaml").write_text(dedent(TINY).replace("id: 4", "id: 3"))
     assert main(["--root", str(tiny)]) == 2
     assert capsys.readouterr().err == "docs/contract/items.yaml: item 3 is there twice.\n"
+
+
+def test_what_is_not_shown_says_what_it_waits_for(contract: Contract, page: str) -> None:
+    for item in contract.items:
+        assert bool(item.waits_for) == (not item.shown_by), item.id
+        assert item.waits_for in page
+
+
+def test_an_item_that_is_shown_waits_for_nothing() -> None:
+    text = (ROOT / "docs/contract/items.yaml").read_text(encoding="utf-8")
+    wrong = text.replace("    shown_by:\n", "    waits_for: something.\n    shown_by:\n", 1)
+    with pytest.raises(DataError, match="waits_for is for items"):
+        items.parse(wrong)

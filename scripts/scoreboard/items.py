@@ -56,6 +56,8 @@ class Item:
     implied: bool
     kind: str
     shown_by: tuple[Entry, ...]
+    # Why nothing shows it yet.
+    waits_for: str = ""
 
     @property
     def section_number(self) -> str:
@@ -173,7 +175,7 @@ def _guides(where: str, value: object, known: Mapping[str, str]) -> tuple[str, .
 
 def _item(raw: object, guides: Mapping[str, str]) -> Item:
     where = _name("item", raw)
-    raw = _keys(where, raw, {"id", "section", "guides", "text", "shown_by"}, {"implied", "kind"})
+    raw = _keys(where, raw, {"id", "section", "guides", "text", "shown_by"}, {"implied", "kind", "waits_for"})
     if type(raw["id"]) is not int:
         raise DataError(f"{where}: the id must be a whole number")
     section = _text(where, "section", raw["section"])
@@ -183,6 +185,9 @@ def _item(raw: object, guides: Mapping[str, str]) -> Item:
         raise DataError(f"{where}: implied is either true or left out")
     if raw.get("kind", "documentation") != "documentation":
         raise DataError(f"{where}: kind is either documentation or left out")
+    waits_for = _text(where, "waits_for", raw["waits_for"]) if "waits_for" in raw else ""
+    if waits_for and raw["shown_by"] != NOT_YET:
+        raise DataError(f"{where}: waits_for is for items with shown_by: {NOT_YET}")
     return Item(
         id=raw["id"],
         section=section,
@@ -191,6 +196,7 @@ def _item(raw: object, guides: Mapping[str, str]) -> Item:
         implied="implied" in raw,
         kind=raw.get("kind", ""),
         shown_by=_entries(where, raw["shown_by"]),
+        waits_for=waits_for,
     )
 
 

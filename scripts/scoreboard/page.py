@@ -18,7 +18,7 @@ this page from [items.yaml](contract/items.yaml): it runs every listed test and 
 - **holds** when it has at least one entry and all of its entries passed,
 - is **broken** when one of its entries failed, or names a test that does not exist,
 - is **skipped** when none failed but one could not run on the machine that wrote this page,
-- is **not yet** shown when nothing is listed for it.
+- is **not yet** shown when nothing is listed for it; the last column then says what it waits for.
 
 To change a row, edit items.yaml and run `make contract`; edits of this page are lost."""
 
@@ -54,7 +54,7 @@ def _counts(counts: Counter[State]) -> list[str]:
 
 def _item_row(item: Item, state: State, outcomes: Outcomes) -> tuple[str, ...]:
     shown = "<br>".join(_entry_cell(entry, outcomes) for entry in item.shown_by)
-    return str(item.id), " ".join(item.guides), item.text, state, shown or item.kind
+    return str(item.id), " ".join(item.guides), item.text, state, shown or item.waits_for or item.kind
 
 
 def _entry_cell(entry: Entry, outcomes: Outcomes) -> str:
