@@ -261,6 +261,6 @@ def test_what_is_not_shown_says_what_it_waits_for(contract: Contract, page: str)
 
 def test_an_item_that_is_shown_waits_for_nothing() -> None:
     text = (ROOT / "docs/contract/items.yaml").read_text(encoding="utf-8")
-    wrong = text.replace("    shown_by:\n", "    waits_for: something.\n    shown_by:\n", 1)
+    wrong = text.replace("\n    shown_by:\n", "\n    waits_for: something.\n    shown_by:\n", 1)
     with pytest.raises(DataError, match="waits_for is for items"):
         items.parse(wrong)
