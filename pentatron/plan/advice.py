@@ -4,14 +4,12 @@ from dataclasses import dataclass
 
 from pentatron.plan.activations import layer
 from pentatron.plan.devices import in_words
-from pentatron.plan.held import total_parameters
+from pentatron.plan.held import total_parameters, whole
 from pentatron.plan.search import Layout, Search, usable
 from pentatron.plan.shape import Shape
 
 BILLION = 1e9
 _DEEP = 30
-# Weights and gradients, and fp32 master weights and moments beside them: bf16 training without anything divided.
-_BYTES_OF_A_PARAMETER = 18
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,10 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     """`base` is any layout of the model; `layouts` those that were found."""
     shape, device = base.shape, search.device
     parameters, _ = total_parameters(shape)
-    alone = parameters * _BYTES_OF_A_PARAMETER
-    whole = [found for found in layouts if found.shape.grid.tensor * found.shape.grid.pipeline == 1]
+    alone = parameters * _bytes_of_a_parameter(shape)
+    undivided = [found for found in layouts if found.shape.grid.tensor * found.shape.grid.pipeline == 1]
     fits_one = alone < usable(device)
-    fits_divided = any(found.fits for found in whole)
+    fits_divided = any(found.fits for found in undivided)
     layer_bytes = _layer_bytes(shape)
     layer_fits = layer_bytes < usable(device)
     depth = shape.config.model.num_layers
@@ -132,10 +130,16 @@ def _fits_one(alone: float, fits_one: bool, fits_divided: bool, search: Search) 
 
 
 def _layer_bytes(shape: Shape) -> int:
-    sparse = bool(shape.sparse_layers)
-    number = min(shape.sparse_layers) if sparse else 0
-    parameters = sum(p.elements for p in shape.layer(number)) * shape.grid.tensor
-    return _BYTES_OF_A_PARAMETER * parameters + layer(shape, sparse, frozenset()) * shape.grid.tensor
+    """Of the largest layer, undivided, with what a micro-batch leaves in it."""
+    one = whole(shape)
+    sparse = bool(one.sparse_layers)
+    parameters = sum(p.elements for p in one.layer(min(one.sparse_layers) if sparse else 0))
+    return _bytes_of_a_parameter(shape) * parameters + layer(one, sparse, frozenset())
+
+
+def _bytes_of_a_parameter(shape: Shape) -> int:
+    """Weights, gradients and Adam's moments, with nothing divided; fp32 weights are their own master."""
+    return 18 if shape.width == 2 else 16
 
 
 def _combination(best: Layout | None) -> str:

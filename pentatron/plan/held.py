@@ -146,7 +146,7 @@ def total_parameters(shape: Shape) -> tuple[int, int]:
     """Of the whole model, without padding of the vocabulary; and those that one token passes through."""
     model, moe = shape.config.model, shape.config.moe
     assert model.vocab_size and model.padded_vocab_size
-    one = Shape(_on_one_process(shape.config))
+    one = whole(shape)
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
     total = sum(p.elements for p in one.stage(part))
     tables = 1 if one.tied else 2
@@ -156,6 +156,11 @@ def total_parameters(shape: Shape) -> tuple[int, int]:
         each = sum(p.elements for p in one.experts() if p.copies == "expert_data") // moe.num_experts
         idle = len(one.sparse_layers) * each * (moe.num_experts - moe.moe_router_topk)
     return total, total - idle
+
+
+def whole(shape: Shape) -> Shape:
+    """The same model on one process."""
+    return Shape(_on_one_process(shape.config))
 
 
 def _on_one_process(config: RunConfig) -> RunConfig:
