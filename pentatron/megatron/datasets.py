@@ -195,6 +195,11 @@ def _as_asked(config: RunConfig, asked: GPTDatasetConfig, mock: bool) -> RunConf
             "create_attention_mask=True: masks are not made of data here (attention is causal, and --reset-attention-mask keeps "
             "documents apart); leave it False"
         )
+    if asked.path_to_cache != config.data.data_cache_path:
+        raise UserError(
+            f"the dataset's configuration says path_to_cache={asked.path_to_cache}, the run has --data-cache-path "
+            f"{config.data.data_cache_path}; give the folder as the flag"
+        )
     data = dataclasses.replace(
         config.data,
         mock_data=mock,

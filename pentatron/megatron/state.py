@@ -7,7 +7,7 @@ This is the one place of the package where something is global: Megatron's names
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -40,7 +40,8 @@ class Running:
     stage: int | None = None
     data: "DataPlan | None" = None
     flow: "Flow | None" = None
-    process_groups: dict[Axis, Any] = field(default_factory=dict)
+    # Torch's group of this rank alone, once it is asked for.
+    alone: Any = None
 
     @property
     def config(self) -> RunConfig:
@@ -59,13 +60,12 @@ class Running:
 
     def process_group(self, axis: Axis) -> Any:
         """Torch's group of the ranks along an axis; on an axis without company, of this rank alone."""
-        group = self.world.everyone if axis == "everyone" else self.world.group(axis)
+        group = self.world.group(axis)
         if group.process_group is not None:
             return group.process_group
-        if axis not in self.process_groups:
-            alone = dist.new_group([self.world.everyone.rank], use_local_synchronization=True)
-            self.process_groups.update(dict.fromkeys((*self.process_groups, axis), alone))
-        return self.process_groups[axis]
+        if self.alone is None:
+            self.alone = dist.new_group([self.world.everyone.rank], use_local_synchronization=True)
+        return self.alone
 
 
 _running: Running | None = None
