@@ -80,6 +80,7 @@ TARGETS: dict[str, tuple[_Target, ...]] = {
     "optimizer.params.weight_decay": (_Target("weight_decay"),),
     "optimizer.params.momentum": (_Target("sgd_momentum"),),
     "scheduler.type": (_Target("lr_decay_style", _schedule),),
+    "scheduler.params.warmup_min_lr": (_Target("lr_warmup_init"),),
     "scheduler.params.warmup_max_lr": (_Target("lr"),),
     "scheduler.params.warmup_num_steps": (_Target("lr_warmup_iters"),),
     "scheduler.params.total_num_steps": (_Target("lr_decay_iters"),),

@@ -27,7 +27,8 @@ class Scalar:
 
 def scalars(report: StepReport, validation: float | None, choices: Choices) -> list[Scalar]:
     """In the order of Megatron's writer."""
-    both = {"learning-rate": report.learning_rate, "batch-size": float(report.global_batch_size)}
+    # As in the log, and as Megatron has it: the rate after the step, which the next one will have.
+    both = {"learning-rate": report.next_learning_rate, "batch-size": float(report.global_batch_size)}
     if not report.is_skipped:
         both["lm loss"] = report.loss
         both |= report.experts.by_name() if report.experts else {}

@@ -51,15 +51,15 @@ class Timers:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def block(self, group: Group, steps: int = 1) -> str | None:
+    def block(self, group: Group, steps: int = 1, only: str | None = None) -> str | None:
         """The times of all ranks since the last block, each divided by `steps`; every rank must ask.
 
-        Nothing if nothing was timed; timers of level 0 run on all ranks or on none.
+        Nothing if nothing was timed; timers of level 0 run on all ranks or on none. `only`: of this timer; the others go on.
         """
-        if not self._timers:
+        told = [name for name in self._timers if only in (None, name)]
+        if not told:
             return None
-        own = {name: 1000 * timer.seconds / steps for name, timer in self._timers.items()}
-        self._timers.clear()
+        own = {name: 1000 * self._timers.pop(name).seconds / steps for name in told}
         return block_of(gather_objects(own, group), self.option)
 
 

@@ -51,9 +51,9 @@ class Health:
                 self._random.append(torch.cuda.get_rng_state(self.world.device))
 
     def diagnose(
-        self, result: StepResult, batches: Sequence[Batch], scale: float, last_saved: int
+        self, result: StepResult, batches: Sequence[Batch], scale: float, last_saved: str
     ) -> BadNumbers | AgreedError:
-        """Computes the step again and says what was found out. Every rank must ask."""
+        """Computes the step again and says what was found out, and which checkpoint is the last one. Every rank must ask."""
         step = self.state.step
         met = (
             f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.gradient_norm}; training stopped before the "
@@ -61,20 +61,22 @@ class Health:
         )
         first = self._first_time(result)
         if self.config.loop.rerun_mode == "disabled":
-            return AgreedError(f"{met}{first}. {_ADVICE}; the last checkpoint is step {last_saved}")
+            return AgreedError(f"{met}{first}. {_ADVICE}; {last_saved}")
         self.as_before_step()
         found = compute_again(self.model, self.optimizer, batches, step, scale)
         if not found.repeats:
             return BadNumbers(
                 f"{met}{first}. Computed again, the loss is {found.again.loss:.6g} and the norm {found.again.norm:.6g}: a passing "
-                f"fault, of a machine rather than of the data; check that rank's memory and GPU. The last checkpoint is step {last_saved}",
+                f"fault, of a machine rather than of the data; check that rank's memory and GPU; {last_saved}",
                 BadNumbers.TRANSIENT,
             )
-        saved = (
-            f"The checkpoint of step {step} has everything before it"
-            if step
-            else "Nothing was trained before"
-        )
+        saved = "Nothing was trained before"
+        if step:
+            saved = (
+                f"The checkpoint of step {step} has everything before it"
+                if self.config.checkpoint.save_checkpoints
+                else "Nothing is saved (--no-save-checkpoints)"
+            )
         origin = "" if found.origin is None else f", and begins with {found.origin.sentence()}"
         return BadNumbers(
             f"{met}. Computed again, it is the same{origin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. "
@@ -103,9 +105,9 @@ class Health:
         """Tells of a loss or a norm far above all before; the run goes on."""
         loop, state = self.config.loop, self.state
         if state.updates > _STEPS_BEFORE:
-            if loop.check_for_spiky_loss and result.loss > _SPIKE * state.largest_loss:
+            if loop.check_for_spiky_loss and _stands_out(result.loss, state.largest_loss):
                 self._tell("loss", result.loss, state.largest_loss)
-            if loop.check_for_large_grads and result.gradient_norm > _SPIKE * state.largest_norm:
+            if loop.check_for_large_grads and _stands_out(result.gradient_norm, state.largest_norm):
                 self._tell("gradient norm", result.gradient_norm, state.largest_norm)
         state.largest_loss = max(state.largest_loss, result.loss)
         state.largest_norm = max(state.largest_norm, result.gradient_norm)
@@ -114,3 +116,8 @@ class Health:
         self.output.say(
             f"warning: step {self.state.step + 1}: the {what} {value:.6g} is {value / before:.1f} times the largest one before"
         )
+
+
+def _stands_out(value: float, before: float) -> bool:
+    """From zero nothing does: a checkpoint made before this was watched knows of no largest one."""
+    return 0 < before * _SPIKE < value

@@ -20,10 +20,9 @@ def describe(config: RunConfig, world: World, parameters: int) -> str:
     """One line on what is about to run, and where."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     size = world.everyone.size
-    precision = "fp16" if config.precision.fp16 else "bf16" if config.precision.bf16 else "fp32"
     return (
         f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
-        f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {precision}; "
+        f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {config.precision.name}; "
         f"{_sizes(config, lambda size: size)} × {config.model.seq_length} tokens a step"
     )
 
@@ -88,11 +87,15 @@ def draw_curve(folder: RunFolder) -> None:
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """How far the loss fell, a taste of the model, and where everything lies."""
-    rows = [row for row in read_metrics(folder.metrics) if not row.get("skipped")]
-    if not rows and config.train.train_iters:
+    every = list(read_metrics(folder.metrics))
+    rows = [row for row in every if not row.get("skipped")]
+    if every and not rows:
         output.say(
             "finished, but no update was made: every step was skipped, because fp16 overflows with the loss scale it had. Train for "
             "more steps, in which it becomes smaller, or begin with a smaller one (--initial-loss-scale)"
+            if config.precision.fp16 and not config.precision.loss_scale
+            else "finished, but no update was made: every step was skipped, because its loss or its gradients were no numbers. Lower --lr, or "
+            "check the data"
         )
     if rows:
         first, last = rows[0]["loss"], sum(r["loss"] for r in rows[-10:]) / len(rows[-10:])

@@ -235,7 +235,7 @@ class Session:
                 draw_curve(self.folder)
             if ending is not None:
                 output.note(ending.line)
-                output.say(_farewell(ending, self.state, self.config.checkpoint.save_checkpoints))
+                output.say(_farewell(ending, self.state, self.config))
             elif not self.config.train.skip_train:
                 finish(self.config, self.folder, datasets, output)
             self.moments.mark("finish")
@@ -325,12 +325,14 @@ def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) ->
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")
 
 
-def _farewell(ending: Ending, state: TrainState, saves: bool) -> str:
+def _farewell(ending: Ending, state: TrainState, config: RunConfig) -> str:
+    if config.train.skip_train:
+        return f"{ending.reason} before the evaluation was done"
     if state.step == 0:
         return f"{ending.reason} before the first step; nothing was trained yet"
     kept = (
         "its checkpoint is saved, the same command goes on from there"
-        if saves
+        if config.checkpoint.save_checkpoints
         else "nothing is saved (--no-save-checkpoints)"
     )
     return f"{ending.reason} after step {state.step}; {kept}"

@@ -45,13 +45,14 @@ def train_step(
     `scale` times the loss; loss and norm are told without it. `weight_decay` is the configured one unless it is said.
     """
     found = compute_gradients(model, optimizer, batches, step, scale)
+    # Before the update, for which a GPU would be waited for otherwise.
+    experts = model.routers.report(found.of_routers)
     # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
     updated = math.isfinite(found.loss) and math.isfinite(found.norm)
     if updated:
         with model.timers("optimizer", 1):
             optimizer.step(learning_rate, found.norm, scale, weight_decay)
         model.routers.settle(found.of_routers)
-    experts = model.routers.report(found.of_routers)
     return StepResult(found.loss, found.norm, found.tokens, experts, updated, found.own_loss)
 
 

@@ -35,6 +35,8 @@ from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step
 
 _SPEED_WINDOW = 20
+# Timers of what is not a part of every step.
+_SAVING, _EVALUATING = "save-checkpoint", "evaluate"
 
 
 class Trainer:
@@ -73,8 +75,11 @@ class Trainer:
         # Of the last steps, their samples and seconds.
         self._recent: list[tuple[int, float]] = []
         self._peak = peak_teraflops(world.device, config.precision.name)
-        self._saved_step = state.step
-        self._begins_unsaved = not is_saved
+        # Steps since the last block of times.
+        self._timed_steps = 0
+        self._first_step = state.step
+        # The last step that the run's own folder holds, if there is one.
+        self._saved_step = state.step if is_saved else None
 
     def run(self) -> Ending | None:
         """Trains to the end, or to what ends the run before, which is returned; all ranks return the same."""
@@ -100,7 +105,7 @@ class Trainer:
             with self.timers("batch-generator", 2):
                 drawn, stopped_by = agree_on_next_step(batches, count, self.stop, self.world)
             if stopped_by is not None:
-                if self.state.step != self._saved_step:
+                if self.state.step != self._first_step:
                     self.save()
                 return self.endings.by_signal(stopped_by)
             if self.state.step + 1 in self.config.loop.iterations_to_skip:
@@ -141,11 +146,15 @@ class Trainer:
         return result, rate
 
     def _tell_times(self) -> None:
-        interval = self.config.log.log_interval
-        if self.state.step % interval == 0:
-            times = self.timers.block(self.world.everyone, interval)
-            if times is not None:
-                self.output.note(times)
+        """The mean of the steps since the last time. What is not a part of every step is told when it is done."""
+        self._timed_steps += 1
+        if self.state.step % self.config.log.log_interval == 0:
+            self._note(self.timers.block(self.world.everyone, self._timed_steps))
+            self._timed_steps = 0
+
+    def _note(self, times: str | None) -> None:
+        if times is not None:
+            self.output.note(times)
 
     def _leave_out(self) -> None:
         """A step that the user does not want: its samples are consumed all the same."""
@@ -173,10 +182,9 @@ class Trainer:
 
     def save(self) -> None:
         """Saves this step, unless it is saved already."""
-        is_saved = self._saved_step == self.state.step and not self._begins_unsaved
-        if is_saved or not self.config.checkpoint.save_checkpoints:
+        if self._saved_step == self.state.step or not self.config.checkpoint.save_checkpoints:
             return
-        with self.timers("save-checkpoint", 0):
+        with self.timers(_SAVING, 0):
             folder = self.store.save(
                 self.state.step,
                 itertools.chain(
@@ -187,11 +195,16 @@ class Trainer:
                 self.config.nested(),
                 self.world.everyone,
             )
-        self._saved_step, self._begins_unsaved = self.state.step, False
+        self._saved_step = self.state.step
         self.output.saved(
             self.state.step,
             f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}",
         )
+        self._note(self.timers.block(self.world.everyone, only=_SAVING))
+
+    def _last_checkpoint(self) -> str:
+        saved = self._saved_step
+        return "no checkpoint is saved yet" if saved is None else f"the last checkpoint is step {saved}"
 
     def _settle(self, result: StepResult, drawn: Sequence[Batch]) -> None:
         """Counts the update. Where the loss scale is looked for, an overflow is how it is found."""
@@ -204,7 +217,7 @@ class Trainer:
         elif self.scaler.is_hopeless:
             raise AgreedError(
                 f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
-                f"weights stand still. Lower --lr, use --bf16, or check the data; the last checkpoint is step {self._saved_step}"
+                f"weights stand still. Lower --lr, use --bf16, or check the data; {self._last_checkpoint()}"
             )
         elif self.scaler.is_dynamic or not self.health.stops:
             self.state.count_skipped(not math.isfinite(result.loss))
@@ -213,7 +226,7 @@ class Trainer:
 
     def _end_with_bad_numbers(self, result: StepResult, drawn: Sequence[Batch], scale: float) -> NoReturn:
         """What repeats is worth trying on other machines: everything before it is saved. A machine that errs saves nothing."""
-        problem = self.health.diagnose(result, drawn, scale, self._saved_step)
+        problem = self.health.diagnose(result, drawn, scale, self._last_checkpoint())
         if problem.exit_code == BadNumbers.REPRODUCIBLE and self.state.step:
             self.health.as_before_step()
             self.save()
@@ -223,8 +236,10 @@ class Trainer:
         interval = self.config.train.eval_interval
         if not interval or self.state.step % interval:
             return None
-        with self.timers("evaluate", 0):
-            return self.beside.around_evaluation(self.evaluation.during_training)
+        with self.timers(_EVALUATING, 0):
+            loss = self.beside.around_evaluation(self.evaluation.during_training)
+        self._note(self.timers.block(self.world.everyone, only=_EVALUATING))
+        return loss
 
     def _evaluate_at_the_end(self) -> Ending | None:
         """On the validation and the test set."""
@@ -269,10 +284,10 @@ class Trainer:
     def _expert_report(self, load: ExpertLoad | None) -> ExpertReport | None:
         if load is None:
             return None
-        by_layer = dict(zip(load.layers, load.counts.long().tolist()))
-        return ExpertReport(
-            load.losses, load.imbalance, load.idle, by_layer if self.config.moe.moe_per_layer_logging else {}
-        )
+        by_layer: dict[int, list[int]] = {}
+        if self.config.moe.moe_per_layer_logging:
+            by_layer = dict(zip(load.layers, load.counts.long().tolist()))
+        return ExpertReport(load.losses, load.imbalance, load.idle, by_layer)
 
     def _seconds_left(self) -> float:
         """By samples, as steps may grow."""

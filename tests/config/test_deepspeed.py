@@ -41,7 +41,12 @@ EVERYTHING = {
     },
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 5, "total_num_steps": 50},
+        "params": {
+            "warmup_min_lr": 1e-5,
+            "warmup_max_lr": 1e-4,
+            "warmup_num_steps": 5,
+            "total_num_steps": 50,
+        },
     },
     "tensorboard": {"enabled": True, "output_path": "tb", "job_name": "x"},
     "wandb": {"enabled": False, "project": "p"},
@@ -68,8 +73,8 @@ def test_every_key_becomes_the_setting_that_does_the_same(tmp_path: Path) -> Non
         "zero_stage": 2, "overlap_grad_reduce": True, "ddp_bucket_size": 500_000_000, "optimizer_cpu_offload": True,
         "fp16": True, "bf16": False, "loss_scale": None, "initial_loss_scale": 4096.0, "loss_scale_window": 500, "hysteresis": 3,
         "min_loss_scale": 2.0, "optimizer": "adam", "lr": 1e-4, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-7,
-        "weight_decay": 0.2, "lr_decay_style": "linear", "lr_warmup_iters": 5, "lr_decay_iters": 50, "tensorboard_dir": "tb",
-        "wandb_project": None,
+        "weight_decay": 0.2, "lr_decay_style": "linear", "lr_warmup_iters": 5, "lr_decay_iters": 50, "lr_warmup_init": 1e-5,
+        "tensorboard_dir": "tb", "wandb_project": None,
     }  # fmt: skip
     assert {name: values[name] for name in expected} == expected
     told = [n for n in found.notices if "ds_config.json: " in n]

@@ -24,6 +24,11 @@ def test_numbers_have_megatrons_names() -> None:
     both.append("lm loss validation ppl")
     once = {"skipped-train-samples", "world-size", "mem-max-allocated-bytes", "throughput", "iteration-time"}
     assert found == once | {"tokens-per-second"} | {n for name in both for n in (name, f"{name} vs samples")}
+    rates = {
+        s.name: s.value
+        for s in scalars(report(1, learning_rate=1.0, next_learning_rate=2.0), None, Choices())
+    }
+    assert rates["learning-rate"] == rates["learning-rate vs samples"] == 2.0, "the one that the log shows"
     plain = {s.name for s in scalars(report(1), None, Choices())}
     assert not plain & once and not any("validation" in name for name in plain)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import pentatron.train.trainer as trainer_module
+from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
@@ -81,6 +82,37 @@ def test_timers_show_the_parts_of_their_level(tmp_path: Path) -> None:
     assert one.count("forward-backward ...") == 2 and "forward-compute" not in one
     # Nothing but the start and what is not a step.
     assert "forward-backward ..." not in run(tmp_path / "c")
+
+
+def test_what_is_no_part_of_every_step_is_told_when_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, not divided by the steps between two lines; and a mean is over the steps there were."""
+    save = CheckpointStore.save
+
+    def slowly(*arguments: Any) -> Path:
+        time.sleep(0.2)
+        return save(*arguments)
+
+    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    asked: list[int] = []
+    block = Timers.block
+
+    def noting(timers: Timers, group: Any, steps: int = 1, only: str | None = None) -> str | None:
+        asked.append(steps) if only is None else None
+        return block(timers, group, steps, only)
+
+    monkeypatch.setattr(Timers, "block", noting)
+    words = "--log-interval 3 --save-interval 2 --eval-interval 2 --eval-iters 1 --timing-log-level 1"
+    log = run(tmp_path / "a", words)
+    found = re.findall(
+        r"successfully saved .*\n\(min, max\) .*\n    save-checkpoint \.+: \((\d+\.\d\d), .*\n(?!    )", log
+    )
+    assert len(found) == 2 and all(float(time) >= 200 for time in found)
+    assert len(re.findall(r"^-+\n\(min, max\) .*\n    evaluate \.+: \(.*\n(?!    )", log, re.M)) == 2
+    run(tmp_path / "a", f"{words} --train-iters 7")
+    # Of each start, then of the steps to 3, and of 5 and 6.
+    assert asked == [1, 3, 1, 2]
 
 
 def test_the_start_is_measured_from_the_first_process(tmp_path: Path) -> None:

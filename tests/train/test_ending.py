@@ -62,6 +62,13 @@ def test_the_clock_also_ends_an_evaluation(tmp_path: Path) -> None:
     assert "validation loss" not in log(tmp_path / "a")
 
 
+def test_an_evaluation_alone_that_is_broken_off_promises_no_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    words = "--skip-train --exit-duration-in-mins 10 --eval-interval 1 --eval-iters 3"
+    assert run(tmp_path / "a", words, time.time() - 601).ending is not None
+    assert log(tmp_path / "a").endswith("(--exit-duration-in-mins 10) before the evaluation was done\n")
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

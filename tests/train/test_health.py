@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.layout.ranks import Grid
 from pentatron.nn.attention import SelfAttention
 from pentatron.parallel.world import World, connect, single_process
+from pentatron.train.health import Health
+from pentatron.train.output import Output
 from pentatron.train.session import Outcome, run_training
+from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
@@ -124,9 +128,20 @@ def test_a_bad_weight_comes_before_all_it_does(tmp_path: Path, monkeypatch: pyte
 
 def test_without_the_second_look_the_run_just_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Poison(2, lambda call: call >= 5).install(monkeypatch)
-    with pytest.raises(AgreedError, match="the last checkpoint is step 0") as error:
+    with pytest.raises(AgreedError, match=r"check the data; no checkpoint is saved yet$") as error:
         run(tmp_path / "a", "--rerun-mode disabled")
     assert error.value.exit_code == 2
+
+
+def test_no_checkpoint_is_promised_where_none_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Poison(2, lambda call: call >= 11).install(monkeypatch)
+    with pytest.raises(
+        BadNumbers, match=r"leaves this step out\. Nothing is saved \(--no-save-checkpoints\)$"
+    ):
+        run(tmp_path / "a", "--no-save-checkpoints")
+    assert steps(tmp_path / "a") == []
 
 
 def test_without_the_check_such_a_step_is_left_out_and_counted(
@@ -224,3 +239,31 @@ def test_spikes_are_told_and_the_run_goes_on(
     assert "warning: step 5: the gradient norm" in shown
     run(tmp_path / "b")
     assert "warning" not in capsys.readouterr().out
+
+
+def test_a_run_of_skipped_steps_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one that had no step to make does not say so."""
+    run(tmp_path / "whole")
+    run(tmp_path / "again", f"--load {tmp_path / 'whole'}")
+    assert "no update was made" not in capsys.readouterr().out
+    Poison(2, lambda call: True).install(monkeypatch)
+    run(tmp_path / "none", "--no-check-for-nan-in-loss-and-grad")
+    assert (
+        "every step was skipped, because its loss or its gradients were no numbers" in capsys.readouterr().out
+    )
+
+
+def test_nothing_stands_out_from_what_was_not_watched(tmp_path: Path) -> None:
+    """A checkpoint that knows of no largest loss, as older ones."""
+    settings = resolved(f"{RUN} --run-dir {tmp_path} --check-for-spiky-loss --check-for-large-grads").config
+    told: list[str] = []
+    output = Output(SimpleNamespace(say=told.append))  # type: ignore[arg-type]
+    state = TrainState(updates=100)
+    nothing: Any = None
+    health = Health(settings, single_process(), nothing, nothing, state, output)
+    health.watch(StepResult(2.0, 1.0, 8))
+    assert told == [] and (state.largest_loss, state.largest_norm) == (2.0, 1.0)
+    health.watch(StepResult(30.0, 1.0, 8))
+    assert len(told) == 1
