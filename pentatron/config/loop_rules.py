@@ -67,6 +67,12 @@ def _unprofiled(draft: Draft, facts: Facts) -> str:
     return "" if draft["profile"] else "nothing is profiled (--profile)"
 
 
+def _profiles_nobody(draft: Draft, facts: Facts) -> str:
+    nobody = min(draft["profile_ranks"], default=0) >= facts.world_size
+    reason = f"the last of the {facts.world_size} ranks is {facts.world_size - 1}, so none of these is there"
+    return _unprofiled(draft, facts) or (reason if nobody else "")
+
+
 def _profile_beyond_the_end(draft: Draft, facts: Facts) -> str:
     last = draft["train_iters"]
     late = draft["profile"] and last is not None and draft["profile_step_start"] >= last
@@ -96,9 +102,8 @@ IDLE_OF_THE_LOOP: dict[str, Callable[[Draft, Facts], str]] = {
     "check_for_nan_in_loss_and_grad": _nan_check,
     "rerun_mode": _unchecked,
     "iterations_to_skip": _beyond_the_end,
-    **dict.fromkeys(
-        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"), _unprofiled
-    ),
+    **dict.fromkeys(("profile_step_start", "profile_step_end", "use_pytorch_profiler"), _unprofiled),
+    "profile_ranks": _profiles_nobody,
     "profile": _profile_beyond_the_end,
     **dict.fromkeys(("manual_gc_interval", "manual_gc_eval"), _automatic_gc),
     "check_weight_hash_across_dp_replicas_interval": _no_copies,

@@ -4,11 +4,12 @@ import csv
 import threading
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
 from pentatron.monitor.memory import memory_now
+from pentatron.monitor.ranks import gpu_utilisation
 
 
 class MemorySampler:
@@ -22,9 +23,9 @@ class MemorySampler:
         self._ended = threading.Event()
         self._file: TextIO = path.open("w", encoding="utf-8", newline="")
         self._rows = csv.writer(self._file)
-        self._utilisation = _utilisation_reader(device)
+        self._knows_load = gpu_utilisation(device) is not None
         self._names = list(memory_now(device))
-        load = ["gpu_utilisation_percent"] if self._utilisation else []
+        load = ["gpu_utilisation_percent"] if self._knows_load else []
         self._rows.writerow(["seconds", *(f"{name}_bytes" for name in self._names), *load])
         self._sample()
         self._thread = threading.Thread(target=self._run, name="memory samples", daemon=True)
@@ -37,7 +38,7 @@ class MemorySampler:
     def _sample(self) -> None:
         figures = memory_now(self.device)
         self.peak = {name: max(value, self.peak.get(name, 0)) for name, value in figures.items()}
-        load = [self._utilisation()] if self._utilisation else []
+        load = [gpu_utilisation(self.device)] if self._knows_load else []
         self._rows.writerow([f"{time.monotonic() - self._began:.3f}", *figures.values(), *load])
         self._file.flush()
 
@@ -48,14 +49,3 @@ class MemorySampler:
         self._thread.join()
         self._sample()
         self._file.close()
-
-
-def _utilisation_reader(device: torch.device) -> Any:
-    """Asks the driver how busy the GPU is, in percent; None where that cannot be asked."""
-    if device.type != "cuda":
-        return None
-    try:
-        torch.cuda.utilization(device)
-    except (ImportError, ModuleNotFoundError, RuntimeError):
-        return None
-    return lambda: torch.cuda.utilization(device)

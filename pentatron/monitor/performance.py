@@ -1,6 +1,7 @@
 """The performance summary: what a run reached, in a file for later analysis."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,8 +47,8 @@ class PerformanceSummary(Recorder):
             "steps": self._seen,
             "first_step": self._first.step,
             "last_step": self._last.step,
-            "first_loss": self._first.loss,
-            "last_loss": self._last.loss,
+            "first_loss": _sound(self._first.loss),
+            "last_loss": _sound(self._last.loss),
             "first_step_seconds": round(self._first.seconds, 6),
             "peak_memory_bytes": self._last.memory_bytes,
         }
@@ -73,3 +74,8 @@ class PerformanceSummary(Recorder):
             "model_flops_utilisation": round(teraflops / peak, 4) if peak else None,
             "peak_teraflops_per_device": peak,
         }
+
+
+def _sound(loss: float) -> float | None:
+    """JSON has no word for a number that is none."""
+    return loss if math.isfinite(loss) else None

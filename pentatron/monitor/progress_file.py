@@ -20,12 +20,14 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
 
 
 class ProgressFile(Recorder):
-    def __init__(self, path: Path, job_id: str, devices: int, flops_before: float) -> None:
-        """`flops_before` are those of the run until the step this job goes on from."""
+    def __init__(
+        self, path: Path, job_id: str, devices: int, flops_before: float, tokens_before: int = 0
+    ) -> None:
+        """`flops_before` and `tokens_before` are those of the run until the step this job goes on from."""
         self.path, self.job_id, self.devices = path, job_id, devices
         self._seconds_before = earlier_seconds(path)
         self._flops_before, self._flops = flops_before, 0.0
-        self._tokens = 0
+        self._tokens = tokens_before
         self._began = datetime.now()
         self._write(self._began, STARTED)
 

@@ -1,5 +1,6 @@
 """What one step or one validation has to say, and how it reads in the log."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ _NAMES = {
     "global_aux_loss": "global_load_balancing_loss",
     "z_loss": "z_loss",
 }
+
+_LARGEST_EXPONENT = 20.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,11 @@ def short_line(report: StepReport, eta_seconds: float) -> str:
         f"{report.tokens_per_second:7.0f} tokens/s  {report.memory_bytes / 2**20:5.0f} MiB  "
         f"left {duration(eta_seconds)}"
     )
+
+
+def perplexity(loss: float) -> float:
+    """Of a large loss it says no more than the loss, and its digits fill the line: there it stays what it is."""
+    return math.exp(min(_LARGEST_EXPONENT, loss))
 
 
 def duration(seconds: float) -> str:

@@ -1,10 +1,9 @@
 """Megatron's names for the numbers of a step, as TensorBoard and Weights & Biases show them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pentatron.monitor.report import StepReport
+from pentatron.monitor.report import StepReport, perplexity
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ def of_evaluation(losses: Mapping[str, float], choices: Choices) -> list[Scalar]
     return [scalar for scalar in found if not scalar.over_samples]
 
 
-def _of_set(name: str, loss: float, perplexity: bool) -> list[Scalar]:
+def _of_set(name: str, loss: float, with_perplexity: bool) -> list[Scalar]:
     values = {f"lm loss {name}": loss}
-    if perplexity:
-        values[f"lm loss {name} ppl"] = math.exp(min(20.0, loss))
+    if with_perplexity:
+        values[f"lm loss {name} ppl"] = perplexity(loss)
     return [
         scalar
         for name, value in values.items()

@@ -1,13 +1,13 @@
 """The loss on data that is not trained on: during training, after it, or instead of it."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from pentatron.config.run import RunConfig
 from pentatron.data.epochs import FiniteDataset, Padded, Repeated
 from pentatron.data.loader import Batch
+from pentatron.monitor.report import perplexity
 from pentatron.parallel.world import World
 from pentatron.train.batches import micro_batches
 from pentatron.train.datasets import Datasets
@@ -16,9 +16,6 @@ from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.state import TrainState
 from pentatron.train.step import validation_loss
-
-# Above it a perplexity says no more than the loss, and its digits fill the line.
-_LARGEST_EXPONENT = 20.0
 
 
 class Evaluation:
@@ -105,8 +102,7 @@ class Evaluation:
         return loss
 
     def _tell(self, name: str, where: str, loss: float) -> None:
-        perplexity = math.exp(min(_LARGEST_EXPONENT, loss))
-        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
         rule = "-" * (len(line) + 1)
         for text in (rule, line, rule):
             self.output.note(text)

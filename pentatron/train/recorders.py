@@ -46,7 +46,9 @@ def open_recorders(
     if log.log_progress:
         assert config.checkpoint.save is not None
         path = Path(config.checkpoint.save) / "progress.txt"
-        yield ProgressFile(path, config.launch.job_id or "", world.everyone.size, state.flops)
+        yield ProgressFile(
+            path, config.launch.job_id or "", world.everyone.size, state.flops, state.consumed_tokens
+        )
     if log.save_performance_summary:
         yield PerformanceSummary(folder.path / "performance_summary.json", _about(config, world, parameters))
 

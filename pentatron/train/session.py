@@ -197,7 +197,8 @@ class Session:
         output.say(describe(config, world, parameters))
         if pipeline := describe_pipeline(config):
             output.say(pipeline)
-        for note in [*_without_effect_here(self.resolved, world), *self.began.notes]:
+        notes = [*_without_effect_here(self.resolved, world), *_behind(config, self.state), *self.began.notes]
+        for note in notes:
             output.say(f"note: {note}")
         _say_where_it_stands(config, self.began, output)
         beside = BesideTheSteps(config, world, self.optimizer, self.folder.path, output)
@@ -272,6 +273,16 @@ def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
             "--moe-grouped-gemm: its kernel needs bf16 on a GPU; experts are multiplied one by one here"
         )
     return found
+
+
+def _behind(config: RunConfig, state: TrainState) -> list[str]:
+    """What should have begun before the step that the run goes on from."""
+    if not config.log.profile or state.step <= config.log.profile_step_start:
+        return []
+    return [
+        f"--profile: the run goes on after step {state.step}, beyond --profile-step-start {config.log.profile_step_start}, so nothing is "
+        f"profiled"
+    ]
 
 
 def _open_output(

@@ -1,6 +1,5 @@
 """A few training steps under settings that reveal mistakes, and everything they computed."""
 
-import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from pentatron.parallel.pieces import Fragment, held_parameters, region
 from pentatron.parallel.world import World
 from pentatron.train.comparison import STEPS, Sent, Trajectory
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.replicas import digest
 from pentatron.train.step import train_step, validation_loss
 
 
@@ -98,7 +98,7 @@ def follow(
         s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
     ]
     found.held = {
-        (f.tensor, f.start, tuple(f.values.shape)): _digest(f.values) for f in optimizer.model_weights()
+        (f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
     }
     valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
     found.validation = validation_loss(model, valid, config.accumulation)
@@ -126,10 +126,6 @@ def keep_gradients(optimizer: AnyOptimizer, found: Trajectory, name: str) -> Non
         return take_norm()
 
     optimizer.squared_norm = also_keep  # type: ignore[method-assign]
-
-
-def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def sent(fragments: Iterator[Fragment]) -> list[Sent]:

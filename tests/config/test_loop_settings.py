@@ -39,6 +39,11 @@ CASES: list[tuple[str, str, str]] = [
             ("use_pytorch_profiler", "--use-pytorch-profiler"),
         )
     ),
+    (
+        "profile_ranks",
+        f"{LEAST} --train-iters 11 --profile --profile-ranks 1",
+        f"{LEAST} --train-iters 11 --profile --profile-ranks 0 1",
+    ),
     ("profile", f"{LEAST} --profile", f"{LEAST} --profile --train-iters 11"),
     *(
         (name, f"{LEAST} {words}", f"{LEAST} --load a {words}")

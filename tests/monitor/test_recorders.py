@@ -139,6 +139,14 @@ def test_the_performance_summary_leaves_out_the_first_steps(tmp_path: Path) -> N
     assert found["model_flops_utilisation"] == pytest.approx(3 * 12.34 / 6 / 2 / 100, abs=1e-4)
 
 
+def test_a_summary_is_json_also_where_a_loss_is_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary = PerformanceSummary(path, {})
+    summary.record(report(1, loss=float("nan")), None)
+    summary.close()
+    assert "NaN" not in path.read_text() and json.loads(path.read_text())["first_loss"] is None
+
+
 def test_a_run_without_steps_has_no_summary(tmp_path: Path) -> None:
     PerformanceSummary(tmp_path / "summary.json", {}).close()
     assert not list(tmp_path.iterdir())

@@ -148,6 +148,14 @@ def test_chosen_steps_and_ranks_are_profiled(tmp_path: Path) -> None:
     assert sum(e.get("name") == "aten::embedding" for e in events) == 2 * 2
 
 
+def test_a_profile_that_should_have_begun_before_is_told(tmp_path: Path) -> None:
+    words = "--profile --profile-step-start 1 --profile-step-end 3"
+    assert "nothing is profiled" not in run(tmp_path / "a")
+    assert "after step 4, beyond --profile-step-start 1, so nothing is profiled" in run(
+        tmp_path / "a", f"{words} --train-iters 5"
+    )
+
+
 def test_garbage_is_collected_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, seen = trainer_module.train_step, []
 
