@@ -1,10 +1,12 @@
 """The documents: what they show as output is output, their links lead somewhere, both READMEs say the same."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from pentatron.cli.launch import USAGE
 from pentatron.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +20,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/guides/*.md")),
     *sorted(ROOT.glob("docs/zh/*/*.md")),
 ]
+_LAUNCH = re.compile(r" *pentatron launch (slurm|torchrun) --nodes 2 ")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -55,6 +58,18 @@ def test_layouts_are_drawn_as_the_command_draws_them(
     assert is_shown(lines, output), "renew it with: python scripts/draw_layouts.py"
     changed = [line.replace("F0", "F9") for line in lines]
     assert not is_shown(changed, output), "another drawing would be seen"
+
+
+def launch_commands() -> list[str]:
+    pages = {page: page.read_text(encoding="utf-8") for page in READMES} | {ROOT: USAGE}
+    return [line.strip() for text in pages.values() for line in text.splitlines() if _LAUNCH.match(line)]
+
+
+@pytest.mark.parametrize("command", launch_commands())
+def test_launch_commands_write_a_script(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in shlex.split(command)[1:] if word != "--submit"]
+    assert main([*words, "--write", "-"]) == 0, capsys.readouterr().err
+    assert "torchrun" in capsys.readouterr().out
 
 
 def test_there_are_drawings() -> None:

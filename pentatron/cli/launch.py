@@ -50,8 +50,8 @@ slurm alone:
   --no-requeue                  do not go back into the queue when the time limit cut the run short
   --sbatch '--exclusive ...'    further options of sbatch
 
-  pentatron launch slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --preset llama3-8b --tp 8 --data-path DATA --submit
-  pentatron launch torchrun --nodes 2 --gpus-per-node 8 --master-addr 192.168.1.100 --preset llama3-8b --tp 8 --data-path DATA
+  pentatron launch slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000 --submit
+  pentatron launch torchrun --nodes 2 --gpus-per-node 8 --master-addr 192.168.1.100 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000
 """
 _COMMON: dict[str, Any] = {
     "nodes": 1, "gpus-per-node": 0, "script": "", "write": "", "job-name": "pentatron", "master-addr": "",

@@ -52,6 +52,10 @@ def monitor_command(words: Sequence[str]) -> int:
     folder = Path(plain[0]) if plain else newest_run(Path())
     follower = Follower(folder / "metrics.jsonl")
     if not follower.path.exists():
+        if not folder.is_dir():
+            raise UserError(
+                f"there is no folder {folder}; name that of a run, or none for the newest under runs/"
+            )
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
         _watch(folder, follower, options["interval"], options["once"])

@@ -137,8 +137,10 @@ def _read(words: Sequence[str]) -> tuple[_Options, list[str]]:
         else:
             rest.append(word)
     for name in ("gpus", "per_machine", "top"):
-        if (getattr(options, name) or 1) < 1:
-            raise UserError(f"--{name.replace('per_machine', 'gpus-per-machine')} wants a number above 0")
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise UserError(
+                f"--{name.replace('per_machine', 'gpus-per-machine')} wants a number above 0, not {number}"
+            )
     if not 0 < options.efficiency <= 1:
         raise UserError(
             f"--efficiency {options.efficiency:g} is no share of the peak; use a number such as 0.5"
@@ -150,7 +152,9 @@ def _converted(name: str, written: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(written)
     except ValueError:
-        raise UserError(f"--{name} wants a {'name' if kind is str else 'number'}, not '{written}'") from None
+        raise UserError(
+            f"--{name} wants a {'name' if kind is str else 'number above 0'}, not '{written}'"
+        ) from None
 
 
 def _gigabytes(text: str) -> float:

@@ -141,19 +141,21 @@ def _remedies(report: Report) -> str:
 def _rows(report: Report, layouts: Sequence[Layout]) -> Iterator[str]:
     sparse = any(layout.shape.sparse_layers for layout in layouts)
     split = any(layout.shape.grid.context > 1 for layout in layouts)
-    heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP", "ZeRO"]
+    heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
+    width = 8 if any(layout.config.parallel.optimizer_cpu_offload for layout in layouts) else 5
     yield (
         "      "
         + "".join(f"{head:>5}" for head in heads)
         + (
-            f"  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
+            f"{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
         )
     )
     for number, layout in enumerate(layouts, 1):
-        yield _row(report, number, layout, split, sparse)
+        yield _row(report, number, layout, split, sparse, width)
 
 
-def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool) -> str:
+def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool, width: int) -> str:
+    """`width`: of the column ZeRO."""
     grid, config = layout.shape.grid, layout.config
     stages = f"{grid.pipeline}×{config.virtual_stages}" if config.virtual_stages > 1 else f"{grid.pipeline}"
     sizes = [
@@ -162,16 +164,14 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool)
         *([f"{grid.context}"] if split else []),
         *([f"{grid.expert}"] if sparse else []),
     ]
-    sizes += [
-        f"{grid.data}",
-        f"{config.parallel.zero_stage}{'+host' if config.parallel.optimizer_cpu_offload else ''}",
-    ]
+    sizes.append(f"{grid.data}")
+    zero = f"{config.parallel.zero_stage}{'+host' if config.parallel.optimizer_cpu_offload else ''}"
     total = layout.largest.total
     speed, utilisation = _speed(layout)
     return (
         f"  {number:>3} "
         + "".join(f"{size:>5}" for size in sizes)
-        + f"  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {in_words(total):>12}  "
+        + f"{zero:>{width}}  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {in_words(total):>12}  "
         + f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  {_seconds(layout.estimate.seconds):>7}  "
         + f"{speed:>12,.0f}  {utilisation:>3.0%}"
     )

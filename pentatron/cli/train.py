@@ -219,7 +219,7 @@ def _what_next(config: RunConfig, folder: RunFolder) -> None:
     ideas = []
     if folder.sample.exists():
         ideas.append((f'{program} generate {folder.path} "import "', "continue a text of yours"))
-    elif config.checkpoint.load and config.checkpoint.save and config.checkpoint.save_checkpoints:
+    elif config.checkpoint.load and config.checkpoint.save and Path(config.checkpoint.save).exists():
         # Not the run's folder: the checkpoints may be kept elsewhere.
         saved = os.path.relpath(config.checkpoint.save)
         if config.data.tokenizer_model is not None:

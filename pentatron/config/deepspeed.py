@@ -111,7 +111,8 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
             try:
                 found |= _assigned(key, value, path)
             except (UserError, TypeError, ValueError, IndexError) as error:
-                problems.append(f"{path}: {key}: {error}")
+                # Some of them name the place themselves.
+                problems.append(f"{path}: {key}: {str(error).removeprefix(f'{path}: {key}').lstrip()}")
         elif key not in _REFUSED and not key.endswith(".enabled"):
             notices.append(f"{path}: {key} has no counterpart here, so it changes nothing")
     if problems:

@@ -100,12 +100,12 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     alone = parameters * _bytes_of_a_parameter(shape)
     undivided = [found for found in layouts if found.shape.grid.tensor * found.shape.grid.pipeline == 1]
     fits_one = alone < usable(device)
-    fits_divided = any(found.fits for found in undivided)
+    fitting = [found for found in undivided if found.fits]
     layer_bytes = _layer_bytes(shape)
     layer_fits = layer_bytes < usable(device)
     depth = shape.config.model.num_layers
     tree = (
-        Answer("Does it fit one GPU?", _fits_one(alone, fits_one, fits_divided, search)),
+        Answer("Does it fit one GPU?", _fits_one(alone, fits_one, fitting, search.world)),
         Answer(
             "Does a single layer fit one GPU?",
             f"{'yes' if layer_fits else 'no'}, it takes {in_words(layer_bytes)}: "
@@ -120,12 +120,16 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     return Advice(tree, _combination(best), _tables(parameters, search.world))
 
 
-def _fits_one(alone: float, fits_one: bool, fits_divided: bool, search: Search) -> str:
+def _fits_one(alone: float, fits_one: bool, fitting: list[Layout], world: int) -> str:
+    """`fitting`: the layouts without tensor and pipeline parallelism that fit."""
     needed = f"weights, gradients and optimizer take {in_words(alone)}"
     if fits_one:
         return f"yes, {needed}: data parallelism is enough"
-    if fits_divided and search.world > 1:
-        return f"no, {needed}; but data parallelism with ZeRO over {search.world} GPUs is enough"
+    if fitting:
+        ways = [f"data parallelism with ZeRO over {world} GPUs"] if world > 1 else []
+        if all(found.config.parallel.optimizer_cpu_offload for found in fitting):
+            ways.append("the optimizer in host memory")
+        return f"no, {needed}; but {' and '.join(ways) or 'what is asked for'} is enough"
     return f"no, {needed}: the model must be divided"
 
 

@@ -48,6 +48,7 @@ _FREE_SETTINGS = frozenset(
         "sample_tokens",
         "padded_vocab_size",
         "data_cache_path",
+        "skip_train",
     }
 )
 # What --use-checkpoint-opt-param-scheduler takes from the checkpoint, which has it in samples.
@@ -193,6 +194,11 @@ class _Start:
 
     def _from_scratch(self) -> Beginning:
         notes = self._nothing_to_compare()
+        if self.config.train.skip_train:
+            notes.append(
+                "--skip-train: there is no checkpoint, so random weights are evaluated; name what to evaluate with --load "
+                "or --run-dir"
+            )
         if self.asked:
             # Recorded, so that later starts do not take what this run saves for what it should begin from.
             self._record(None, Source(self.store.folder, is_huggingface=False))

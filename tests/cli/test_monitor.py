@@ -188,6 +188,8 @@ def test_nothing_to_watch_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFi
         newest_run(tmp_path)
     assert main(["monitor", str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
+    assert main(["monitor", str(tmp_path / "typo")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_a_wrong_flag_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,12 @@ def test_a_layout_as_given_is_looked_at_first() -> None:
     assert "To train the first of the list" in text
 
 
+def test_an_optimizer_in_host_memory_has_its_column() -> None:
+    text = as_text(plan("--preset llama3-8b --gpus 1 --gpu h100"))
+    row = next(line for line in text.splitlines() if "+host" in line)
+    assert row.split()[:6] == ["1", "1", "1", "1", "0+host", "full"]
+
+
 def test_what_fits_nowhere_is_said() -> None:
     text = as_text(plan("--preset gpt3-175b --gpus 2 --gpu rtx4090"))
     assert "No layout fits: a GPU has room for" in text and "more GPUs (--gpus)" in text
@@ -129,6 +135,11 @@ def test_what_fits_nowhere_is_said() -> None:
             "--preset llama3.1-70b --gpus 64",
             ("no, weights", "yes, 80 layers: a pipeline is worth a thought"),
             "PP",
+        ),
+        (
+            "--preset llama3-8b --gpus 1 --gpu h100",
+            ("135 GiB; but the optimizer in host memory is enough",),
+            "one GPU",
         ),
         ("--preset llama3.1-405b --gpus 8 --gpu-memory 16", ("tensor parallelism is a must",), ""),
     ],
@@ -216,6 +227,8 @@ def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpus 8", "which model"),
         ("--preset llama3-8b --gpu pentium", "is not known here"),
         ("--preset llama3-8b --gpus eight", "--gpus wants a number"),
+        ("--preset llama3-8b --gpus 0", "--gpus wants a number above 0, not 0"),
+        ("--preset llama3-8b --gpu-memory 0", "--gpu-memory wants a number above 0, not '0'"),
         ("--preset llama3-8b --gpu-memory lots", "--gpu-memory wants a number"),
         ("--preset llama3-8b --efficiency 2", "no share of the peak"),
         ("nowhere/at/all", "does not exist"),

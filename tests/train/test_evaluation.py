@@ -123,10 +123,19 @@ def test_skip_train_evaluates_what_was_trained_and_changes_nothing(
     (tmp_path / "a" / "train.log").unlink()
     # A guide's script would move an earlier run aside.
     assert run(tmp_path / "a", "--skip-train", resumes=False).ending is None
-    assert "skipping training (--skip-train is on) ...\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "skipping training (--skip-train is on) ...\n" in said
+    assert "random weights" not in said and "resuming with" not in said
     assert evaluations(tmp_path / "a") == {k: v for k, v in trained.items() if k.startswith("iteration 5 on")}
     assert kept(tmp_path / "a") == before
     assert not any(" elapsed time per iteration" in line for line in log(tmp_path / "a"))
+
+
+def test_skip_train_says_where_there_is_nothing_to_evaluate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "a", "--skip-train")
+    assert "there is no checkpoint, so random weights are evaluated" in capsys.readouterr().out
 
 
 def evaluate_here(words: str) -> None:
