@@ -165,6 +165,8 @@ def test_on_a_terminal_the_screen_is_drawn_again(
 ) -> None:
     folder = make_run(tmp_path / "run", steps=4)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")
     monkeypatch.setattr(
         "pentatron.cli.monitor.time.sleep", lambda s: write(folder, [row(i) for i in range(1, 11)])
     )

@@ -242,7 +242,7 @@ def key_gradients_left_on_the_way() -> None:
 
     def stay(tensor: Tensor, group: Group, tag: int) -> Passing:
         if tag == context_module._GRADIENTS:
-            return Passing(tensor, tensor, (), tensor.device)
+            return Passing(tensor, tensor, (), tensor.device, group)
         return pass_on(tensor, group, tag)
 
     context_module.start_passing_on = stay
