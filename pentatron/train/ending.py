@@ -10,8 +10,6 @@ from pentatron.parallel.world import World
 from pentatron.train.interrupt import StopRequest, signal_name
 
 _BY_SIGNAL = 128
-# Larger than any signal's number.
-_LATE = 1000
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Ending:
 
 
 class Endings:
-    """Asked at the end of every step, and between the steps of an evaluation.
+    """Asked at the end of every step; by evaluations also, before each of theirs, about the clock.
 
     `started`: when the first process of the run began, in seconds since the epoch.
     """
@@ -44,27 +42,19 @@ class Endings:
 
     def after_step(self, step: int) -> Ending | None:
         """The clock before the number of steps, as Megatron decides. Every rank must ask."""
-        if self.config.exit_duration_in_mins is not None and largest(self._is_late(), self.world.everyone):
-            return self._by_the_clock()
+        if (late := self.by_the_clock()) is not None:
+            return late
         interval = self.config.exit_interval
         if interval is not None and step % interval == 0:
             return Ending(f"exiting program at iteration {step}", f"stopped (--exit-interval {interval})")
         return None
 
-    def between_steps(self) -> Ending | None:
-        """A reason to break off what is not a training step. Every rank must ask."""
-        verdict = largest(int(self.stop.signal or _LATE * self._is_late()), self.world.everyone)
-        if verdict == _LATE:
-            return self._by_the_clock()
-        return self.by_signal(Signals(verdict)) if verdict else None
-
-    def _by_the_clock(self) -> Ending:
-        minutes = (time.time() - self.started) / 60
+    def by_the_clock(self) -> Ending | None:
+        """If it is late for any rank. Every rank must ask."""
+        limit, minutes = self.config.exit_duration_in_mins, (time.time() - self.started) / 60
+        if limit is None or not largest(int(minutes > limit), self.world.everyone):
+            return None
         return Ending(
             f"exiting program after {minutes} minutes",
-            f"stopped after {minutes:.1f} minutes (--exit-duration-in-mins {self.config.exit_duration_in_mins:g})",
+            f"stopped after {minutes:.1f} minutes (--exit-duration-in-mins {limit:g})",
         )
-
-    def _is_late(self) -> int:
-        limit = self.config.exit_duration_in_mins
-        return int(limit is not None and time.time() - self.started > limit * 60)

@@ -1,6 +1,5 @@
 """The loss on data that is not trained on: during training, after it, or instead of it."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ from pentatron.data.epochs import FiniteDataset, Padded, Repeated
 from pentatron.data.loader import Batch
 from pentatron.monitor.report import perplexity
 from pentatron.parallel.world import World
-from pentatron.train.batches import micro_batches
+from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.datasets import Datasets
 from pentatron.train.ending import Ending, Endings
 from pentatron.train.output import Output
@@ -92,7 +91,7 @@ class Evaluation:
             samples = Repeated(samples)
         count = self.config.eval_accumulation
         batches = micro_batches(self.config, self.world, samples, consumed, micro)
-        walk = _Walk(itertools.islice(batches, steps * count), count, self.endings)
+        walk = _Walk(batches, steps, count, self.endings)
         loss = validation_loss(self.model, walk, count)
         self.ended_by = walk.ended_by
         if self.ended_by is not None:
@@ -111,16 +110,17 @@ class Evaluation:
 
 
 class _Walk:
-    """Micro-batches up to their end, or to the first evaluation step before which the run is to end."""
+    """The micro-batches of so many steps, up to the first one before which the run is to end; bad data ends it on all ranks."""
 
-    def __init__(self, batches: Iterator[Batch], at_once: int, endings: Endings) -> None:
-        self.batches, self.at_once, self.endings = batches, at_once, endings
+    def __init__(self, batches: Iterator[Batch], steps: int, at_once: int, endings: Endings) -> None:
+        self.batches, self.steps, self.at_once, self.endings = batches, steps, at_once, endings
         self.ended_by: Ending | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        for number, batch in enumerate(self.batches):
-            if number % self.at_once == 0:
-                self.ended_by = self.endings.between_steps()
-                if self.ended_by is not None:
-                    return
-            yield batch
+        endings = self.endings
+        for _ in range(self.steps):
+            drawn, number = agree_on_next_step(self.batches, self.at_once, endings.stop, endings.world)
+            self.ended_by = endings.by_the_clock() if number is None else endings.by_signal(number)
+            if self.ended_by is not None:
+                return
+            yield from drawn

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from pentatron.parallel.world import single_process
-from pentatron.train.ending import Ending, Endings
+from pentatron.train.batches import agree_on_next_step
+from pentatron.train.ending import Endings
 from pentatron.train.interrupt import StopRequest
 from pentatron.train.session import Outcome, run_training
 from tests.harness import distributed
@@ -87,20 +88,14 @@ def test_the_handler_makes_its_signal_a_wish(
     assert "\nexiting program after receiving SIGTERM.\n" in log(tmp_path / "a")
 
 
-def _ending(started: float, request: StopRequest) -> tuple[Ending | None, Ending | None]:
-    config = resolved("--exit-duration-in-mins 1", 2).config
-    endings = Endings(config, world_here(), request, started)
-    return endings.after_step(1), endings.between_steps()
-
-
 @distributed(world=2)
 def test_ranks_agree_when_the_clock_or_a_signal_reaches_one_of_them() -> None:
     """Clocks of machines differ by a little: what one rank takes for late ends all."""
     late = dist.get_rank() == 1
-    after, between = _ending(time.time() - 61 * late, StopRequest())
-    assert after is not None and between is not None and between.signal is None
+    config, world = resolved("--exit-duration-in-mins 1", 2).config, world_here()
+    assert Endings(config, world, StopRequest(), time.time() - 61 * late).after_step(1) is not None
     request = StopRequest()
     if late:
         request(signal.SIGUSR1, None)
-    after, between = _ending(time.time(), request)
-    assert after is None and between is not None and between.signal == signal.SIGUSR1
+    assert Endings(config, world, request, time.time()).after_step(1) is None
+    assert agree_on_next_step(iter([]), 0, request, world) == ([], signal.SIGUSR1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import pentatron.train.evaluation as evaluation_module
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.parallel.world import single_process
 from pentatron.train.session import Outcome, run_training
 from tests.harness import run_distributed
@@ -140,6 +141,27 @@ def test_skip_train_says_where_there_is_nothing_to_evaluate(
 
 def evaluate_here(words: str) -> None:
     run_training(resolved(words, dist.get_world_size()), world_here(), True)
+
+
+def evaluate_damaged_here(words: str) -> str:
+    original = evaluation_module.micro_batches
+
+    def damaged(*arguments: Any) -> Any:
+        batches = original(*arguments)
+        yield next(batches)
+        if dist.get_rank() == 1:
+            raise UserError("a file is damaged")
+        yield from batches
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(AgreedError) as error:
+        patched.setattr(evaluation_module, "micro_batches", damaged)
+        evaluate_here(words)
+    return str(error.value)
+
+
+def test_validation_samples_that_one_rank_cannot_read_end_all(tmp_path: Path) -> None:
+    words = f"{RUN} --run-dir {tmp_path / 'two'} --micro-batch-size 2"
+    assert run_distributed(evaluate_damaged_here, world=2, words=words) == ["a file is damaged"] * 2
 
 
 def test_ranks_evaluate_what_one_process_does(tmp_path: Path) -> None:
