@@ -130,8 +130,11 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
     plain = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, resumes=False)
     draft = gather(settings, plain)
     gpus = 0 if draft["device"] == "cpu" else torch.cuda.device_count()
-    processes = draft["nproc_per_node"] or gpus or 2
-    sizes = default_sizes(max(1, processes), on_gpu=gpus > 0)
+    asked = draft["nproc_per_node"]
+    if asked is not None and asked < 1:
+        raise UserError(f"--nproc-per-node {asked} must be more than 0")
+    processes = asked or gpus or 2
+    sizes = default_sizes(processes, on_gpu=gpus > 0)
     if any(draft.given(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file")):
         # The tokenizer says how large it is.
         del sizes["vocab_size"]

@@ -36,6 +36,7 @@ class Evaluation:
         self._whole: tuple[int, float] | None = None
         # What broke the last one off, if it was.
         self.ended_by: Ending | None = None
+        self._validated: int | None = None
 
     def during_training(self) -> float | None:
         """The loss on the next validation samples, if there are any; None also if it was broken off."""
@@ -75,7 +76,10 @@ class Evaluation:
             self._whole = self.state.step, loss
         else:
             self.state.consumed_valid_samples += self.config.train.eval_iters * self.config.eval_batch[0]
-        self._tell("validation", where, loss)
+        # After the last step a second one may follow at once, which would seem to contradict the first.
+        again = self._validated == self.state.step and not whole
+        self._validated = self.state.step
+        self._tell("validation", where, loss, " (on the samples after those)" if again else "")
         return loss
 
     def _is_whole(self, samples: Any) -> bool:
@@ -100,13 +104,13 @@ class Evaluation:
             return None
         return loss
 
-    def _tell(self, name: str, where: str, loss: float) -> None:
+    def _tell(self, name: str, where: str, loss: float, remark: str = "") -> None:
         line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
         rule = "-" * (len(line) + 1)
         for text in (rule, line, rule):
             self.output.note(text)
         if not self.output.echoes:
-            self.output.display.say(f"step {self.state.step:>5}  {name} loss {loss:.4f}")
+            self.output.display.say(f"step {self.state.step:>5}  {name} loss {loss:.4f}{remark}")
 
 
 class _Walk:

@@ -116,8 +116,13 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
         folder.sample.write_text(sample + "\n", encoding="utf-8")
         shown = "\n".join(f"    {_printable(line)}" for line in sample.splitlines())
         output.say(f"a sample of what it writes now:\n{shown}")
+    log = config.log
+    kept = ["config.yaml", "train.log", "metrics.jsonl", "loss.svg"]
+    kept += ["performance_summary.json"] * log.save_performance_summary + [
+        "memory/"
+    ] * log.monitor_memory_continuously
     output.say(
-        f"run folder: {folder.path} (config.yaml, train.log, metrics.jsonl, loss.svg), "
+        f"run folder: {folder.path} ({', '.join(kept)}), "
         f"checkpoints: {config.checkpoint.save if saves else 'none'}"
     )
 

@@ -43,6 +43,7 @@ def test_one_log_and_every_file_that_was_asked_for(tmp_path: Path) -> None:
         r" validation loss at iteration 3 \| lm loss value",
         r" iteration        6/       6 \|",
     )
+    assert "loss.svg, performance_summary.json, memory/), checkpoints" in log
     at = 0
     for part in parts:
         found = re.compile(part).search(log, at)
