@@ -67,7 +67,8 @@ def settings_words(search: Search, layout: Layout) -> list[str]:
 
 
 def names_data(search: Search) -> bool:
-    return any(search.draft.given(name) for name in _DATA)
+    draft = search.draft
+    return any(draft.given(name) or draft.source(name).startswith("preset") for name in _DATA)
 
 
 def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:

@@ -65,6 +65,7 @@ def test_layouts_are_ranked_and_fit(llama: Report) -> None:
         ("--preset llama3-8b --gpus 8 --gpu h100", 8),
         ("--preset qwen3-30b-a3b --gpus 16 --gpu a100", 16),
         (f"{SMALL} --gpus 4 --gpu cpu", 4),
+        ("--preset demo --gpus 4 --gpu cpu", 4),
     ],
 )
 def test_every_command_is_one_that_training_takes(words: str, world: int) -> None:
