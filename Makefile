@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures slurm bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision clean
+.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures plan-check slurm bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'

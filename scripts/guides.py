@@ -109,7 +109,7 @@ def problems(command: Command, code: int | None, output: str, folder: Path) -> l
     for run_folder, steps in command.steps.items():
         metrics = folder / run_folder / "metrics.jsonl"
         rows = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        if len(rows) != steps or any(json.loads(row)["loss"] <= 0 for row in rows):
+        if len(rows) != steps or any(json.loads(row).get("loss", 1.0) <= 0 for row in rows):
             found.append(f"{run_folder} has {len(rows)} steps instead of {steps}")
     return found
 

@@ -47,7 +47,8 @@ class Candidate:
         ):
             found += [flag, str(size)] if size > 1 else []
         found += ["--zero-stage", str(self.zero)] if self.zero is not None else []
-        found += ["--sequence-parallel"] if self.sequence else []
+        if self.sequence is not None:
+            found.append("--sequence-parallel" if self.sequence else "--no-sequence-parallel")
         return found + (["--pipeline-schedule", self.schedule] if self.schedule is not None else [])
 
 

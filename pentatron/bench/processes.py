@@ -54,7 +54,8 @@ class Starter:
     ) -> Ended:
         """Waits for all of them, and calls `tick` now and then."""
         workers = [
-            self._context.Process(target=target, args=arguments_of(rank), daemon=True)
+            # Not daemons, which may have no children: a rank starts processes that read its data.
+            self._context.Process(target=target, args=arguments_of(rank))
             for rank in range(processes)
         ]
         deadline = time.monotonic() + timeout

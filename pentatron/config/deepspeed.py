@@ -36,7 +36,7 @@ def _in_memory(value: Any) -> bool | None:
 
 def _optimizer(value: Any) -> str:
     name = str(value).lower()
-    if "adam" in name:
+    if name in ("adam", "adamw", "fusedadam", "cpuadam"):
         return "adam"
     if name == "sgd":
         return "sgd"
@@ -113,11 +113,17 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
             except (UserError, TypeError, ValueError, IndexError) as error:
                 # Some of them name the place themselves.
                 problems.append(f"{path}: {key}: {str(error).removeprefix(f'{path}: {key}').lstrip()}")
-        elif key not in _REFUSED and not key.endswith(".enabled"):
+        elif key not in _REFUSED and not _only_switches(key, value):
             notices.append(f"{path}: {key} has no counterpart here, so it changes nothing")
     if problems:
         raise ConfigError(problems)
     return found, notices
+
+
+def _only_switches(key: str, value: Any) -> bool:
+    """Whether a key says no more than that its section is on, of which each key is read, or that it is off."""
+    section, _, last = key.rpartition(".")
+    return last == "enabled" and (section in _SWITCHED or value is False)
 
 
 def _assigned(key: str, value: Any, path: str) -> dict[str, Assigned]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pentatron.launch.variables import Variable
 
-_WORD = re.compile(r"[^\s'\"\\`$;&|<>]+")
+_WORD = re.compile(r"[^\s'\"\\`$;&|<>{}()#]+")
 _DAY = 24 * 3600
 # Batch lines that the written script depends on: another value would start the wrong number of processes.
 _OURS = ("nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array")

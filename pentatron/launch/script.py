@@ -10,7 +10,9 @@ WRITTEN_BY = "# Written by: "
 
 def head(command: Sequence[str], equation: str) -> list[str]:
     """The first lines; the second one tells a script of ours from any other file."""
-    return ["#!/usr/bin/env bash", f"{WRITTEN_BY}{shlex.join(command)}", f"# {equation}"]
+    # A word may hold several lines, of which none may leave the comment.
+    written = shlex.join(command).replace("\n", "\n#   ")
+    return ["#!/usr/bin/env bash", f"{WRITTEN_BY}{written}", f"# {equation}"]
 
 
 def exports(job: Job) -> list[str]:

@@ -117,7 +117,7 @@ def _step(job: Job) -> list[str]:
         f"srun {' '.join(options)} bash -c '",
         f'    exec "$0" -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\',
         f"        {_per_node(job)} \\",
-        f'        "$@"\' {job.python} "${{train[@]}}" &',
+        f'        "$@"\' {shlex.quote(job.python)} "${{train[@]}}" &',
         "step=$!",
     ]
 

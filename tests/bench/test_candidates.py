@@ -120,3 +120,9 @@ def test_the_table_and_its_conclusions(tmp_path: Path) -> None:
         cells = list(csv.DictReader(file))
     assert cells[0]["mfu"] == "0.4" and cells[0]["gpu_utilisation"] == "95.0"
     assert cells[2]["reason"] == "3 heads, 2 ranks" and cells[2]["tokens_per_second"] == ""
+
+
+def test_a_layout_without_sequence_parallelism_says_so() -> None:
+    found = candidates(2, None, {"tensor": 2}, ["sp"])
+    words = {tuple(word for word in c.words if "sequence" in word) for c in found}
+    assert words == {("--sequence-parallel",), ("--no-sequence-parallel",)}

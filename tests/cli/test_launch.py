@@ -172,3 +172,22 @@ def test_the_written_script_trains_on_two_machines(here: Path) -> None:
     said = ended[0][1]
     assert f"note: {given}: messages go through gloo here, not through NCCL, so this changes nothing" in said
     assert "note: CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here" in said
+
+
+def test_words_of_several_lines_stay_in_the_comment_and_a_path_stays_one_word(here: Path) -> None:
+    words = ["launch", "slurm", "--nodes", "2", "--gpus-per-node", "1", "--device", "cpu", "--time", "10:00"]
+    words += ["--setup", "module load cuda\necho ready", "--python", "/opt/my env/bin/python"]
+    assert main([*words, *MODEL]) == 0
+    script = (here / "pentatron.sbatch").read_text()
+    subprocess.run(["bash", "-n", "pentatron.sbatch"], check=True)
+    lines = script.splitlines()
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[:last])
+    assert "'/opt/my env/bin/python'" in script and "\necho ready\n" in script
+
+
+def test_a_name_cannot_leave_its_place(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["launch", "torchrun", "--nodes", "2", "--gpus-per-node", "1", "--job-name", "a}b", *MODEL]) == 2
+    )
+    assert "--job-name 'a}b' must be one word" in capsys.readouterr().err

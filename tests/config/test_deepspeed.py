@@ -51,6 +51,8 @@ EVERYTHING = {
     "tensorboard": {"enabled": True, "output_path": "tb", "job_name": "x"},
     "wandb": {"enabled": False, "project": "p"},
     "wall_clock_breakdown": False,
+    "amp": {"enabled": True},
+    "flops_profiler": {"enabled": False},
 }
 
 
@@ -79,6 +81,7 @@ def test_every_key_becomes_the_setting_that_does_the_same(tmp_path: Path) -> Non
     assert {name: values[name] for name in expected} == expected
     told = [n for n in found.notices if "ds_config.json: " in n]
     assert sorted(n.split(": ")[1].split()[0] for n in told) == [
+        "amp.enabled",
         "tensorboard.job_name",
         "wall_clock_breakdown",
         "zero_optimization.offload_optimizer.pin_memory",
@@ -106,6 +109,7 @@ def test_the_file_of_this_repository_is_read_whole() -> None:
     [
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "weights stay on the device here"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme' is no place for it"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not built"),
         ({"optimizer": {"type": "Lamb"}}, "'Lamb' is not built; write AdamW or SGD"),
         ({"scheduler": {"type": "OneCycle"}}, "'OneCycle' is not built"),
         ({"gradient_clipping": "much"}, "gradient_clipping"),

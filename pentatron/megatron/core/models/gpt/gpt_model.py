@@ -51,6 +51,10 @@ class GPTModel(gpt_model.GPTModel):
         )
         if rope_scaling and core.rope_scaling_type != "llama3":
             raise UserError("rope_scaling=True: how positions are stretched is said by --use-rope-scaling")
+        if rope_scaling and rope_scaling_factor not in (None, core.rope_scaling_factor):
+            raise UserError(
+                f"rope_scaling_factor={rope_scaling_factor}: how far positions are stretched is said by --rope-scaling-factor"
+            )
         stretched = core.rope_scaling_factor if core.rope_scaling_type == "linear" else None
         if seq_len_interpolation_factor is not None and seq_len_interpolation_factor != stretched:
             raise UserError(
