@@ -129,6 +129,9 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
 
     plain = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, resumes=False)
     draft = gather(settings, plain)
+    for name, instead in (("train_iters", "--steps and --warmup"), ("run_dir", "--out")):
+        if draft.given(name):
+            raise UserError(f"{table()[name].flag} is not the user's to say in a benchmark; use {instead}")
     gpus = 0 if draft["device"] == "cpu" else torch.cuda.device_count()
     asked = draft["nproc_per_node"]
     if asked is not None and asked < 1:

@@ -18,6 +18,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned, is_flag, normal
 from pentatron.config.loaded import adopt
 from pentatron.config.resolve import foreseen, gather
+from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device, device_named
 from pentatron.plan.search import LAYOUT, Search
 from pentatron.plan.timing import EFFICIENCY
@@ -83,6 +84,12 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
     draft = gather(settings, PLAN)
     device = _device(options)
     world = options.gpus or draft["world_size"] or _visible() or 8
+    if world > options.per_machine and world % options.per_machine:
+        whole = [d for d in divisors(world) if d <= options.per_machine]
+        raise UserError(
+            f"{world} GPUs are no whole number of machines with {options.per_machine}; add --gpus-per-machine {max(whole)}, or plan for "
+            f"{world // options.per_machine * options.per_machine} or {-(-world // options.per_machine) * options.per_machine} (--gpus)"
+        )
     facts = Facts(max(1, world), max(1, min(world, options.per_machine)))
     assumed: list[str] = []
     if options.gpus is None and draft["world_size"] is None:

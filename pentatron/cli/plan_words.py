@@ -23,7 +23,7 @@ def command_block(search: Search, layout: Layout, which: str) -> str:
     if not names_data(search):
         lines.append("  (with data of yours: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
-        machines = -(-search.world // search.per_machine)
+        machines = search.world // search.per_machine
         lines.append(
             f"  on each of {machines} machines, with MASTER the name of the first; `pentatron launch slurm` writes a job"
         )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.launch.variables import CONNECTIONS, OF_NCCL, interface_problem
-from pentatron.plan.devices import DEVICES, in_words
+from pentatron.monitor.peaks import peak_of
+from pentatron.plan.devices import in_words
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _OLDEST_PYTHON, _OLDEST_TORCH = (3, 11), (2, 11)
@@ -125,9 +126,8 @@ def _gpus() -> list[Finding]:
 
 def _peak(name: str) -> str:
     """The maker's figure, for a GPU that is known here."""
-    words = name.upper().replace("-", " ").split()
-    known = next((d for d in DEVICES.values() if d.name.split()[0] in words), None)
-    return f", {known.half / 1e12:.0f} TFLOP/s in bf16 by its maker" if known is not None else ""
+    known = peak_of(name)
+    return f", {known.half:.0f} TFLOP/s in half precision by its maker" if known is not None else ""
 
 
 def _hardware(folder: Path) -> list[Finding]:

@@ -30,8 +30,10 @@ def summed_loss(output: Tensor, loss_function: LossFunction, valid_tokens: Tenso
             "output_tensor, and detach only what is reported"
         )
     total = weights.sum()
-    # A micro-batch without a token that counts has nothing to say.
-    scale = torch.where(total > 0, valid_tokens / torch.where(total > 0, total, 1.0), 0.0)
+    # A micro-batch without a token that counts has nothing to say. Weights that take away as much as they give cannot be scaled to a number
+    # of tokens: the loss is then no number, which ends the run, instead of a zero, from which nothing would be learned in silence.
+    without = torch.where((weights != 0).any(), torch.nan, 0.0)
+    scale = torch.where(total > 0, valid_tokens / torch.where(total > 0, total, 1.0), without)
     return (output.float() * (weights.float() * scale)).sum()
 
 

@@ -1,8 +1,6 @@
-"""What GPUs can compute at best: the denominator of a utilisation."""
+"""What GPUs can compute at best: the denominator of a utilisation, and what plans are made with."""
 
 from dataclasses import dataclass
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,3 @@ def peak_of(device_name: str) -> Peak | None:
     """The peak of a device by the name its driver gives it; None for one that is not in the table, or a CPU."""
     words = f" {device_name.replace('-', ' ')} "
     return next((peak for name, peak in _PEAKS.items() if f" {name} " in words), None)
-
-
-def peak_teraflops(device: torch.device, precision: str) -> float | None:
-    """What this device does at best in that precision, if it is known."""
-    peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return peak.of(precision != "fp32") if peak else None

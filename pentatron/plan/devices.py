@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pentatron.config.errors import UserError
+from pentatron.monitor.peaks import Peak, peak_of
 
 GIB = 2**30
 _TERA, _GIGA = 1e12, 1e9
@@ -24,27 +25,32 @@ class Device:
         return self.half if bytes_of_a_number == 2 else self.single
 
 
-def _device(
-    name: str, gigabytes: float, half: float, single: float, link: float, network: float = 50
-) -> Device:
-    return Device(name, int(gigabytes * GIB), half * _TERA, single * _TERA, link * _GIGA, network * _GIGA)
+def _gpu(name: str, gigabytes: float, link: float, network: float = 50) -> Device:
+    peak = peak_of(name)
+    assert peak is not None, f"{name} must be in the table of peaks"
+    return _device(name, gigabytes, peak, link, network)
+
+
+def _device(name: str, gigabytes: float, peak: Peak, link: float, network: float) -> Device:
+    rates = peak.half * _TERA, peak.full * _TERA
+    return Device(name, int(gigabytes * GIB), *rates, link * _GIGA, network * _GIGA)
 
 
 # Memory as the driver reports it; links and networks in gigabytes a second.
 DEVICES = {
-    "b200": _device("B200", 178, 2250, 75, 900),
-    "h200": _device("H200", 139.8, 989, 67, 450),
-    "h100": _device("H100", 79.1, 989, 67, 450),
-    "h800": _device("H800", 79.1, 989, 67, 200),
-    "h20": _device("H20", 95.5, 148, 44, 450),
-    "a100": _device("A100 80 GB", 79.1, 312, 19.5, 300, 25),
-    "a100-40": _device("A100 40 GB", 39.4, 312, 19.5, 300, 25),
-    "a800": _device("A800", 79.1, 312, 19.5, 200, 25),
-    "l40s": _device("L40S", 44.4, 362, 91.6, 32, 12.5),
-    "v100": _device("V100 32 GB", 31.7, 125, 15.7, 150, 12.5),
-    "rtx4090": _device("RTX 4090", 23.6, 165, 82.6, 32, 12.5),
-    "rtx3090": _device("RTX 3090", 23.6, 71, 35.6, 32, 12.5),
-    "cpu": _device("CPU process", 8, 0.05, 0.1, 5, 1),
+    "b200": _gpu("B200", 178, 900),
+    "h200": _gpu("H200", 139.8, 450),
+    "h100": _gpu("H100", 79.1, 450),
+    "h800": _gpu("H800", 79.1, 200),
+    "h20": _gpu("H20", 95.5, 450),
+    "a100": _gpu("A100 80 GB", 79.1, 300, 25),
+    "a100-40": _gpu("A100 40 GB", 39.4, 300, 25),
+    "a800": _gpu("A800", 79.1, 200, 25),
+    "l40s": _gpu("L40S", 44.4, 32, 12.5),
+    "v100": _gpu("V100 32 GB", 31.7, 150, 12.5),
+    "rtx4090": _gpu("RTX 4090", 23.6, 32, 12.5),
+    "rtx3090": _gpu("RTX 3090", 23.6, 32, 12.5),
+    "cpu": _device("CPU process", 8, Peak(0.05, 0.1), 5, 1),
 }
 
 

@@ -6,13 +6,15 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
+
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.models.flops import step_flops
 from pentatron.monitor.memory import memory_bytes, memory_now
-from pentatron.monitor.peaks import peak_teraflops
+from pentatron.monitor.peaks import peak_of
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
@@ -74,7 +76,7 @@ class Trainer:
         self.ranks = RankWatch(config, world, self.total_steps)
         # Of the last steps, their samples and seconds.
         self._recent: list[tuple[int, float]] = []
-        self._peak = peak_teraflops(world.device, config.precision.name)
+        self._peak = _peak_teraflops(world, config.precision.name)
         # Steps since the last block of times.
         self._timed_steps = 0
         self._first_step = state.step
@@ -299,3 +301,9 @@ class Trainer:
         if not self.config.log.log_memory_to_tensorboard:
             return {}
         return {f"mem-{name}-bytes": float(value) for name, value in memory_now(self.world.device).items()}
+
+
+def _peak_teraflops(world: World, precision: str) -> float | None:
+    """What this device does at best in that precision, if it is known."""
+    peak = peak_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    return peak.of(precision != "fp32") if peak else None

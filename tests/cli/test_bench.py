@@ -133,3 +133,11 @@ def test_the_reason_is_that_of_the_rank_that_failed_by_itself(tmp_path: Path) ->
     assert reason_of_failure(job) == "rank 2: torch.OutOfMemoryError: CUDA out of memory."
     job.output(1).write_text("pentatron: the loss is nan\n")
     assert reason_of_failure(job) == "rank 1: the loss is nan"
+
+
+@pytest.mark.parametrize(("flag", "instead"), [("--train-iters", "--steps"), ("--run-dir", "--out")])
+def test_what_a_benchmark_decides_itself_is_refused(
+    flag: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--list", "--device", "cpu", flag, "7"]) == 2
+    assert f"{flag} is not the user's to say in a benchmark; use {instead}" in capsys.readouterr().err

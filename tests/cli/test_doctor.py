@@ -8,7 +8,7 @@ import torch
 
 from pentatron.cli.main import main
 from pentatron.launch import machine
-from pentatron.launch.machine import OK, PROBLEM
+from pentatron.launch.machine import OK, PROBLEM, _peak
 from pentatron.launch.trials import all_reduce, matmul
 
 
@@ -76,3 +76,9 @@ def test_two_processes_add_up() -> None:
     assert found.state == OK and "2 processes, 1 MiB in" in found.value, found
     found = all_reduce("gloo", 1, {**here, "GLOO_SOCKET_IFNAME": "bond9"})
     assert found.state == PROBLEM and "GLOO_SOCKET_IFNAME" in found.advice and "bond9" in found.value, found
+
+
+@pytest.mark.parametrize(("name", "figure"), [("NVIDIA GeForce RTX 3090", "71"), ("NVIDIA H100 PCIe", "756")])
+def test_a_gpu_has_its_own_makers_figure(name: str, figure: str) -> None:
+    assert _peak(name) == f", {figure} TFLOP/s in half precision by its maker"
+    assert _peak("NVIDIA RTX A6000") == ""

@@ -253,3 +253,14 @@ def test_no_torch_is_needed() -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_gpus_fill_whole_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "llama3-8b", "--gpus", "12"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "12 GPUs are no whole number of machines with 8; add --gpus-per-machine 6, or plan for 8 or 16"
+        in said
+    )
+    assert main(["plan", "--preset", "llama3-8b", "--gpus", "12", "--gpus-per-machine", "6"]) == 0
+    assert "torchrun --nnodes 2 --nproc_per_node 6" in capsys.readouterr().out

@@ -80,3 +80,10 @@ def test_a_loss_of_logits_is_taken_by_its_word() -> None:
 def test_wrong_loss_functions_get_a_sentence(function: Callable[[Tensor], Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         summed_loss(torch.rand(2, 4), function, MASK.sum())
+
+
+def test_weights_that_cancel_are_no_number_rather_than_nothing() -> None:
+    output = torch.ones(3, requires_grad=True)
+    weights, valid = torch.tensor([1.0, -2.0, 0.5]), torch.tensor(3.0)
+    assert summed_loss(output, lambda x: ((x * weights).sum(), {}), valid).isnan()
+    assert summed_loss(output, lambda x: ((x * 0.0).sum(), {}), valid) == 0

@@ -3,23 +3,8 @@ import io
 import pytest
 
 from pentatron.monitor.display import LiveBar, PlainLines, open_display
-from pentatron.monitor.report import StepReport, duration
-
-REPORT = StepReport(
-    step=7,
-    total_steps=100,
-    loss=6.612992,
-    learning_rate=2e-5,
-    next_learning_rate=1e-5,
-    gradient_norm=111.1734,
-    tokens=4096,
-    consumed_samples=28,
-    global_batch_size=4,
-    seconds=0.5,
-    memory_bytes=3 * 2**20,
-    flops=12.34e12,
-    devices=2,
-)
+from pentatron.monitor.report import duration
+from tests.monitor.test_log_lines import REPORT
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (3600 * 2 + 61, "2:01:01")])
