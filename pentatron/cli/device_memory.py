@@ -7,7 +7,7 @@ from pentatron.cli.environment import Worker
 from pentatron.cli.terminal import complain
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
-from pentatron.plan.fit import Room, judge, out_of_memory
+from pentatron.plan.fit import Room, Verdict, judge, judge_host, out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +24,18 @@ def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> Non
     """
     if not config.launch.check_memory:
         return
-    room = room_of(device, worker.local_size)
-    if room is None:
-        return
     at = config.grid.coordinates(worker.rank)
-    verdict = judge(config, at.pipeline, room)
+    room = room_of(device, worker.local_size)
+    _act_on(None if room is None else judge(config, at.pipeline, room), config, worker)
+    if device.type != "cpu" and config.parallel.optimizer_cpu_offload:
+        host = _host_room(worker.local_size)
+        _act_on(None if host is None else judge_host(config, host), config, worker)
+
+
+def _act_on(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:
     if verdict is None:
         return
+    at = config.grid.coordinates(worker.rank)
     if verdict.impossible:
         refusal = UserError if worker.local_rank == 0 else AgreedError
         raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
@@ -47,6 +52,10 @@ def room_of(device: "torch.device", local_processes: int) -> Room | None:
         free, total = torch.cuda.mem_get_info(device)
         sharing = -(-local_processes // torch.cuda.device_count())
         return Room("GPU", total / sharing, free / sharing)
+    return _host_room(local_processes)
+
+
+def _host_room(local_processes: int) -> Room | None:
     host = host_memory()
     return None if host is None else Room("host", host[0] / local_processes, host[1] / local_processes)
 

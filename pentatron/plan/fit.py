@@ -52,6 +52,21 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
     )
 
 
+def judge_host(config: RunConfig, room: Room) -> Verdict | None:
+    """The same of what processes that compute on GPUs keep in the machine's memory; None if it fits, or is nothing."""
+    needed = memory_of(config).host
+    if needed <= _TIGHT * room.free:
+        return None
+    impossible = needed > room.total and not config.model.spec
+    ways = [way for way in _of_what_is_held(config) if "zero-stage" in way or "distributed" in way]
+    return Verdict(
+        f"this run {'cannot' if impossible else 'may not'} fit: --optimizer-cpu-offload keeps {in_words(needed)} of master weights and "
+        f"moments in host memory for each process, and a process has {in_words(room.total)} of it, {in_words(room.free)} free; "
+        f"try {', '.join([*ways, 'fewer processes on a machine', 'a smaller model'])}; `pentatron plan` lists layouts that fit",
+        impossible,
+    )
+
+
 def _held(planned: RankMemory, room: Room) -> int:
     """Between steps, in this kind of memory."""
     return planned.held.on_device + (planned.held.host if room.kind == "host" else 0)

@@ -85,6 +85,24 @@ def test_what_cannot_be_is_refused_unless_told_otherwise(monkeypatch: pytest.Mon
     check_room(resolved(f"{MODEL} --no-check-memory").config, CPU, FIRST)
 
 
+def test_an_optimizer_in_host_memory_is_compared_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen by a run on GPUs, whose own memory is large enough."""
+    config = resolved(f"{MODEL} --optimizer-cpu-offload").config
+    host = memory_of(config).host
+    monkeypatch.setattr(device_memory, "room_of", lambda device, processes: Room("GPU", 1e12, 1e12))
+    for total, free in ((10 * host, 10 * host), (10 * host, host)):
+        monkeypatch.setattr(device_memory, "host_memory", lambda total=total, free=free: (total, free))
+        check_room(config, torch.device("cuda"), FIRST)
+    said = capsys.readouterr().err
+    assert said.count("may not fit: --optimizer-cpu-offload keeps") == 1
+    monkeypatch.setattr(device_memory, "host_memory", lambda: (host - 1, host - 1))
+    with pytest.raises(UserError, match="cannot fit: --optimizer-cpu-offload"):
+        check_room(config, torch.device("cuda"), FIRST)
+    check_room(resolved(MODEL).config, torch.device("cuda"), FIRST)
+
+
 def test_processes_share_the_machine() -> None:
     one, four = room_of(CPU, 1), room_of(CPU, 4)
     assert one is not None and four is not None
