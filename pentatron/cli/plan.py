@@ -1,5 +1,6 @@
 """`pentatron plan`: what a model needs and costs on some GPUs, which layouts fit, and the command for the best."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.plan_report import Report, as_data, as_text
+from pentatron.cli.plan_data import as_data
+from pentatron.cli.plan_report import Report, as_text
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
 from pentatron.cli.terminal import say
 from pentatron.config.draft import Draft, Facts
@@ -23,7 +25,7 @@ from pentatron.plan.devices import GIB, Device, device_named
 from pentatron.plan.search import LAYOUT, Search
 from pentatron.plan.timing import EFFICIENCY
 
-USAGE = """usage: pentatron plan [FOLDER] [--gpus N] [--gpu NAME | --gpu-memory GB] [--top N] [--json] [--setting value ...]
+USAGE = """usage: pentatron plan [FOLDER] [--gpus N] [--gpu NAME | --gpu-memory GB] [--host-memory GB] [--top N] [--json] [--setting value ...]
 
 Says what a model needs and costs, before anything is started: parameters, FLOPs, the memory of every GPU part by part, the
 pipeline's bubble, what is sent, and an estimate of the time; then which layouts fit, the fastest first, with the command to copy.
@@ -32,6 +34,7 @@ pipeline's bubble, what is sent, and an estimate of the time; then which layouts
   --gpus N              how many GPUs (those of this machine, else 8)
   --gpu NAME            h100 (the default), h200, b200, a100, a100-40, h800, a800, h20, l40s, v100, rtx4090, rtx3090 or cpu
   --gpu-memory GB       memory of one, if it is another: 24, 80, 141 ...
+  --host-memory GB      memory of one machine, for an optimizer that is kept there
   --gpus-per-machine N  GPUs that are linked with each other (8)
   --efficiency X        share of the peak that matmuls reach (0.5)
   --top N               how many layouts to list (8)
@@ -42,7 +45,7 @@ pipeline's bubble, what is sent, and an estimate of the time; then which layouts
   pentatron plan models/Qwen2.5-7B --gpus 16 --gpu-memory 40 --tp 2 --pp 2
 
 All settings of `pentatron train` are understood. With settings of a layout, that layout is looked at first; without any,
-the best one is. `pentatron layout` shows which rank does what; docs/how-it-works/memory.md explains the formulas.
+the best one is. The list tries all sizes of the axes; what else is given (--zero-stage, --pipeline-schedule ...) holds for all. `pentatron layout` shows which rank does what; docs/how-it-works/memory.md explains the formulas.
 """
 # Trains nothing, so data and length are settled here.
 PLAN = EntryPoint(
@@ -64,6 +67,7 @@ class _Options:
     gpus: int | None = None
     gpu: str | None = None
     gpu_memory: float | None = None
+    host_memory: float | None = None
     per_machine: int = 8
     efficiency: float = EFFICIENCY
     top: int = 8
@@ -97,7 +101,8 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
     _learn_model(draft, facts, options)
     free_batch = all(draft[name] is None for name in _BATCH)
     assumed += _complete(draft, device, world)
-    search = Search(draft, device, world, options.per_machine, options.efficiency, free_batch)
+    host = None if options.host_memory is None else options.host_memory * GIB
+    search = Search(draft, device, world, options.per_machine, options.efficiency, free_batch, host)
     given = [name for name in LAYOUT if draft.given(name) and name != "micro_batch_size"]
     layouts = search.layouts()
     report = Report(
@@ -107,7 +112,7 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
         model=options.folder or draft["preset"] or draft["load"] or "the model",
         assumed=tuple(assumed),
         top=options.top,
-        notices=tuple(draft.notices),
+        notices=(*draft.notices, *_about(draft, device)),
     )
     if not layouts and report.given is None:
         # Let the rules say why nothing is possible.
@@ -125,11 +130,12 @@ def _read(words: Sequence[str]) -> tuple[_Options, list[str]]:
         "gpus": int,
         "gpu": str,
         "gpu-memory": _gigabytes,
+        "host-memory": _gigabytes,
         "gpus-per-machine": int,
         "efficiency": float,
         "top": int,
     }
-    names = {"gpus-per-machine": "per_machine", "gpu-memory": "gpu_memory"}
+    names = {"gpus-per-machine": "per_machine", "gpu-memory": "gpu_memory", "host-memory": "host_memory"}
     queue = list(words)
     if queue and not is_flag(queue[0]):
         options.folder = queue.pop(0)
@@ -178,7 +184,7 @@ def _device(options: _Options) -> Device:
         return device
     memory = int(options.gpu_memory * GIB)
     name = device.name if options.gpu else f"{options.gpu_memory:g} GB GPU (else as {device.name})"
-    return Device(name, memory, device.half, device.single, device.link, device.network)
+    return dataclasses.replace(device, name=name, memory=memory)
 
 
 def _visible() -> int:
@@ -241,9 +247,16 @@ def _complete(draft: Draft, device: Device, world: int) -> list[str]:
         draft.values["global_batch_size"] = Assigned(batch, "flag --global-batch-size")
         assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
     if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16", "fp8_format")):
-        draft.values["bf16"] = Assigned(True, "flag --bf16")
-        assumed.append("bf16 (--bf16)")
+        half = "bf16" if device.has_bf16 else "fp16"
+        draft.values[half] = Assigned(True, f"flag --{half}")
+        assumed.append(f"{half} (--{half})" + ("" if device.has_bf16 else f", as {device.name} has no bf16"))
     if draft["vocab_size"] is None and draft["padded_vocab_size"] is None:
         draft.values["vocab_size"] = Assigned(32768, "flag --vocab-size")
         assumed.append("32768 words (--vocab-size)")
     return assumed
+
+
+def _about(draft: Draft, device: Device) -> list[str]:
+    if draft["bf16"] and not device.has_bf16:
+        return [f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"]
+    return []

@@ -1,19 +1,18 @@
-"""What `pentatron plan` shows, as text to read and as data for machines."""
+"""What `pentatron plan` shows, as text to read."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pentatron.cli.plan_words import command, command_block
+from pentatron.cli.plan_words import command_block, words_of
 from pentatron.plan.advice import TRADE_OFFS, Advice, advise
 from pentatron.plan.devices import in_words
 from pentatron.plan.experts import by_expert_size
 from pentatron.plan.footprint import footprint_line
 from pentatron.plan.held import total_parameters
 from pentatron.plan.memory import RankMemory
-from pentatron.plan.search import Layout, Search, usable
+from pentatron.plan.search import SIZES, Layout, Search, usable
 from pentatron.plan.shape import Shape
 
 _BAR = 20
@@ -21,7 +20,7 @@ _MOST_RANKS = 8
 _PARTS = {
     "weights": "what the model computes with",
     "gradients": "in fp32",
-    "optimizer": "master weights and Adam's moments, in fp32",
+    "optimizer": "",
     "activations": "kept for backward",
     "logits": "of the last layer, in fp32",
     "buffers": "messages and collectives",
@@ -50,6 +49,18 @@ class Report:
     @property
     def best(self) -> Layout | None:
         return next((layout for layout in self.layouts if layout.fits), None)
+
+    @property
+    def chosen(self) -> tuple[Layout, str] | None:
+        """The layout of the command to copy, and which it is."""
+        if self.given is not None and self.given.fits:
+            return self.given, "the layout as given"
+        return None if self.best is None else (self.best, "the first of the list")
+
+    @property
+    def varied(self) -> list[str]:
+        """Sizes that the user gave, other than which the list tries too."""
+        return [name for name in SIZES if self.search.draft.given(name)]
 
     @cached_property
     def advice(self) -> Advice:
@@ -123,11 +134,33 @@ def _list(report: Report) -> str:
     if fitting:
         title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)} divisions), the fastest first"
     else:
-        title = f"No layout fits: a GPU has room for {room}. The smallest are"
+        host = report.search.host_memory
+        own = "" if host is None else f", and a machine {in_words(host)} of its own"
+        title = f"No layout fits: a GPU has room for {room}{own}. The smallest are"
+    if not report.layouts:
+        return f"No other layout of {report.search.world} GPUs is possible with {_flags(report.search.kept)}"
     lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
+    if report.varied or report.search.kept:
+        lines += ["", f"  {_what_varied(report)}"]
     if not fitting:
         lines += ["", f"  {_remedies(report)}"]
     return "\n".join(lines)
+
+
+def _what_varied(report: Report) -> str:
+    """Which of the settings the user gave the list does not keep to, and which it does."""
+    kept, draft = report.search.kept, report.search.draft
+    parts = []
+    if report.varied:
+        given = _flags({name: draft[name] for name in report.varied})
+        parts.append(f"other sizes than {given} are tried here too")
+    if kept:
+        parts.append(f"all have {_flags(kept)}, as given")
+    return "; ".join(parts)
+
+
+def _flags(settings: Mapping[str, Any]) -> str:
+    return " ".join(word for name, value in settings.items() for word in words_of(name, value))
 
 
 def _remedies(report: Report) -> str:
@@ -167,7 +200,7 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool,
     sizes.append(f"{grid.data}")
     zero = f"{config.parallel.zero_stage}{'+host' if config.parallel.optimizer_cpu_offload else ''}"
     total = layout.largest.total
-    speed, utilisation = _speed(layout)
+    speed, utilisation = speed_of(layout)
     return (
         f"  {number:>3} "
         + "".join(f"{size:>5}" for size in sizes)
@@ -177,7 +210,7 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool,
     )
 
 
-def _speed(layout: Layout) -> tuple[float, float]:
+def speed_of(layout: Layout) -> tuple[float, float]:
     """Tokens a second on each device, and the share of its peak that is used."""
     config, estimate = layout.config, layout.estimate
     assert config.train.global_batch_size
@@ -209,12 +242,23 @@ def _name(layout: Layout) -> str:
 def _detail(report: Report) -> str:
     layout = report.shown
     title = "The layout as given" if report.given is not None else "The first of the list"
-    verdict = "fits" if layout.fits else f"does NOT fit: there is room for {in_words(usable(layout.device))}"
-    lines = [f"{title}: {_name(layout)}; it {verdict}", ""]
+    lines = [f"{title}: {_name(layout)}; it {_verdict(layout)}", ""]
     return "\n".join([*lines, *_memory(layout), "", *_traffic(layout), "", *_pipeline(layout)])
 
 
-def _parts(rank: RankMemory) -> dict[str, int]:
+def _verdict(layout: Layout) -> str:
+    if layout.fits:
+        return "fits"
+    if layout.lacks_host_memory:
+        assert layout.host_memory is not None
+        return (
+            f"does NOT fit: its optimizer needs {in_words(layout.host_of_a_machine)} of a machine's memory, which is "
+            f"{in_words(layout.host_memory)}"
+        )
+    return f"does NOT fit: there is room for {in_words(usable(layout.device))}"
+
+
+def parts_of(rank: RankMemory) -> dict[str, int]:
     held = rank.held
     return {
         "weights": held.weights,
@@ -234,8 +278,9 @@ def _memory(layout: Layout) -> Iterator[str]:
         yield "  memory of a GPU"
     else:
         yield f"  {'stages of rank':<16}" + "".join(f"{rank:>10}" for rank in shown)
-    parts = [_parts(ranks[rank]) for rank in shown]
-    for name, meaning in _PARTS.items():
+    parts = [parts_of(ranks[rank]) for rank in shown]
+    meanings = _PARTS | {"optimizer": _optimizer(layout)}
+    for name, meaning in meanings.items():
         if any(part[name] for part in parts):
             yield f"  {name:<16}" + "".join(f"{in_words(part[name]):>10}" for part in parts) + f"  {meaning}"
     totals = [ranks[rank].total for rank in shown]
@@ -247,7 +292,26 @@ def _memory(layout: Layout) -> Iterator[str]:
         )
     )
     if layout.memory.host:
-        yield f"  in host memory  {in_words(layout.memory.host):>10}  for each GPU"
+        machine = in_words(layout.host_of_a_machine)
+        compared = (
+            f"of {in_words(layout.host_memory)}"
+            if layout.host_memory is not None
+            else "not compared with what it has: --host-memory GB"
+        )
+        yield f"  in host memory  {in_words(layout.memory.host):>10}  for each GPU, {machine} in a machine ({compared})"
+
+
+def _optimizer(layout: Layout) -> str:
+    remembered = "Adam's moments" if layout.config.optim.optimizer == "adam" else "momentum"
+    return (
+        " and ".join(
+            [
+                *(["master weights"] if layout.largest.held.master else []),
+                *([remembered] if layout.largest.held.moments else []),
+            ]
+        )
+        + ", in fp32"
+    )
 
 
 def _traffic(layout: Layout) -> Iterator[str]:
@@ -271,7 +335,7 @@ def _pipeline(layout: Layout) -> Iterator[str]:
         yield (
             f"  pipeline         {config.accumulation} micro-batches, bubble {estimate.bubble:.1%}; kept at once by rank: {alive}{more}"
         )
-    speed, utilisation = _speed(layout)
+    speed, utilisation = speed_of(layout)
     yield (
         f"  time of a step   {_seconds(estimate.seconds)}: computing {_seconds(estimate.computing)}, waiting "
         f"{_seconds(estimate.waiting)}, sending {_seconds(estimate.sending.total)}; {speed:,.0f} tokens/s/GPU, MFU {utilisation:.0%}"
@@ -292,9 +356,7 @@ def _experts(report: Report) -> str:
 
 
 def _command(report: Report) -> str:
-    if report.given is not None and report.given.fits:
-        return command_block(report.search, report.given, "the layout as given")
-    return "" if report.best is None else command_block(report.search, report.best, "the first of the list")
+    return "" if report.chosen is None else command_block(report.search, *report.chosen)
 
 
 def _assumptions(report: Report) -> str:
@@ -313,50 +375,3 @@ def _assumptions(report: Report) -> str:
         "with pentatron bench",
     ]
     return "\n".join(lines)
-
-
-# --- data ---
-
-
-def as_data(report: Report) -> dict[str, Any]:
-    parameters, active = total_parameters(report.shape)
-    best = report.best
-    return {
-        "model": report.model,
-        "parameters": parameters,
-        "active_parameters": active,
-        "flops_per_step": report.shown.estimate.flops,
-        "gpus": report.search.world,
-        "gpu": dataclasses.asdict(report.search.device),
-        "usable_bytes": int(usable(report.search.device)),
-        "advice": dataclasses.asdict(report.advice),
-        "given": None if report.given is None else _layout_data(report, report.given),
-        "layouts": [_layout_data(report, layout) for layout in report.layouts],
-        "command": None if best is None else command(report.search, best),
-        "assumed": list(report.assumed),
-        "notes": list(report.notices),
-    }
-
-
-def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
-    estimate = layout.estimate
-    speed, utilisation = _speed(layout)
-    return {
-        "sizes": dataclasses.asdict(layout.shape.grid),
-        "settings": dict(layout.settings),
-        "fits": layout.fits,
-        "bytes": [
-            {**_parts(rank), "host": rank.held.host, "total": rank.total} for rank in layout.memory.ranks
-        ],
-        "largest_bytes": layout.largest.total,
-        "bubble": estimate.bubble,
-        "sent_bytes": dataclasses.asdict(estimate.traffic),
-        "seconds": {
-            "step": estimate.seconds,
-            "computing": estimate.computing,
-            "waiting": estimate.waiting,
-            "sending": dataclasses.asdict(estimate.sending),
-        },
-        "tokens_per_second_per_gpu": speed,
-        "mfu": utilisation,
-    }

@@ -6,7 +6,7 @@ from typing import Any
 
 from pentatron.config.flags import is_flag
 from pentatron.config.run import table
-from pentatron.plan.search import LAYOUT, Layout, Search
+from pentatron.plan.search import LAYOUT, SIZES, Layout, Search
 
 # Settings of this command, or of what is not trained here: they are no part of the command to copy.
 _NOT_COPIED = ("world_size", "nproc_per_node", "dataset_size", "train_iters")
@@ -78,25 +78,36 @@ def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
         word
         for name, value in layout.settings.items()
         if value != table()[name].default
-        for word in _words(name, value)
+        for word in words_of(name, value)
+    ]
+    of_layout += [
+        word for name, value in _against_a_file(search, layout).items() for word in words_of(name, value)
     ]
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        of_layout += _words("micro_batch_size", draft["micro_batch_size"])
+        of_layout += words_of("micro_batch_size", draft["micro_batch_size"])
     rest = [
         word
         for name in table()
         if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
-        for word in _words(name, draft[name])
+        for word in words_of(name, draft[name])
     ]
     if not names_data(search):
         rest.append("--mock-data")
-    rest += _words("train_iters", draft["train_iters"] if draft.given("train_iters") else _STEPS)
+    rest += words_of("train_iters", draft["train_iters"] if draft.given("train_iters") else _STEPS)
     if search.device.name == "CPU process" and not draft.given("device"):
         rest += ["--device", "cpu"]
     return of_layout, rest
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _against_a_file(search: Search, layout: Layout) -> dict[str, Any]:
+    """Sizes of this layout that are not written because they are usual, and others in a file that the command names."""
+    draft, parallel = search.draft, layout.config.parallel
+    in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
+    own = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
+    return {name: value for name, value in own.items() if isinstance(value, int) and value != draft[name]}
+
+
+def words_of(name: str, value: Any) -> list[str]:
     item = table()[name]
     if isinstance(value, bool):
         return [item.written(value)]

@@ -1,15 +1,18 @@
 """The guides' decision tree and tables, asked for the model and the devices at hand."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from pentatron.plan.activations import layer
 from pentatron.plan.devices import in_words
-from pentatron.plan.held import total_parameters, whole
+from pentatron.plan.held import moments, total_parameters, whole
+from pentatron.plan.memory import RankMemory, largest_of
 from pentatron.plan.search import Layout, Search, usable
 from pentatron.plan.shape import Shape
 
 BILLION = 1e9
 _DEEP = 30
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,15 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     """`base` is any layout of the model; `layouts` those that were found."""
     shape, device = base.shape, search.device
     parameters, _ = total_parameters(shape)
-    alone = parameters * _bytes_of_a_parameter(shape)
+    one = _alone(search, shape)
+    alone = largest_of(one)
     undivided = [found for found in layouts if found.shape.grid.tensor * found.shape.grid.pipeline == 1]
-    fits_one = alone < usable(device)
     fitting = [found for found in undivided if found.fits]
-    layer_bytes = _layer_bytes(shape)
+    layer_bytes = _layer_bytes(one)
     layer_fits = layer_bytes < usable(device)
     depth = shape.config.model.num_layers
     tree = (
-        Answer("Does it fit one GPU?", _fits_one(alone, fits_one, fitting, search.world)),
+        Answer("Does it fit one GPU?", _fits_one(alone, usable(device), fitting, search.world)),
         Answer(
             "Does a single layer fit one GPU?",
             f"{'yes' if layer_fits else 'no'}, it takes {in_words(layer_bytes)}: "
@@ -117,33 +120,66 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
         ),
     )
     best = next((found for found in layouts if found.fits), None)
-    return Advice(tree, _combination(best), _tables(parameters, search.world))
+    return Advice(tree, _combination(best), _tables(parameters))
 
 
-def _fits_one(alone: float, fits_one: bool, fitting: list[Layout], world: int) -> str:
+def _alone(search: Search, shape: Shape) -> Shape:
+    """The model on one GPU, without any remedy but those that the user asked for."""
+    one = whole(shape)
+    config = one.config
+    kept = search.kept
+    memory = (
+        config.memory
+        if "recompute_granularity" in kept
+        else dataclasses.replace(config.memory, recompute_granularity=None)
+    )
+    offload = kept.get("optimizer_cpu_offload", False)
+    return Shape(
+        dataclasses.replace(
+            config,
+            memory=memory,
+            parallel=dataclasses.replace(config.parallel, optimizer_cpu_offload=offload),
+            train=dataclasses.replace(config.train, micro_batch_size=kept.get("micro_batch_size", 1)),
+        )
+    )
+
+
+def _fits_one(alone: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
     """`fitting`: the layouts without tensor and pipeline parallelism that fit."""
-    needed = f"weights, gradients and optimizer take {in_words(alone)}"
-    if fits_one:
+    held = alone.held.on_device
+    needed = (
+        f"weights, gradients and optimizer take {in_words(held)}, "
+        f"activations and buffers of a micro-batch {in_words(alone.total - held)}"
+    )
+    if alone.total <= room:
         return f"yes, {needed}: data parallelism is enough"
     if fitting:
         ways = [f"data parallelism with ZeRO over {world} GPUs"] if world > 1 else []
+        if all(found.config.memory.recompute_granularity for found in fitting):
+            ways.append("recompute")
         if all(found.config.parallel.optimizer_cpu_offload for found in fitting):
             ways.append("the optimizer in host memory")
-        return f"no, {needed}; but {' and '.join(ways) or 'what is asked for'} is enough"
+        enough = (
+            f"{' and '.join(ways)} are enough"
+            if len(ways) > 1
+            else f"{ways[0] if ways else 'what is asked for'} is enough"
+        )
+        return f"no, {needed}; but {enough}"
+    if held <= room:
+        return f"no, {needed}: smaller micro-batches (--micro-batch-size), recompute or a division of the model will help"
     return f"no, {needed}: the model must be divided"
 
 
-def _layer_bytes(shape: Shape) -> int:
+def _layer_bytes(one: Shape) -> int:
     """Of the largest layer, undivided, with what a micro-batch leaves in it."""
-    one = whole(shape)
     sparse = bool(one.sparse_layers)
     parameters = sum(p.elements for p in one.layer(min(one.sparse_layers) if sparse else 0))
-    return _bytes_of_a_parameter(shape) * parameters + layer(one, sparse, frozenset())
+    return _bytes_of_a_parameter(one) * parameters + layer(one, sparse, frozenset())
 
 
 def _bytes_of_a_parameter(shape: Shape) -> int:
-    """Weights, gradients and Adam's moments, with nothing divided; fp32 weights are their own master."""
-    return 18 if shape.width == 2 else 16
+    """Weights, gradients and what the optimizer remembers, with nothing divided; fp32 weights are their own master."""
+    return shape.width + _FP32 * (1 + (shape.width != _FP32) + moments(shape))
 
 
 def _combination(best: Layout | None) -> str:
@@ -160,7 +196,7 @@ def _combination(best: Layout | None) -> str:
     return " + ".join(name for name, size in names if size > 1) or "one GPU"
 
 
-def _tables(parameters: float, world: int) -> tuple[str, ...]:
+def _tables(parameters: float) -> tuple[str, ...]:
     """What the guides' tables say for this size."""
     found = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
     found += [

@@ -19,7 +19,7 @@ from pentatron.plan.shape import Parameter, Shape
 _FP32 = 4
 
 
-def _moments(shape: Shape) -> int:
+def moments(shape: Shape) -> int:
     """Numbers that the optimizer remembers of each parameter."""
     optim = shape.config.optim
     return 2 if optim.optimizer == "adam" else int(optim.sgd_momentum > 0)
@@ -94,13 +94,13 @@ def _in_buckets(shape: Shape, pipeline_rank: int) -> Held:
     own = sum(size // shape.ranks(axis) for axis, size in every)
     kept = own if parallel.zero_stage else whole
     separate = parallel.optimizer_cpu_offload or shape.width != _FP32
-    master, moments = _FP32 * kept if separate else 0, _moments(shape) * _FP32 * kept
+    master, state = _FP32 * kept if separate else 0, moments(shape) * _FP32 * kept
     return Held(
         weights=shape.width * whole,
         gradients=_FP32 * (_scattered(shape, by_stages) if parallel.zero_stage == 2 else whole),
         master=master,
-        moments=moments,
-        host=master + moments if parallel.optimizer_cpu_offload else 0,
+        moments=state,
+        host=master + state if parallel.optimizer_cpu_offload else 0,
     )
 
 
@@ -127,7 +127,7 @@ def _in_shards(shape: Shape, parts: Mapping[int, StagePart]) -> Held:
         weights=_FP32 * weights,
         gradients=_FP32 * gradients,
         master=0,
-        moments=_moments(shape) * _FP32 * weights,
+        moments=moments(shape) * _FP32 * weights,
     )
 
 

@@ -1,6 +1,7 @@
 """Which layouts a model can have on a number of devices, which of them fit, and how fast each would be."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,19 +14,26 @@ from pentatron.config.resolve import resolve
 from pentatron.config.run import RunConfig, table
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device
+from pentatron.plan.held import held
 from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape
 from pentatron.plan.shape import Shape
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
 
 _CHOSEN = "chosen by pentatron plan"
-# What a plan chooses; everything else is the user's.
-CHOICES = (
+# How devices and layers are divided: a plan tries other sizes than those given.
+SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "data_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+# How a division is run: a plan chooses what is not given, and keeps what is.
+MANNERS = (
     "sequence_parallel",
     "zero_stage",
     "overlap_grad_reduce",
@@ -33,32 +41,28 @@ CHOICES = (
     "recompute_granularity",
     "micro_batch_size",
     "optimizer_cpu_offload",
-)
-# Further settings of a layout: they say how it is run, and stay as they are given.
-_OF_A_LAYOUT = (
-    "data_parallel_size",
     "pipeline_schedule",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
     "num_distributed_optimizer_instances",
 )
-LAYOUT = (*CHOICES, *_OF_A_LAYOUT)
+LAYOUT = (*SIZES, *MANNERS)
 _LONGEST_PIPELINE = 64
 # Below this length splitting sequences costs more than it saves.
 _LONG = 16384
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 # Micro-batches with more make matmuls no faster.
 _ENOUGH_TOKENS = 8192
-_REMEDIES: tuple[tuple[int, str | None], ...] = (
-    (1, None),
-    (1, "selective"),
-    (2, None),
-    (1, "full"),
-    (3, None),
-    (3, "full"),
+# ZeRO stage, recompute, and whether the optimizer's state is in host memory.
+_REMEDIES: tuple[tuple[int, str | None, bool], ...] = (
+    (1, None, False),
+    (1, "selective", False),
+    (2, None, False),
+    (1, "full", False),
+    (3, None, False),
+    (3, "full", False),
+    (2, "full", True),
 )
 # For what torch, the driver and NCCL take, and for gaps between tensors.
 _OVERHEAD, _USABLE = GIB, 0.95
@@ -71,13 +75,15 @@ def usable(device: Device) -> float:
 
 @dataclass(frozen=True)
 class Layout:
-    """`settings` are those a plan chose, as they differ from the defaults."""
+    """`settings` are those a plan chose, as they differ from the defaults. `host_memory`: bytes of a machine, where they are
+    known."""
 
     shape: Shape
     settings: Mapping[str, Any]
     device: Device
     per_machine: int
     efficiency: float
+    host_memory: float | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -97,7 +103,19 @@ class Layout:
 
     @cached_property
     def fits(self) -> bool:
-        return self.largest.total <= usable(self.device)
+        return self.largest.total <= usable(self.device) and not self.lacks_host_memory
+
+    @property
+    def host_of_a_machine(self) -> int:
+        """Bytes of a machine's own memory, for what its devices keep there."""
+        if not self.config.parallel.optimizer_cpu_offload:
+            return 0
+        each = max(held(self.shape, rank).host for rank in self.shape.telling_ranks)
+        return each * min(self.per_machine, self.shape.grid.world_size)
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        return self.host_memory is not None and self.host_of_a_machine > self.host_memory
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -108,7 +126,7 @@ class Layout:
 @dataclass(frozen=True)
 class Search:
     """`draft` is what the user wrote, `world` devices of one kind in machines of `per_machine`. `free_batch`: nobody said how
-    large a batch is, so that its pieces are as small as can be."""
+    large a batch is, so that its pieces are as small as can be. `host_memory`: bytes of a machine, if somebody said."""
 
     draft: Draft
     device: Device
@@ -116,6 +134,12 @@ class Search:
     per_machine: int
     efficiency: float = EFFICIENCY
     free_batch: bool = False
+    host_memory: float | None = None
+
+    @cached_property
+    def kept(self) -> dict[str, Any]:
+        """What the user said of how a layout is run: so it is in all that are tried."""
+        return {name: self.draft[name] for name in MANNERS if self.draft.given(name)}
 
     @property
     def facts(self) -> Facts:
@@ -141,7 +165,7 @@ class Search:
         return sorted((found for found in best.values() if self._is_sound(found)), key=_rank)
 
     def _layout(self, shape: Shape, settings: Mapping[str, Any]) -> Layout:
-        return Layout(shape, settings, self.device, self.per_machine, self.efficiency)
+        return Layout(shape, settings, self.device, self.per_machine, self.efficiency, self.host_memory)
 
     def _divisions(self) -> Iterator[dict[str, int]]:
         """Sizes of the axes that divide the devices; a rule may still refuse one."""
@@ -150,8 +174,10 @@ class Search:
         long = draft["seq_length"] >= _LONG
         # Experts divided over several machines send every token through the network.
         most_holders = max(self.per_machine, 8)
+        heads = draft["num_attention_heads"]
         for tensor in divisors(self.world):
-            if tensor > self.per_machine or (draft["num_attention_heads"] or 1) % tensor:
+            # Heads that follow from the width are the rules' business.
+            if tensor > self.per_machine or (heads is not None and heads % tensor):
                 continue
             for pipeline in divisors(self.world // tensor):
                 if pipeline > min(_LONGEST_PIPELINE, draft["num_layers"]):
@@ -196,9 +222,8 @@ class Search:
             if self.draft["num_experts"]:
                 chosen["expert_tensor_parallel_size"] = 1
         if copies > 1:
-            chosen |= {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}
-        if not self.draft.given("micro_batch_size"):
-            chosen["micro_batch_size"] = 1
+            chosen |= _overlapped(self.kept.get("zero_stage", 1))
+        chosen = {**chosen, "micro_batch_size": 1, **self.kept}
         draft = self._without_layout()
         for name, value in chosen.items():
             draft.values[name] = Assigned(value, f"file {_CHOSEN}")
@@ -210,7 +235,7 @@ class Search:
     def _without_layout(self) -> Draft:
         draft = _copy(self.draft)
         for name in LAYOUT:
-            if name != "micro_batch_size" or not self.draft.given(name):
+            if name not in self.kept:
                 draft.values[name] = Assigned(table()[name].default, "default")
         return draft
 
@@ -233,9 +258,7 @@ class Search:
         """With the remedy that costs least time of those that make it fit; else the smallest."""
         found: list[Layout] = []
         for remedy in self._remedies(chosen):
-            settings = {**chosen, **remedy}
-            if "micro_batch_size" in chosen:
-                settings["micro_batch_size"] = micro
+            settings = {**chosen, **remedy, "micro_batch_size": micro}
             layout = self._layout(base.alike(_changed(base.config, settings)), settings)
             found.append(layout)
             # What follows is slower, but for the choice between recompute and dividing more.
@@ -244,20 +267,23 @@ class Search:
         return min(found, key=_rank)
 
     def _remedies(self, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
-        divided = "zero_stage" in chosen
+        """As far as the user left them open."""
+        model = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        divided = self.world > math.prod(chosen.get(name, 1) for name in model)
         found: list[dict[str, Any]] = []
-        for stage, recompute in _REMEDIES:
-            if stage > 1 and not divided:
+        for stage, recompute, offload in _REMEDIES:
+            if stage > 1 and not divided and not offload:
                 continue
-            settings: dict[str, Any] = {"zero_stage": stage} if divided else {}
-            if stage == 3:
-                settings |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+            settings = _overlapped(self.kept.get("zero_stage", stage)) if divided else {}
             if recompute is not None:
                 settings["recompute_granularity"] = recompute
-            found.append(settings)
-        last = {"zero_stage": 2} if divided else {}
-        found.append({**last, "recompute_granularity": "full", "optimizer_cpu_offload": True})
-        return found
+            if offload:
+                settings["optimizer_cpu_offload"] = True
+            settings |= self.kept
+            shards = settings.get("zero_stage") == 3
+            if settings not in found and not (shards and settings.get("optimizer_cpu_offload")):
+                found.append(settings)
+        return found or [dict(self.kept)]
 
     def _is_sound(self, layout: Layout) -> bool:
         """Asks the rules once more, with everything that was chosen."""
@@ -279,6 +305,15 @@ def _rank(layout: Layout) -> tuple[float, ...]:
     return 0.0, float(offloads), round(layout.estimate.seconds, 4), layout.shape.grid.model_size
 
 
+def _overlapped(stage: int) -> dict[str, Any]:
+    """A ZeRO stage with what it can hide: ZeRO 3 always does, and ZeRO 0 gathers nothing."""
+    return {
+        "zero_stage": stage,
+        "overlap_grad_reduce": stage < 3,
+        "overlap_param_gather": stage in (1, 2),
+    }
+
+
 def _copy(draft: Draft) -> Draft:
     return Draft(dict(draft.values), list(draft.notices), dict(draft.wrong))
 
@@ -286,10 +321,12 @@ def _copy(draft: Draft) -> Draft:
 def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """The configuration with other remedies, as resolving it anew would make it."""
     values = dict(settings)
-    if values.get("recompute_granularity") == "selective":
-        values["recompute_modules"] = ("core_attn",)
-    if values.get("recompute_granularity") == "full":
-        values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if values.get("recompute_granularity") != config.memory.recompute_granularity:
+        of_kind: dict[str, dict[str, Any]] = {
+            "selective": {"recompute_modules": ("core_attn",)},
+            "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
+        }
+        values = {**of_kind.get(values.get("recompute_granularity", ""), {}), **values}
     parts = {}
     for section in ("parallel", "memory", "train"):
         part = getattr(config, section)

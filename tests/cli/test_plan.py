@@ -10,8 +10,9 @@ import pytest
 
 from pentatron.cli.main import main
 from pentatron.cli.plan import describe
-from pentatron.cli.plan_report import Report, as_data, as_text
-from pentatron.cli.plan_words import settings_words
+from pentatron.cli.plan_data import as_data
+from pentatron.cli.plan_report import Report, as_text
+from pentatron.cli.plan_words import command, settings_words
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.errors import ConfigError, UserError
@@ -40,7 +41,7 @@ def test_the_page_has_everything_in_its_place(llama: Report) -> None:
             "How to divide it",
             "Does it fit one GPU?",
             "Layouts that fit",
-            "activations",
+            "activations  ",
             "sent in a step",
             "Theoretical memory footprints: weight and optimizer=",
             "To train",
@@ -118,6 +119,70 @@ def test_an_optimizer_in_host_memory_has_its_column() -> None:
     assert row.split()[:6] == ["1", "1", "1", "1", "0+host", "full"]
 
 
+def test_what_is_given_of_how_a_layout_runs_holds_for_the_whole_list() -> None:
+    report = plan(f"{SMALL} --gpus 4 --gpu h100 --tp 2 --zero-stage 2 --pipeline-schedule gpipe")
+    assert {layout.shape.grid.tensor for layout in report.layouts} == {1, 2, 4}
+    for layout in report.layouts:
+        assert layout.config.parallel.zero_stage == 2
+        assert layout.config.parallel.pipeline_schedule == "gpipe"
+        words = settings_words(report.search, layout)
+        assert words[words.index("--zero-stage") :][:2] == ["--zero-stage", "2"]
+    text = as_text(report)
+    assert (
+        "other sizes than --tensor-model-parallel-size 2 are tried here too; "
+        "all have --zero-stage 2 --pipeline-schedule gpipe, as given" in text
+    )
+
+
+@pytest.mark.parametrize(("words", "which"), [("--tp 2", "given"), ("--tp 2 --micro-batch-size 4", "best")])
+def test_both_forms_have_the_command_of_the_same_layout(words: str, which: str) -> None:
+    report = plan(f"--preset llama3-8b --gpus 8 --gpu {'h200' if which == 'given' else 'a100-40'} {words}")
+    found = as_data(report)
+    assert all(line in as_text(report) for line in found["command"])
+    wanted = report.given if which == "given" else report.best
+    assert wanted is not None and wanted is not (report.best if which == "given" else report.given)
+    assert found["command"] == command(report.search, wanted)
+
+
+def test_a_size_in_a_file_does_not_undo_the_layout_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("tensor_model_parallel_size: 2\n")
+    report = plan(f"{SMALL} --gpus 4 --gpu h100 --config {tmp_path / 'two.yaml'}")
+    for layout in report.layouts:
+        made = resolve(gather(settings_words(report.search, layout), TRAIN), Facts(4, 4)).config
+        assert made.grid == layout.config.grid
+
+
+def test_a_gpu_without_bf16_is_planned_in_fp16() -> None:
+    report = plan(f"{SMALL} --gpus 1 --gpu v100")
+    assert report.shape.config.precision.name == "fp16"
+    assert "fp16 (--fp16), as V100 32 GB has no bf16" in report.assumed
+    assert any("in bf16" in notice for notice in plan(f"{SMALL} --gpus 1 --gpu v100 --bf16").notices)
+    assert not plan(f"{SMALL} --gpus 1 --gpu a100 --bf16").notices
+
+
+def test_one_gpu_must_have_room_for_activations_too() -> None:
+    """What this model holds is a tenth of the card; what one of its sequences leaves is not."""
+    tree = plan("--preset gpt2 --gpus 1 --gpu-memory 24 --micro-batch-size 64").advice.tree
+    assert tree[0].answer.startswith("no, weights, gradients and optimizer take 2.09 GiB")
+    assert "smaller micro-batches" in tree[0].answer
+    adam, plain = (
+        plan(f"--preset gpt2 --gpus 1 --optimizer {kind}").advice.tree[0].answer
+        for kind in ("adam", "sgd --sgd-momentum 0")
+    )
+    assert "take 2.09 GiB" in adam and "take 1.16 GiB" in plain
+
+
+def test_an_optimizer_in_host_memory_must_fit_there() -> None:
+    words = "--preset llama3-8b --gpus 1 --gpu h100 --host-memory"
+    assert plan(f"{words} 100").layouts[0].fits
+    small = plan(f"{words} 64")
+    assert not small.layouts[0].fits
+    assert "its optimizer needs 89.7 GiB of a machine's memory, which is 64 GiB" in as_text(small)
+    assert "not compared with what it has: --host-memory GB" in as_text(
+        plan(words.removesuffix("--host-memory"))
+    )
+
+
 def test_what_fits_nowhere_is_said() -> None:
     text = as_text(plan("--preset gpt3-175b --gpus 2 --gpu rtx4090"))
     assert "No layout fits: a GPU has room for" in text and "more GPUs (--gpus)" in text
@@ -139,7 +204,7 @@ def test_what_fits_nowhere_is_said() -> None:
         ),
         (
             "--preset llama3-8b --gpus 1 --gpu h100",
-            ("135 GiB; but the optimizer in host memory is enough",),
+            ("take 135 GiB, activations", "but recompute and the optimizer in host memory are enough"),
             "one GPU",
         ),
         ("--preset llama3.1-405b --gpus 8 --gpu-memory 16", ("tensor parallelism is a must",), ""),
