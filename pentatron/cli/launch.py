@@ -46,7 +46,7 @@ slurm alone:
   --time 12:00:00, --partition NAME, --account NAME, --qos NAME, --constraint NAME, --mem SIZE, --cpus-per-task N
   --gres TEXT                   (gpu:G)
   --output FILE                 (%x-%j.out)
-  --container-image IMAGE, --container-mounts FROM:TO,...
+  --container-image IMAGE, --container-mounts FROM:TO,...   (it sees this folder besides)
   --no-requeue                  do not go back into the queue when the time limit cut the run short
   --sbatch '--exclusive ...'    further options of sbatch
 
@@ -210,6 +210,11 @@ def _remarks(job: Job, config: RunConfig, kind: str) -> list[str]:
         found.append(
             f"tensor groups of {config.grid.tensor} reach over several nodes of {job.processes}, where every layer waits "
             f"for the network; a --tensor-model-parallel-size that divides {job.processes} keeps them inside"
+        )
+    if job.container_image and not job.container_mounts:
+        found.append(
+            f"the container sees {job.folder} and nothing else of the machine; name other folders, such as that of the data, "
+            f"with --container-mounts FROM:TO,..."
         )
     if kind == "slurm" and not job.cpus and "--exclusive" not in job.batch_lines:
         found.append(

@@ -11,6 +11,11 @@ _WORD = re.compile(r"[^\s'\"\\`$;&|<>{}()#]+")
 _DAY = 24 * 3600
 # Batch lines that the written script depends on: another value would start the wrong number of processes.
 _OURS = ("nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array")
+# Those with a flag of the same name, by which they are checked and the workers' threads are counted.
+_FLAGS = (
+    "job-name", "cpus-per-task", "gres", "mem", "time", "partition", "account", "qos", "constraint", "output",
+    "container-image", "container-mounts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,10 @@ def problems_of(job: Job) -> list[str]:
         found.append(
             "--container-mounts says what a container sees, but there is none; add --container-image"
         )
+    if job.container_image and set(job.folder) & set(",:"):
+        found.append(
+            f"{job.folder} cannot be shown to a container, as mounts are divided by ',' and ':'; start from another folder"
+        )
     return [*found, *_time_problems(job), *_own_lines(job)]
 
 
@@ -124,10 +133,14 @@ def _own_lines(job: Job) -> list[str]:
         name = line.removeprefix("--").partition("=")[0]
         if not line.startswith("--") or not _WORD.fullmatch(line):
             found.append(
-                f"--sbatch: '{line}' must be an option of sbatch in one word, such as --exclusive or --mem=0"
+                f"--sbatch: '{line}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
             )
         elif name in _OURS:
             found.append(
                 f"--sbatch: --{name} is set by the script itself; use --nodes, --gpus-per-node, --grace or --no-requeue"
+            )
+        elif name in _FLAGS:
+            found.append(
+                f"--sbatch: {line} would go past the checks of the launch; give it as a flag of its own, without --sbatch"
             )
     return found

@@ -15,6 +15,21 @@ def head(command: Sequence[str], equation: str) -> list[str]:
     return ["#!/usr/bin/env bash", f"{WRITTEN_BY}{written}", f"# {equation}"]
 
 
+def setup_lines(job: Job, strict: str) -> list[str]:
+    """The user's own lines, without the strictness (`-u`, `-eu`) of the rest: scripts of conda and of modules read what is not set."""
+    if not job.setup:
+        return []
+    return [
+        "# Scripts of conda and of environment modules read variables that nobody has set.",
+        f"set +{strict}",
+        job.setup,
+        'setup_code=$?; if [ "$setup_code" -ne 0 ]; then',
+        '    echo "the last line of --setup failed ($setup_code): mend it, or end it with: || true" >&2; exit 2',
+        "fi",
+        f"set -{strict}",
+    ]
+
+
 def exports(job: Job) -> list[str]:
     """What the workers inherit; the user's own values win."""
     lines = []

@@ -8,9 +8,10 @@ its workers, because srun itself answers SIGTERM by killing the step.
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from pentatron.launch.job import Job
-from pentatron.launch.script import exports, head, meeting, words_array
+from pentatron.launch.script import exports, head, meeting, setup_lines, words_array
 
 # Between the ports of services and those the system gives to clients; the job's number keeps two jobs on a node apart.
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
@@ -22,7 +23,7 @@ def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
         [*head(command, equation), *_requests(job)],
         ["set -u", f"cd {shlex.quote(job.folder)} || exit 2"],
         _way_out(job),
-        [job.setup] if job.setup else [],
+        setup_lines(job, "u"),
         [
             f"export MASTER_ADDR={job.address or _FIRST_NODE}",
             f"export MASTER_PORT={job.port or _PORT}",
@@ -108,7 +109,7 @@ def _step(job: Job) -> list[str]:
     container = []
     if job.container_image:
         container.append(f"--container-image={job.container_image}")
-        container += [f"--container-mounts={job.container_mounts}"] if job.container_mounts else []
+        container.append(f"--container-mounts={_mounts(job)}")
         container.append('--container-workdir="$PWD"')
     # A node whose workers end first must not take the others down while they still save.
     options = ["--kill-on-bad-exit=0", f"--wait={job.grace or 30}", *container]
@@ -120,6 +121,14 @@ def _step(job: Job) -> list[str]:
         f'        "$@"\' {shlex.quote(job.python)} "${{train[@]}}" &',
         "step=$!",
     ]
+
+
+def _mounts(job: Job) -> str:
+    """What the user asked for, and the folder that the job runs in: a container sees nothing else."""
+    seen = [pair.split(":")[1] for pair in job.container_mounts.split(",") if ":" in pair]
+    here = Path(job.folder)
+    own = [] if any(here.is_relative_to(place) for place in seen) else ['"$PWD:$PWD"']
+    return ",".join([*([job.container_mounts] if job.container_mounts else []), *own])
 
 
 def _per_node(job: Job) -> str:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 
 from pentatron.launch.job import Job
-from pentatron.launch.script import exports, head, meeting, words_array
+from pentatron.launch.script import exports, head, meeting, setup_lines, words_array
 
 _USUAL_PORT = 29500
 
@@ -14,7 +14,7 @@ def node_script(job: Job, command: Sequence[str], equation: str) -> str:
     parts = [
         [*head(command, equation), *_how_to_run(job)],
         ["set -euo pipefail", f"cd {shlex.quote(job.folder)}"],
-        [job.setup] if job.setup else [],
+        setup_lines(job, "eu"),
         _place(job),
         [
             *exports(job),

@@ -35,6 +35,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--nodes", "0", "--gpus-per-node", "4", "--time", "soon"],
          ["--nodes 0 must be at least 1", "--time soon must look like"]),
         ([*CLUSTER, "--max-restarts", "1", "--fresh"], ["with --fresh every restart would start anew"]),
+        ([*CLUSTER, "--sbatch", "--time=5 --exclusive --gres=gpu:1"],
+         ["--sbatch: --time=5 would go past the checks", "--sbatch: --gres=gpu:1 would go past"]),
         ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist here"]),
     ],
 )  # fmt: skip
@@ -83,10 +85,24 @@ def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFi
     ).split():
         assert f"#SBATCH {line}" in lines, line
     assert "module load cuda" in lines and "    --my-own flag" in lines
-    assert '--container-image=image:1 --container-mounts=/data:/data --container-workdir="$PWD"' in script
+    assert (
+        '--container-image=image:1 --container-mounts=/data:/data,"$PWD:$PWD" --container-workdir="$PWD"'
+        in script
+    )
     assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"' in lines
     assert 'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"' in lines
     assert subprocess.run(["bash", "-n", "try.sbatch"], check=False).returncode == 0
+
+
+def test_a_container_sees_the_folder_it_works_in(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "slurm", *CLUSTER, "--container-image", "image:1", *MODEL]
+    assert main(words) == 0
+    assert (
+        '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"' in (here / "pentatron.sbatch").read_text()
+    )
+    assert f"the container sees {here} and nothing else of the machine" in capsys.readouterr().out
+    assert main([*words, "--container-mounts", f"{here.parent}:{here.parent}"]) == 0
+    assert '"$PWD:$PWD"' not in (here / "pentatron.sbatch").read_text(), "seen already"
 
 
 def test_on_cpus_no_gpu_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

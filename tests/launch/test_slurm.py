@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def test_a_template_starts_one_launcher_on_every_node(name: str, cluster: StubCl
     assert cluster.run(script, "--a", "b c", cwd=ROOT, ALL_ARGS="--bf16") == 0
     expected = [(node, launcher(processes, nodes, node, f"{words} --a b c")) for node in range(nodes)]
     assert cluster.started() == expected
+    text = script.read_text()
+    assert 'SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"' in text and "#SBATCH --cpus-per-task=" in text
     assert any("--container-image=nvcr.io/nvidia/pytorch:25.01-py3" in c for c in cluster.calls("srun")) == (
         name == "qwen"
     )
@@ -121,6 +124,25 @@ def test_a_second_start_goes_on(cluster: StubCluster) -> None:
     assert cluster.run(script, cwd=Path("/"), SLURM_RESTART_COUNT="1") == 0
     first, second = (words for node, words in cluster.started() if node == 0)
     assert first.endswith("--bf16") and second.endswith("--bf16 --save a b --load a b")
+
+
+@pytest.mark.parametrize("kind", [batch_script, node_script])
+def test_lines_of_a_setup_may_read_what_is_not_set(
+    kind: Callable[[Job, list[str], str], str], cluster: StubCluster
+) -> None:
+    """As scripts of conda and of modules do; a failure of the last one ends the job with a sentence."""
+
+    def run(setup: str) -> tuple[int, str]:
+        script = cluster.folder / "job.sbatch"
+        text = kind(job(cluster, setup=setup, address="head"), ["x"], "=")
+        script.write_text("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" + text)
+        process = cluster.start(script, "0", cwd=Path("/"), SLURM_NODEID="0")
+        out, _ = process.communicate(timeout=30)
+        return process.returncode, out
+
+    assert run('false\nCONDA="$NEVER_SET/bin"') == (0, "")
+    code, out = run("module_that_is_not_there load cuda")
+    assert code == 2 and "the last line of --setup failed (127): mend it" in out
 
 
 def test_the_users_variables_win_over_those_of_the_script(cluster: StubCluster) -> None:
