@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentatron.cli.device_memory import check_room, memory_sentence
+from pentatron.cli.device_memory import check_room
 from pentatron.cli.environment import (
     Worker,
     announce_worker,
@@ -20,14 +20,14 @@ from pentatron.cli.environment import (
     require_repeatable_kernels,
 )
 from pentatron.cli.prepare import Prepared, prepare
-from pentatron.cli.repeatable import unrepeatable
 from pentatron.cli.terminal import complain, say
 from pentatron.cli.variables import limit_connections, require_interface, variable_notes
+from pentatron.cli.worker_errors import USER_ERROR, explain
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import AgreedError, BadNumbers, UserError
+from pentatron.config.errors import BadNumbers, UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
-from pentatron.parallel.meeting import MeetingError, checklist, lost_contact, waiting_aloud
+from pentatron.parallel.meeting import waiting_aloud
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from pentatron.parallel.world import World
     from pentatron.train.program import Program
 
-_USER_ERROR = 2
-_LOST = 1
 # Ends of which a rank has said why.
-_TOLD = (_USER_ERROR, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
+_TOLD = (USER_ERROR, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
 
 
 def train(
@@ -54,7 +52,7 @@ def train(
     """
     started = time.time()
     prepared = prepare(words, entry)
-    _check_spec(prepared.resolved)
+    check_spec(prepared.resolved)
     if prepared.worker is not None:
         return _work(prepared, entry, prepared.worker, program, started)
     if prepared.facts.world_size == 1:
@@ -62,7 +60,8 @@ def train(
     return launch_workers(prepared, [*restart, *(words if typed is None else typed)])
 
 
-def _check_spec(resolved: Resolved) -> None:
+def check_spec(resolved: Resolved) -> None:
+    """Layers of the user's own, before anything is started."""
     config = resolved.config
     if not config.model.spec:
         return
@@ -111,6 +110,15 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         yield world
 
 
+@contextmanager
+def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Resolved]]":
+    """The same, with the settings and what is to be said of them here: also of the environment as the user left it."""
+    said = dict(os.environ)
+    with joined_world(prepared, worker) as world:
+        notes = variable_notes(said, world.device, worker)
+        yield world, dataclasses.replace(prepared.resolved, notices=[*prepared.resolved.notices, *notes])
+
+
 def launching_agent() -> int | None:
     """The process that started us, if it passes signals on; without it we would train on, unseen."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -122,46 +130,22 @@ def _work(
     from pentatron.train.program import CONFIGURED
     from pentatron.train.session import run_training
 
-    config, said = prepared.resolved.config, dict(os.environ)
+    config = prepared.resolved.config
     try:
-        with joined_world(prepared, worker) as world:
-            notes = variable_notes(said, world.device, worker)
-            resolved = dataclasses.replace(prepared.resolved, notices=[*prepared.resolved.notices, *notes])
+        with joined_run(prepared, worker) as (world, resolved):
             outcome = run_training(
                 resolved, world, entry.resumes, launching_agent(), program or CONFIGURED, started
             )
-    except AgreedError:
-        raise
-    except MeetingError as error:
-        _say_who_is_missing(error, worker)
-        return _USER_ERROR
-    except UserError as error:
-        # Met by this rank alone: nobody else will say it.
-        complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
-        return _USER_ERROR
-    except (RuntimeError, MemoryError) as error:
-        problem: object = unrepeatable(error) if isinstance(error, RuntimeError) else None
-        problem = problem or memory_sentence(error, config, worker.rank)
-        if problem is not None:
-            complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
-            return _USER_ERROR
-        lost = lost_contact(str(error), config.launch.distributed_timeout_minutes)
-        if worker.world_size == 1 or lost is None:
+    except Exception as error:
+        code = explain(error, config, worker)
+        if code is None:
             raise
-        _say_who_is_missing(lost, worker)
-        return _LOST
+        return code
     if outcome.ending is not None:
         return outcome.ending.exit_code
     if prepared.worker is None:
         _what_next(config, outcome.folder)
     return 0
-
-
-def _say_who_is_missing(error: UserError, worker: Worker) -> None:
-    complain(f"rank {worker.rank}: {error}")
-    if isinstance(error, MeetingError) and worker.local_size < worker.world_size and worker.local_rank == 0:
-        # Once on each machine: the reader may see one of them only.
-        complain("\n".join(checklist("every machine")))
 
 
 def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:

@@ -17,8 +17,16 @@ from pentatron.config.errors import UserError
 LossFunction = Callable[[Tensor], Any]
 
 
-def summed_loss(output: Tensor, loss_function: LossFunction, valid_tokens: Tensor) -> Tensor:
-    """Of the losses of every token: their sum as the function weighs them, its weights scaled to the valid tokens."""
+def summed_loss(
+    output: Tensor,
+    loss_function: LossFunction,
+    valid_tokens: Tensor,
+    look: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Of the losses of every token: their sum as the function weighs them, its weights scaled to the valid tokens.
+
+    `look` is shown those weights, before they are scaled.
+    """
     with torch.enable_grad():
         # As it is in the run: other functions of it than sums may not see a leaf where they expect none.
         leaf = output.detach().requires_grad_()
@@ -29,6 +37,8 @@ def summed_loss(output: Tensor, loss_function: LossFunction, valid_tokens: Tenso
             "the loss function's loss does not depend on output_tensor, so nothing could be learned from it; compute it from "
             "output_tensor, and detach only what is reported"
         )
+    if look is not None:
+        look(weights)
     total = weights.sum()
     # A micro-batch without a token that counts has nothing to say. Weights that take away as much as they give cannot be scaled to a number
     # of tokens: the loss is then no number, which ends the run, instead of a zero, from which nothing would be learned in silence.

@@ -4,12 +4,14 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pentatron.cli.terminal import say
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
@@ -23,6 +25,7 @@ from pentatron.megatron.losses import stated_loss, summed_loss
 from pentatron.models.causal_lm import CausalLM, tie_ends
 from pentatron.monitor.display import Display
 from pentatron.parallel.axes import Axes
+from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData
 from pentatron.train.program import Program, StageCall
@@ -47,6 +50,7 @@ class UserProgram(Program):
         self.extra = extra
         self.notes = notes
         self.has_run = False
+        self._compared_masks = False
 
     @contextmanager
     def running(self, resolved: Resolved, world: World, display: Display) -> Iterator[None]:
@@ -61,6 +65,9 @@ class UserProgram(Program):
 
     def begins(self, state_of_run: TrainState) -> None:
         state.current().args.follow(state_of_run)
+
+    def timed_by(self, timers: Timers) -> None:
+        state.current().timers.join(timers)
 
     def open_data(self, config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
         if self.dataset_provider is None:
@@ -99,10 +106,23 @@ class UserProgram(Program):
             valid = call.batch.valid_tokens
             # With labels the model gave losses; without, the loss function makes them of logits.
             of_tokens = output.shape == call.batch.labels.shape
-            return (summed_loss if of_tokens else stated_loss)(output, loss_function, valid)
+            if not of_tokens:
+                return stated_loss(output, loss_function, valid)
+            look = partial(self._compare_masks, call.batch.loss_mask) if not self._compared_masks else None
+            return summed_loss(output, loss_function, valid, look)
         finally:
             module.receive(None)
             run.stage = None
+
+    def _compare_masks(self, of_data: Tensor, weights: Tensor) -> None:
+        """Says once that the loss function masks more than the data does. Once: comparing numbers makes a GPU wait."""
+        self._compared_masks = True
+        at = state.current().world.at
+        if at.data == at.context == at.tensor == 0 and bool(((weights == 0) & (of_data > 0)).any()):
+            say(
+                "note: the loss function leaves out tokens that count in the data; micro-batches still weigh by the data's count, so the "
+                "numbers depend on --micro-batch-size and on the layout (a loss_mask in the dataset does not)"
+            )
 
     def _called(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
         result = self.forward_step(MicroBatchIterator(batch), module)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.data.tokenizer import Tokenizer
 from pentatron.layout.ranks import Axis
 from pentatron.megatron.arguments import Arguments
 from pentatron.megatron.timers import Timers
 from pentatron.models.gpt_model import ProcessGroups, process_groups
 from pentatron.monitor.display import Display
 from pentatron.parallel.world import World
+from pentatron.train.datasets import configured_tokenizer
 
 if TYPE_CHECKING:
     from pentatron.megatron.datasets import DataPlan
@@ -46,6 +49,11 @@ class Running:
     @property
     def config(self) -> RunConfig:
         return self.resolved.config
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Read once: programs ask for it with every batch."""
+        return configured_tokenizer(self.config.data, self.config.model.vocab_size)
 
     @property
     def own_stages(self) -> tuple[int, ...]:

@@ -5,9 +5,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pentatron.cli.terminal import say
 from pentatron.config.errors import UserError
 from pentatron.parallel.collectives import Group, gather_objects
+from pentatron.parallel.timers import Timers as LoopTimers
 from pentatron.parallel.timers import block_of
+
+# The one part of the loop's own times that programs measure.
+BATCHES = "batch-generator"
 
 
 class Timer:
@@ -16,8 +21,11 @@ class Timer:
     One that is `idle` measures nothing, so that a GPU need not be waited for.
     """
 
-    def __init__(self, name: str, barrier: Callable[[], None], idle: bool) -> None:
+    def __init__(
+        self, name: str, barrier: Callable[[], None], idle: bool, tell: Callable[[float], None]
+    ) -> None:
         self.name = name
+        self._tell = tell
         self.idle = idle
         self._wait_for_all = barrier
         self._elapsed = 0.0
@@ -34,6 +42,8 @@ class Timer:
             raise UserError(f"timer {self.name} was stopped before it was started")
         passed = self._now(barrier) - self._started
         self._elapsed, self._active, self._started = self._elapsed + passed, self._active + passed, None
+        if not self.idle:
+            self._tell(passed)
 
     def reset(self) -> None:
         self._elapsed, self._started = 0.0, None
@@ -72,13 +82,25 @@ class Timers:
         self.everyone = everyone
         self.say = say
         self._timers: dict[str, Timer] = {}
+        self._loop: LoopTimers | None = None
+
+    def join(self, loop: LoopTimers) -> None:
+        """From now on the loop's own timers show what a forward step times of theirs."""
+        self._loop = loop
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer of that name; its level is that of the first call."""
         if name not in self._timers:
             idle = (log_level or 0) > self.level
-            self._timers[name] = Timer(name, lambda: void(gather_objects(None, self.everyone)), idle)
+            self._timers[name] = Timer(name, self._meet, idle, lambda seconds: self._add(name, seconds))
         return self._timers[name]
+
+    def _meet(self) -> None:
+        gather_objects(None, self.everyone)
+
+    def _add(self, name: str, seconds: float) -> None:
+        if self._loop is not None and name == BATCHES:
+            self._loop.add(name, 2, seconds)
 
     def log(
         self,
@@ -88,16 +110,24 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Prints the smallest and the largest time of any rank, in milliseconds. Every rank must ask."""
+        """Prints the smallest and the largest time of any rank, in milliseconds. Every rank must ask.
+
+        `rank` prints, the first one if nobody is named. `barrier`: the ranks meet first, so that a timer that runs has waited for all.
+        """
+        if rank is not None and not 0 <= rank < self.everyone.size:
+            raise UserError(f"timers.log: there is no rank {rank} of {self.everyone.size} to print on")
+        if barrier:
+            self._meet()
         own = {
             name: 1000 * timer.elapsed(reset) / normalizer
             for name, timer in self._timers.items()
             if not timer.idle and (names is None or name in names)
         }
         everywhere = gather_objects(own, self.everyone)
-        if any(everywhere):
-            self.say(block_of(everywhere, "minmax"))
-
-
-def void(_: object) -> None:
-    """For a barrier: what the ranks said does not matter."""
+        if not any(everywhere):
+            return
+        text = block_of(everywhere, "minmax")
+        if not rank:
+            self.say(text)
+        elif rank == self.everyone.rank:
+            say(text)

@@ -46,6 +46,14 @@ class Timers:
             self._timers[name] = _Timer(self, level)
         return self._timers[name]
 
+    def add(self, name: str, level: int, seconds: float) -> None:
+        """Time that somebody measured inside of what is timed now."""
+        if level > self.level:
+            return
+        self._timers.setdefault(name, _Timer(self, level)).seconds += seconds
+        if self._running and level == _INNERMOST == self._running[-1].level:
+            self._running[-1].seconds -= seconds
+
     def now(self) -> float:
         if self._on_gpu:
             torch.cuda.synchronize()

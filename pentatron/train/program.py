@@ -20,6 +20,7 @@ from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.monitor.display import Display
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.parallel.axes import Axes
+from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData, open_data
 from pentatron.train.state import TrainState
@@ -43,6 +44,9 @@ class Program:
 
     def begins(self, state: TrainState) -> None:
         """The run starts, or goes on, from here; the state is kept up to date."""
+
+    def timed_by(self, timers: Timers) -> None:
+        """The timers of the loop, which shows them every --log-interval steps."""
 
     def open_data(self, config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
         return open_data(config, world, folder, display)

@@ -25,7 +25,7 @@ from pentatron.optim.rules import rule_of
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
-from pentatron.train.data_identity import DataIdentity
+from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
@@ -66,13 +66,14 @@ _CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
 class Beginning:
     """Where the run stands, what to tell of it, and whether its own folder holds this already.
 
-    `replaces_training`: other training has left its metrics in the run's folder, and the run begins at step 0.
+    `goes_on_from`: the step that was loaded, with its data. `replaces_training`: other training has left its metrics in the run's folder, and the run begins at step 0.
     """
 
     state: TrainState
     notes: list[str]
     is_saved: bool
     replaces_training: bool = False
+    goes_on_from: Path | None = None
 
 
 class _Start:
@@ -85,7 +86,7 @@ class _Start:
         model: ParallelModel,
         optimizer: AnyOptimizer,
         store: CheckpointStore,
-        data: OpenedData,
+        data: OpenedData | None,
     ) -> None:
         self.resolved, self.config, self.world = resolved, resolved.config, world
         self.model, self.optimizer, self.store = model, optimizer, store
@@ -163,7 +164,7 @@ class _Start:
             changes.append(
                 f"{' '.join(said)} chose what this run began with; it goes on from its own step {state.step}"
             )
-        return Beginning(state, changes, is_saved=True)
+        return Beginning(state, changes, is_saved=True, goes_on_from=found.folder)
 
     def _from_steps(self, found: Found) -> Beginning:
         """From steps of ours, as far as was asked for."""
@@ -178,7 +179,7 @@ class _Start:
             began = dataclasses.replace(began, replaces_training=in_place)
         else:
             state, changes = self._go_on(found, not chosen.no_load_optim, not chosen.no_load_rng)
-            began = Beginning(state, changes, is_saved=False)
+            began = Beginning(state, changes, is_saved=False, goes_on_from=found.folder)
         self._record(found.folder, Source(found.folder.parent, is_huggingface=False))
         return began
 
@@ -219,8 +220,10 @@ class _Start:
         return [idle] * self.config.checkpoint.allow_changed_data
 
     def _first_state(self) -> TrainState:
-        identity = self.data.identity
-        return TrainState(data_fingerprint=identity.fingerprint, data_files=identity.files_as_json())
+        state = TrainState()
+        if self.data is not None:
+            first_data(state, self.data)
+        return state
 
     def _record(self, origin: Path | None, source: Source) -> None:
         """Keeps for later starts which steps are not the run's own, and for exports the files besides weights."""
@@ -255,17 +258,12 @@ class _Start:
         # One that does not say which schedule it followed had that of its settings.
         state.schedule = state.schedule or saved_schedule(saved_settings(found))
 
-        before = DataIdentity.from_json(state.data_fingerprint, state.data_files)
-        changed = self.data.identity.changes_since(before)
+        changes: list[str] = []
 
         def load() -> None:
             # Each rank judges the data it sees itself: on another machine that may be other data.
-            if changed and not self.config.checkpoint.allow_changed_data:
-                raise UserError(
-                    f"the data is not what {found.folder} was trained on ({changed}); bring it back, go on all the same with "
-                    f"--allow-changed-data, take the weights alone with --load {found.folder.parent} --finetune and another --run-dir, "
-                    "or start anew with --fresh"
-                )
+            if self.data is not None:
+                changes.extend(take_data(state, self.data, found.folder, self.config.checkpoint))
             require_same_model(found.folder, saved_settings(found), self.config)
             if optimizer:
                 require_same_rule(found, self.config)
@@ -279,26 +277,13 @@ class _Start:
         if not optimizer:
             state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)
-        changes = self._take_data(state, before, changed) + _changes(found.manifest.config, self.config)
+        changes += _changes(found.manifest.config, self.config)
         if state.loss_scaling and any("initial_loss_scale" in change for change in changes):
             scale = state.loss_scaling["scale"]
             changes.append(
                 f"--initial-loss-scale is where a new run begins: the loss scale goes on at {scale:g}"
             )
         return state, changes
-
-    def _take_data(self, state: TrainState, before: DataIdentity, changed: str) -> list[str]:
-        """From now on the run's data is what is there; what was drawn before is not forgotten."""
-        now = self.data.identity.knowing(before)
-        state.data_fingerprint, state.data_files = now.fingerprint, now.files_as_json()
-        if not changed:
-            same = "--allow-changed-data: the data is what it was, so this changes nothing"
-            return [same] * self.config.checkpoint.allow_changed_data
-        state.drawn = {**dict.fromkeys(self.data.names, 0), **state.drawn}
-        return [
-            f"the data has changed ({changed}); --allow-changed-data: from sample {state.consumed_samples} on, the samples are those of "
-            "the new data's order"
-        ]
 
 
 def starting_point(
@@ -307,9 +292,12 @@ def starting_point(
     model: ParallelModel,
     optimizer: AnyOptimizer,
     store: CheckpointStore,
-    data: OpenedData,
+    data: OpenedData | None,
 ) -> Beginning:
-    """Fills model and optimizer with the newest valid checkpoint of the run itself, else with what --load names."""
+    """Fills model and optimizer with the newest valid checkpoint of the run itself, else with what --load names.
+
+    `data`: None where it is not known yet; then whoever opens it compares it with that of the checkpoint.
+    """
     return _Start(resolved, world, model, optimizer, store, data).begin()
 
 

@@ -22,6 +22,7 @@ from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import earliest, on_some_ranks
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
+from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.ending import Ending
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
@@ -125,10 +126,8 @@ def _open_folders(
 class Session:
     """A run in its parts, one after the other: what it reads, what it computes with, what it tells, and the loop."""
 
-    data: OpenedData
     model: ParallelModel
     optimizer: AnyOptimizer
-    began: Beginning
     trainer: Trainer
 
     def __init__(
@@ -145,6 +144,8 @@ class Session:
         self.resolved, self.config, self.world = resolved, resolved.config, world
         self.folder, self.display, self.stop, self.started = folder, display, stop, started
         self.cleanup, self.program = cleanup, program
+        self.data: OpenedData | None = None
+        self.began: Beginning | None = None
         self.initialized, self.moments = time.time(), Moments(started)
         # Of the start; the loop has its own.
         self.timers = Timers(0, self.config.loop.timing_log_option, world.device)
@@ -154,9 +155,19 @@ class Session:
         torch.manual_seed(self.config.run.seed + world.everyone.rank)
 
     def open_data(self) -> None:
-        self.data = self._on_every_rank(
+        """Before the model is built; or after it, where the program names its data only then."""
+        self.data = data = self._on_every_rank(
             lambda: self.program.open_data(self.config, self.world, self.folder.data, self.display)
         )
+        began, chosen = self.began, self.config.checkpoint
+        if began is None:
+            return
+        origin = began.goes_on_from
+        if origin is None:
+            first_data(began.state, data)
+        else:
+            notes = self._on_every_rank(lambda: take_data(began.state, data, origin, chosen))
+            self.began = dataclasses.replace(began, notes=[*began.notes, *notes])
 
     def build(self) -> None:
         """The model and the optimizer, with the state that the run goes on from."""
@@ -168,6 +179,7 @@ class Session:
         assert config.checkpoint.save is not None
         self.moments.mark("model_init_start")
         self.model = build_parallel_model(config, world, self.program)
+        self.program.timed_by(self.model.timers)
         self.moments.mark("model_init_finish")
         self.moments.mark("build_optimizer_start")
         self.optimizer = build_optimizer(
@@ -183,24 +195,25 @@ class Session:
 
     def prepare(self) -> None:
         """The samples in their order, the files that are written, and the loop, ready to go."""
-        config, world = self.config, self.world
+        config, world, data, began = self.config, self.world, self.data, self.began
+        assert data is not None and began is not None, "opened and built before"
         parameters = self.model.count_parameters()
         self.moments.mark("build_dataiters_start")
         with self.timers("train/valid/test-data-iterators-setup", 0):
             datasets = self._on_every_rank(
-                lambda: arrange(self.data, config, world, self.state, self.folder.data, self.display)
+                lambda: arrange(data, config, world, self.state, self.folder.data, self.display)
             )
         self.moments.mark("build_dataiters_finish")
-        self.output = output = self._on_every_rank(lambda: self._open_output(parameters))
+        self.output = output = self._on_every_rank(lambda: self._open_output(parameters, began))
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
         introduce(config, world, self.model, output)
         output.say(describe(config, world, parameters))
         if pipeline := describe_pipeline(config):
             output.say(pipeline)
-        notes = [*_without_effect_here(self.resolved, world), *_behind(config, self.state), *self.began.notes]
+        notes = [*_without_effect_here(self.resolved, world), *_behind(config, self.state), *began.notes]
         for note in notes:
             output.say(f"note: {note}")
-        _say_where_it_stands(config, self.began, output)
+        _say_where_it_stands(config, began, output)
         beside = BesideTheSteps(config, world, self.optimizer, self.folder.path, output)
         self.cleanup.callback(beside.close)
         self.trainer = Trainer(
@@ -213,7 +226,7 @@ class Session:
             self.state,
             output,
             self.stop,
-            self.began.is_saved,
+            began.is_saved,
             self.started,
             beside,
         )
@@ -249,9 +262,9 @@ class Session:
         assert made is not None
         return made
 
-    def _open_output(self, parameters: int) -> Output:
+    def _open_output(self, parameters: int, began: Beginning) -> Output:
         return _open_output(
-            self.resolved, self.world, self.folder, self.display, self.began, self.cleanup, parameters
+            self.resolved, self.world, self.folder, self.display, began, self.cleanup, parameters
         )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, overload
 
+from pentatron.config.errors import UserError
+
 
 def get_model_config(model: Any) -> Any:
     """The configuration a model was built from."""
@@ -19,5 +21,8 @@ def unwrap_model(model: Any) -> Any:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
+    if numerator % denominator:
+        raise UserError(
+            f"{numerator} is not divisible by {denominator}; choose numbers that go into each other"
+        )
     return numerator // denominator

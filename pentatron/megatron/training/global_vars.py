@@ -6,7 +6,6 @@ from pentatron.data.tokenizer import Tokenizer
 from pentatron.megatron.arguments import Arguments
 from pentatron.megatron.state import current
 from pentatron.megatron.timers import Timers
-from pentatron.train.datasets import configured_tokenizer
 
 
 def get_args() -> Arguments:
@@ -20,8 +19,7 @@ def get_timers() -> Timers:
 
 def get_tokenizer() -> Tokenizer | None:
     """The tokenizer that was named; None where the data needs none."""
-    config = current().config
-    return configured_tokenizer(config.data, config.model.vocab_size)
+    return current().tokenizer
 
 
 def get_tensorboard_writer() -> Any:

@@ -11,9 +11,11 @@ from pentatron.cli.environment import Worker
 from pentatron.cli.help import entry_help
 from pentatron.cli.main import guarded
 from pentatron.cli.prepare import prepare
-from pentatron.cli.terminal import complain, say
-from pentatron.cli.train import joined_world, launch_workers, launching_agent
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.cli.terminal import say
+from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent
+from pentatron.cli.worker_errors import explain
+from pentatron.config.errors import UserError
+from pentatron.config.run import RunConfig
 from pentatron.megatron.flow import Flow
 from pentatron.megatron.program import UserProgram
 from pentatron.megatron.state import current, is_running, started_as
@@ -41,7 +43,6 @@ def initialize_megatron(
     code = guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes))
     if code or not is_running():
         sys.exit(code)
-    sys.excepthook = _sentence(sys.excepthook)
 
 
 def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]) -> int:
@@ -52,20 +53,29 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
         return 0
     words, added = take_extra_arguments(typed, provider, entry)
     prepared = prepare(words, entry)
+    check_spec(prepared.resolved)
     if prepared.worker is None and prepared.facts.world_size > 1:
         return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed])
     worker = prepared.worker or Worker(0, 1, 0, 1, "none")
     program = UserProgram(
         None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
     )
-    with ExitStack() as opening:
-        world = opening.enter_context(joined_world(prepared, worker))
-        session = opening.enter_context(
-            open_session(prepared.resolved, world, entry.resumes, launching_agent(), program)
-        )
-        current().flow = Flow(session, program)
-        # Only now: what failed so far was closed again.
-        atexit.register(opening.pop_all().close)
+    config = prepared.resolved.config
+    try:
+        with ExitStack() as opening:
+            world, resolved = opening.enter_context(joined_run(prepared, worker))
+            session = opening.enter_context(
+                open_session(resolved, world, entry.resumes, launching_agent(), program)
+            )
+            current().flow = Flow(session, program)
+            # Only now: what failed so far was closed again.
+            atexit.register(opening.pop_all().close)
+    except Exception as error:
+        code = explain(error, config, worker)
+        if code is None:
+            raise
+        return code
+    sys.excepthook = _sentence(sys.excepthook, config, worker)
     return 0
 
 
@@ -76,14 +86,16 @@ def _missing(name: str) -> Callable[..., Any]:
     return fail
 
 
-def _sentence(before: Callable[..., Any]) -> Callable[..., Any]:
-    """For errors of the user's that nobody catches: one sentence instead of a traceback."""
+def _sentence(before: Callable[..., Any], config: RunConfig, worker: Worker) -> Callable[..., Any]:
+    """For errors that nobody catches, in whichever step: what `pretrain()` says of them, and its exit codes."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, UserError):
+        code = explain(error, config, worker)
+        if code is None:
             before(kind, error, trace)
-        elif not isinstance(error, AgreedError) or not is_running() or current().world.is_first:
-            complain(str(error))
+        else:
+            # Python ends with 1 after a hook, unless the hook itself asks for an end.
+            raise SystemExit(code)
 
     return hook
 

@@ -72,7 +72,6 @@ def setup_model_and_optimizer(
         raise UserError(f"setup_model_and_optimizer: {next(iter(others))} is not available; leave it out")
     flow = current_flow()
     flow.program.model_provider = model_provider_func
-    flow.session.open_data()
     flow.session.build()
     flow.has_model = True
     return list(flow.session.model.stages.values()), flow.session.optimizer, RateSchedule(flow)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.cli.terminal import say
+from pentatron.config.errors import UserError
 from pentatron.megatron.core.utils import unwrap_model
 from pentatron.megatron.state import current, is_running
 from pentatron.monitor.progress_file import STARTED, append_event
@@ -81,9 +81,16 @@ def get_ltor_masks_and_position_ids(
     reset_position_ids: bool,
     reset_attention_mask: bool,
     eod_mask_loss: bool,
-    **others: Any,
+    *,
+    pad_token: int | None = None,
+    pad_mask_loss: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of tokens [B, S]: the mask (True: hidden), the loss mask and the positions, with documents ending at `eod_token`."""
+    """Of tokens [B, S]: the mask (True: hidden), the loss mask and the positions, with documents ending at `eod_token`.
+
+    `pad_mask_loss`: a `pad_token` does not count in the loss.
+    """
+    if pad_mask_loss and pad_token is None:
+        raise UserError("get_ltor_masks_and_position_ids: pad_mask_loss needs to know pad_token; give it")
     batch, length = data.shape
     place = torch.arange(length, device=data.device)
     ends = data == eod_token
@@ -94,7 +101,8 @@ def get_ltor_masks_and_position_ids(
     hidden = (place > place[:, None])[None, None]
     if reset_attention_mask:
         hidden = hidden | (place < first[:, :, None])[:, None]
-    loss_mask = torch.where(ends & eod_mask_loss, 0.0, 1.0)
+    padding = data == pad_token if pad_mask_loss else torch.zeros_like(ends)
+    loss_mask = torch.where((ends & eod_mask_loss) | padding, 0.0, 1.0)
     return hidden, loss_mask, positions
 
 

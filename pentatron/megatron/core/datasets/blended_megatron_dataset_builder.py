@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pentatron.config.errors import UserError
 from pentatron.megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from pentatron.megatron.datasets import PlannedDataset
 from pentatron.megatron.state import current
@@ -25,5 +26,9 @@ class BlendedMegatronDatasetBuilder:
 
     def build(self) -> list[PlannedDataset | None]:
         plan = current().data
-        assert plan is not None, "called by the dataset provider given to pretrain()"
+        if plan is None:
+            raise UserError(
+                "BlendedMegatronDatasetBuilder.build() knows its data only inside the dataset provider given to pretrain() or "
+                "build_train_valid_test_data_iterators(); call it there"
+            )
         return plan.build(self.cls, self.sizes, self.config)

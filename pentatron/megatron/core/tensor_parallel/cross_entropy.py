@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from pentatron.config.errors import UserError
 from pentatron.megatron.state import current
 from pentatron.nn.loss import token_losses
 
@@ -10,7 +11,10 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
     """The loss of every token from this rank's part of the logits; the same on every tensor rank."""
-    assert label_smoothing == 0.0, "labels are not smoothed here"
+    if label_smoothing:
+        raise UserError(
+            f"vocab_parallel_cross_entropy: label_smoothing={label_smoothing} is not available; leave it out"
+        )
     run = current()
     axis, vocabulary = run.groups.axes.tensor, run.config.model.vocab_size
     assert vocabulary is not None

@@ -110,7 +110,8 @@ class GPTModel(gpt_model.GPTModel):
             **{name: (value, None) for name, value in {"decoder_input": decoder_input, **others}.items()}
         )
         if self._call is None:
-            assert input_ids is not None and position_ids is not None, "outside a run the tokens are needed"
+            if input_ids is None or position_ids is None:
+                raise UserError("GPTModel: outside a run input_ids and position_ids are needed; give both")
             return super().forward(input_ids, position_ids, attention_mask, labels, self._input)
         batch = self._call.batch
         tokens = batch.tokens if input_ids is None else input_ids
