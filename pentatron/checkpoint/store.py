@@ -25,6 +25,7 @@ from pentatron.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
+from pentatron.checkpoint.retention import Retention, remove_steps
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, sync_folder, write_tensors, write_text
 from pentatron.config.errors import AgreedError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
@@ -208,15 +209,8 @@ class CheckpointStore:
         """Deletes what the step just saved replaces, the oldest steps beyond `keep`, and what killed saves left."""
         bases = read_bases(self.folder) or ()
         steps = [step for step in self.steps() if step.name not in bases]
-        replaced = [p for p in steps if _order(p)[0] == saved][:-1]
-        outdated = [p for p in steps[: -self.keep] if _order(p)[0] != saved] if self.keep is not None else []
-        for folder in dict.fromkeys((*replaced, *outdated)):
-            # Hidden first: a deletion cut short must not leave half a step under a step's name.
-            folder.rename(self.folder / f".{folder.name}.{secrets.token_hex(4)}")
-        for leftover in self.folder.glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        for pointer in self.folder.glob(".latest.*"):
-            pointer.unlink(missing_ok=True)
+        just_saved = [p for p in steps if _order(p)[0] == saved][-1:]
+        remove_steps(self.folder, Retention(self.keep).outdated(steps, just_saved))
 
 
 def _order(folder: Path) -> tuple[int, int]:

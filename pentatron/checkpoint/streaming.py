@@ -1,12 +1,19 @@
-"""A step written by one process, tensor by tensor, that never has the whole of it in memory."""
+"""A step written by one process, block by block, that never has the whole of it in memory."""
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
+from torch import Tensor
+
+from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.tensor_file import Outline, Read, write_blocks
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, Outline, Read, write_blocks
+from pentatron.parallel.pieces import Shape
+
+# A rectangle of a tensor: its name, where it begins, and its size.
+Rectangle = tuple[str, Shape, Shape]
 
 
 def save_streamed(
@@ -54,3 +61,52 @@ def in_files(outlines: Mapping[str, Outline], file_bytes: int) -> Iterator[dict[
         held += outline.bytes
     if group:
         yield group
+
+
+def save_rectangles(
+    store: CheckpointStore,
+    source: Manifest,
+    read: Read,
+    contents: Iterable[tuple[str, Sequence[Rectangle]]],
+    config: Mapping[str, Any],
+) -> Path:
+    """Saves what a step holds in other files: each has a name and the rectangles that lie in it, and is written as it comes.
+
+    As above, the caller removes what an error leaves.
+    """
+    temporary = store.temporary(source.step)
+    temporary.mkdir(parents=True)
+    files: dict[str, FileRecord] = {}
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in source.tensors}
+    for file, rectangles in contents:
+        places = {_key(source, *rectangle): rectangle for rectangle in rectangles}
+        assert len(places) == len(rectangles), f"{file} would hold a rectangle twice"
+        outlines = {
+            key: Outline(DTYPES[source.tensors[name].dtype], size) for key, (name, _, size) in places.items()
+        }
+        files[file] = write_blocks(temporary / file, outlines, _within(places, read))
+        for key, (name, start, size) in places.items():
+            pieces[name].append(StoredPiece(file, key, start, size))
+    tensors = {
+        name: dataclasses.replace(record, pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
+        for name, record in sorted(source.tensors.items())
+    }
+    for name, record in tensors.items():
+        problem = record.problem(name)
+        assert problem is None, f"{name}: {problem}"
+    manifest = dataclasses.replace(source, files=files, tensors=tensors, config=dict(config))
+    return store.commit(temporary, manifest)
+
+
+def _key(source: Manifest, name: str, start: Shape, size: Shape) -> str:
+    return piece_key(name, source.tensors[name].shape, start, size)
+
+
+def _within(places: Mapping[str, Rectangle], read: Read) -> Read:
+    """Reads a part of a rectangle by the rectangle's key."""
+
+    def part(key: str, start: Shape, size: Shape) -> Tensor:
+        name, at, _ = places[key]
+        return read(name, tuple(i + j for i, j in zip(at, start, strict=True)), size)
+
+    return part

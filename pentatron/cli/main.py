@@ -25,6 +25,7 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   generate   continue a text with a trained model
   import     make a checkpoint of a Hugging Face folder or a model of the hub
   export     write a checkpoint as a Hugging Face folder
+  checkpoint look at checkpoints, verify, compare, rewrite and prune them
   config     show the settings a training command resolves to, and where each came from
   layout     show which rank does what, and draw the pipeline's schedule
   plan       say what a model needs on some GPUs, and which layouts fit
@@ -184,6 +185,12 @@ def _export(words: Sequence[str]) -> int:
     return export_command(words)
 
 
+def _checkpoint(words: Sequence[str]) -> int:
+    from pentatron.cli.checkpoint import checkpoint_command
+
+    return checkpoint_command(words)
+
+
 def _config(words: Sequence[str]) -> int:
     from pentatron.cli.show import config_command
 
@@ -245,6 +252,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "import": _import,
     "export": _export,
+    "checkpoint": _checkpoint,
     "config": _config,
     "layout": _layout,
     "plan": _plan,

@@ -13,7 +13,7 @@ import torch
 from pentatron.checkpoint.load import WEIGHTS
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.streaming import save_streamed
-from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, Outline
+from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, Outline, Read
 from pentatron.config.draft import Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.flags import Assigned
@@ -63,13 +63,10 @@ def import_folder(
     """
     with open_folder(source) as folder:
         config = config_for(settings_of(folder.config))
-        model_type = model_type_of(folder.config)
-        links = links_of(model_type, config.model, config.moe, folder.tensors)
-        check_covered(links, folder, model_type)
-        outlines = _outlines(folder, links, logical_shapes(config.model, config.moe), options)
+        outlines, values = tensors_of(folder, config, options)
         total = sum(outline.bytes for outline in outlines.values())
         progress = Progress(display, "importing", total)
-        read = progress.counting(reads_ours(links, folder.read, outlines))
+        read = progress.counting(values)
         with new_folder(out, total) as made:
             save_streamed(
                 CheckpointStore(made, keep=None),
@@ -86,6 +83,17 @@ def import_folder(
                 judge(made)
         parameters = sum(math.prod(outline.shape) for outline in outlines.values())
         return Summary(parameters, len(outlines), total, seconds)
+
+
+def tensors_of(
+    folder: HuggingFaceFolder, config: RunConfig, options: ImportOptions
+) -> tuple[dict[str, Outline], Read]:
+    """Our tensors of the model in a folder, and how they are read out of it; that all are there is checked here."""
+    model_type = model_type_of(folder.config)
+    links = links_of(model_type, config.model, config.moe, folder.tensors)
+    check_covered(links, folder, model_type)
+    outlines = _outlines(folder, links, logical_shapes(config.model, config.moe), options)
+    return outlines, reads_ours(links, folder.read, outlines)
 
 
 def config_for(settings: Mapping[str, Any]) -> RunConfig:

@@ -40,11 +40,14 @@ class Progress:
     def counting(self, read: Read) -> Read:
         def counted(name: str, start: Shape, size: Shape) -> Tensor:
             values = read(name, start, size)
-            self.done += values.nbytes
-            self.display.work(self.what, self.done, self.total, _rate(self.done, self.seconds))
+            self.add(values.nbytes)
             return values
 
         return counted
+
+    def add(self, count: int) -> None:
+        self.done += count
+        self.display.work(self.what, self.done, self.total, _rate(self.done, self.seconds))
 
 
 def _size(count: int) -> str:

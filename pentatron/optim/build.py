@@ -27,7 +27,7 @@ def build_optimizer(
     dtype: torch.dtype,
 ) -> AnyOptimizer:
     """Shards of parameters for ZeRO 3, where there are ranks to divide them between; flat buckets for all else."""
-    if parallel.zero_stage == 3 and _has_copies(chunks, world):
+    if parallel.zero_stage == 3 and has_copies(chunks, world):
         # Torch's sharding brings its compiler along, which other runs need not wait for.
         from pentatron.optim.sharded import ShardedOptimizer
 
@@ -40,7 +40,7 @@ def build_optimizer(
     return Optimizer(chunks, world, config, parallel, dtype)
 
 
-def _has_copies(chunks: Mapping[int, nn.Module], world: World) -> bool:
+def has_copies(chunks: Mapping[int, nn.Module], world: World) -> bool:
     """Also if it is experts alone of which other ranks of a stage hold copies: all its ranks must answer alike."""
     axes = {held.declared.copies for chunk in chunks.values() for held in held_parameters(chunk)}
     return any(world.group(axis).size > 1 for axis in axes)

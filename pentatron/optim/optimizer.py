@@ -18,7 +18,7 @@ from pentatron.layout.actions import Kind
 from pentatron.optim.clip import squared_norm
 from pentatron.optim.rules import build_update
 from pentatron.optim.update import Part
-from pentatron.parallel.buckets import Bucket, Span, held_bytes, in_few_runs, plan_buckets
+from pentatron.parallel.buckets import Bucket, Plan, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.gathering import WeightGathering
 from pentatron.parallel.partial_sums import KeptGradients, PartialSums
 from pentatron.parallel.pieces import Fragment, Held, fragments_of, held_parameters, runs_of
@@ -86,20 +86,9 @@ class Optimizer:
     def _take_over(
         self, chunks: Mapping[int, nn.Module], parallel: ParallelConfig, dtype: torch.dtype
     ) -> dict[Stages, list[Bucket]]:
-        """Buckets by the stages that use them: one stage, or the two ends of a folded pipeline for what they share."""
-        users: dict[int, Stages] = {}
-        for stage in sorted(chunks):
-            for held in held_parameters(chunks[stage]):
-                users[id(held.parameter)] = (*users.get(id(held.parameter), ()), stage)
-        found: dict[Stages, list[Held]] = {(stage,): [] for stage in chunks}
-        for held in held_parameters(*(chunks[stage] for stage in sorted(chunks))):
-            found.setdefault(users[id(held.parameter)], []).append(held)
         return {
-            stages: [
-                Bucket(plan, dtype, self._sharded, parallel.optimizer_cpu_offload)
-                for plan in plan_buckets(held, parallel.ddp_bucket_size, self.world.group)
-            ]
-            for stages, held in found.items()
+            stages: [Bucket(plan, dtype, self._sharded, parallel.optimizer_cpu_offload) for plan in plans]
+            for stages, plans in plans_of(chunks, self.world, parallel).items()
         }
 
     def _used_by(self, stage: int) -> list[Reduction]:
@@ -215,6 +204,22 @@ class Optimizer:
             "master": held_bytes(b.master for b in buckets if b.master_is_separate),
             "moments": held_bytes(self._update.moments()),
         }
+
+
+def plans_of(
+    chunks: Mapping[int, nn.Module], world: World, parallel: ParallelConfig
+) -> dict[Stages, list[Plan]]:
+    """Buckets by the stages that use them: one stage, or the two ends of a folded pipeline for what they share."""
+    users: dict[int, Stages] = {}
+    for stage in sorted(chunks):
+        for held in held_parameters(chunks[stage]):
+            users[id(held.parameter)] = (*users.get(id(held.parameter), ()), stage)
+    found: dict[Stages, list[Held]] = {(stage,): [] for stage in chunks}
+    for held in held_parameters(*(chunks[stage] for stage in sorted(chunks))):
+        found.setdefault(users[id(held.parameter)], []).append(held)
+    return {
+        stages: plan_buckets(held, parallel.ddp_bucket_size, world.group) for stages, held in found.items()
+    }
 
 
 def _reductions(

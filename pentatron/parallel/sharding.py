@@ -198,11 +198,19 @@ def _local(parameter: Any) -> Tensor:
 
 
 def _start(parameter: Any) -> Shape:
-    (placement,) = parameter.placements
-    mesh, size = parameter.device_mesh, parameter.shape[placement.dim]
-    each = math.ceil(size / mesh.size())
-    first = min(mesh.get_local_rank() * each, size)
-    return tuple(first if d == placement.dim else 0 for d in range(parameter.dim()))
+    mesh = parameter.device_mesh
+    start, _ = share_of(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
+    return start
+
+
+def share_of(shape: Shape, rank: int, ranks: int) -> tuple[Shape, Shape]:
+    """The rectangle of a parameter that one of the ranks keeps: (start, size), as torch cuts."""
+    cut = _cut_dimension(shape, ranks)
+    each = math.ceil(shape[cut] / ranks)
+    first = min(rank * each, shape[cut])
+    length = min(each, shape[cut] - first)
+    start = tuple(first if d == cut else 0 for d in range(len(shape)))
+    return start, tuple(length if d == cut else size for d, size in enumerate(shape))
 
 
 def _ends(sizes: Iterator[int] | Any) -> Iterator[int]:

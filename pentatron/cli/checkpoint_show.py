@@ -1,0 +1,272 @@
+"""`pentatron checkpoint inspect`: the steps of a run in a table, one step in full."""
+
+import fnmatch
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
+from pentatron.cli.terminal import say
+from pentatron.config.errors import UserError
+
+if TYPE_CHECKING:
+    from pentatron.checkpoint.manifest import Manifest
+    from pentatron.checkpoint.survey import StepFacts
+
+_SHOWN_FILES = 12
+# What people look for first in the state of a run; --json has all of it.
+_COUNTS = {
+    "consumed_samples": "samples",
+    "consumed_tokens": "tokens",
+    "updates": "updates",
+    "skipped_steps": "skipped steps",
+    "nan_steps": "steps whose loss was no number",
+}
+
+
+def inspect(words: Sequence[str]) -> int:
+    flags, pattern = _pattern([word for word in words if word not in ("--stats", "--json")])
+    options, paths = read_checkpoint_options(flags, {}, 1, 1, "inspect PATH")
+    del options
+    with_statistics, as_json = "--stats" in words, "--json" in words
+    from pentatron.checkpoint.survey import survey
+
+    found = survey(Path(paths[0]))
+    if not found:
+        raise nothing_at(Path(paths[0]))
+    if with_statistics:
+        pattern = pattern or "*"
+    if len(found) > 1 and pattern is not None:
+        raise UserError(f"--tensors and --stats want one step: name it, such as {found[-1].folder}")
+    if as_json:
+        data = [_step_data(facts, pattern, with_statistics) for facts in found]
+        say(json.dumps(data, indent=1))
+    elif len(found) > 1:
+        say("\n".join(_table(found)))
+    else:
+        for line in _step_lines(found[0], pattern, with_statistics):
+            say(line)
+    return 0
+
+
+def _pattern(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """The other words, and what follows `--tensors`: all tensors, if nothing does."""
+    rest = list(words)
+    place = next((i for i, w in enumerate(rest) if w == "--tensors" or w.startswith("--tensors=")), None)
+    if place is None:
+        return rest, None
+    word = rest.pop(place)
+    if "=" in word:
+        return rest, word.partition("=")[2]
+    paths = [w for w in rest if not w.startswith("-")]
+    follows = place < len(rest) and not rest[place].startswith("-")
+    return (rest, rest.pop(place)) if follows and len(paths) > 1 else (rest, "*")
+
+
+def _table(found: "Sequence[StepFacts]") -> list[str]:
+    from pentatron.checkpoint.survey import is_resumable, layout_words
+
+    head = ("step", "saved", "size", "files", "layout", "holds", "state")
+    rows = []
+    for facts in found:
+        manifest = facts.manifest
+        if manifest is None:
+            rows.append(
+                (facts.folder.name, _when(facts.saved_at), _size(facts.bytes), "?", "?", "?", facts.state)
+            )
+            continue
+        holds = "resumable" if is_resumable(manifest) else "weights only"
+        layout, files = layout_words(manifest.config), str(len(manifest.files))
+        rows.append(
+            (facts.folder.name, _when(facts.saved_at), _size(facts.bytes), files, layout, holds, facts.state)
+        )
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)
+    ]
+    total = sum(facts.bytes for facts in found)
+    problems = [f"{facts.folder.name}: {facts.problem}" for facts in found if facts.problem]
+    note = "sizes and structure are checked here; `pentatron checkpoint verify` compares every checksum"
+    return [*lines, "", f"{len(found)} steps, {_size(total)}; {note}", *problems]
+
+
+def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> Iterator[str]:
+    from pentatron.checkpoint.survey import is_resumable, layout_words
+
+    yield f"{facts.folder}: {facts.state}"
+    if facts.manifest is None:
+        yield f"  {facts.problem}"
+        return
+    manifest = facts.manifest
+    rows = {
+        "step": str(manifest.step),
+        "saved": f"{_when(facts.saved_at)}, {_size(facts.bytes)} in {len(manifest.files)} files",
+        "holds": "what training goes on from" if is_resumable(manifest) else "weights only",
+        "model": _model(manifest),
+        "layout": layout_words(manifest.config),
+        "state": _state(manifest.run_state),
+        "per dataset": _pairs(manifest.run_state.get("drawn")),
+        "learning rate": _learning_rate(manifest),
+        "loss scale": _pairs(manifest.run_state.get("loss_scaling")),
+        "environment": _pairs(getattr(manifest, "environment", None)),
+    }
+    for name, text in rows.items():
+        if text:
+            yield f"  {name:<14} {text}"
+    yield "files"
+    names = list(manifest.files)
+    for name in names[:_SHOWN_FILES]:
+        record = manifest.files[name]
+        yield f"  {name:<28} {_size(record.bytes):>12}  {len(manifest.tensors_in(name))} tensors  sha256 {record.sha256[:12]}…"
+    if len(names) > _SHOWN_FILES:
+        yield f"  and {len(names) - _SHOWN_FILES} more (--json has all)"
+    kinds: dict[str, int] = {}
+    for name in manifest.tensors:
+        kinds[name.partition("/")[0]] = kinds.get(name.partition("/")[0], 0) + 1
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    yield f"tensors: {counted}" + (
+        "" if pattern else " (--tensors [PATTERN] lists them, --stats with numbers)"
+    )
+    if pattern is not None:
+        for row in _tensor_data(facts, pattern, with_statistics):
+            yield _tensor_line(row)
+
+
+def _model(manifest: "Manifest") -> str:
+    from pentatron.checkpoint.load import WEIGHTS
+    from pentatron.checkpoint.survey import count_elements
+
+    model, moe = (manifest.config.get(section, {}) for section in ("model", "moe"))
+    weights = count_elements(manifest, WEIGHTS)
+    types = sorted({r.dtype for name, r in manifest.tensors.items() if name.startswith(WEIGHTS)})
+    said = [f"{weights:,} parameters as {', '.join(types)}"]
+    if "num_layers" in model and "hidden_size" in model:
+        said.append(f"{model['num_layers']} layers of width {model['hidden_size']}")
+    if model.get("num_attention_heads"):
+        groups = model.get("num_query_groups")
+        said.append(f"{model['num_attention_heads']} heads" + (f" in {groups} groups" if groups else ""))
+    if moe.get("num_experts"):
+        said.append(f"{moe['num_experts']} experts")
+    if model.get("vocab_size"):
+        said.append(f"vocabulary {model['vocab_size']}")
+    return ", ".join(said)
+
+
+def _state(state: Mapping[str, Any]) -> str:
+    return ", ".join(f"{state[name]:,} {word}" for name, word in _COUNTS.items() if state.get(name))
+
+
+def _learning_rate(manifest: "Manifest") -> str:
+    """What the schedule says after the samples that were trained on."""
+    from pentatron.train.schedules import Schedule
+
+    saved = manifest.run_state.get("schedule")
+    samples = manifest.run_state.get("scheduled_samples")
+    if not saved or samples is None:
+        return ""
+    try:
+        schedule = Schedule.from_json(saved)
+        rate = schedule.learning_rate(samples)
+    except (TypeError, KeyError, ValueError):
+        # Of a version that has other schedules.
+        return _pairs(saved)
+    style, decay = schedule.learning_rate, schedule.weight_decay
+    return f"{rate:.3e} ({style.style} from {style.peak:g} to {style.floor:g}), weight decay {decay.end:g}"
+
+
+def _pairs(table: Any) -> str:
+    if not isinstance(table, Mapping):
+        return ""
+    return ", ".join(f"{name} {value}" for name, value in table.items())
+
+
+def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Iterator[dict[str, Any]]:
+    from pentatron.checkpoint.load import StepReader
+    from pentatron.checkpoint.statistics import statistics_of
+
+    manifest = facts.manifest
+    assert manifest is not None
+    # `layers.0` means whatever has it in its name.
+    wanted = pattern if any(mark in pattern for mark in "*?[") else f"*{pattern}*"
+    names = [name for name in manifest.tensors if fnmatch.fnmatchcase(name, wanted)]
+    if not names:
+        raise UserError(
+            f"--tensors {pattern}: {facts.folder} has no such tensor; the first one is {next(iter(manifest.tensors))}"
+        )
+    with StepReader(facts.folder, manifest) as reader:
+        for name in names:
+            record = manifest.tensors[name]
+            row: dict[str, Any] = {
+                "name": name,
+                "dtype": record.dtype,
+                "shape": list(record.shape),
+                "pieces": len(record.pieces),
+                "files": sorted({piece.file for piece in record.pieces}),
+            }
+            if with_statistics:
+                found = statistics_of(reader, name)
+                row |= {
+                    "min": found.least if found.finite else None,
+                    "max": found.most if found.finite else None,
+                    "mean": found.mean if found.finite else None,
+                    "norm": found.norm,
+                    "nan": found.nans,
+                    "inf": found.infinities,
+                }
+            yield row
+
+
+def _tensor_line(row: Mapping[str, Any]) -> str:
+    text = (
+        f"  {row['name']}  {row['dtype']} {row['shape']}  {row['pieces']} piece{'s' * (row['pieces'] != 1)}"
+    )
+    if "norm" not in row:
+        return text
+    numbers = ", ".join(f"{name} {_short(row[name])}" for name in ("min", "max", "mean", "norm"))
+    bad = f", {row['nan']:,} NaN, {row['inf']:,} infinite" if row["nan"] or row["inf"] else ""
+    return f"{text}  {numbers}{bad}"
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None or math.isnan(value) else f"{value:.4g}"
+
+
+def _step_data(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> dict[str, Any]:
+    from pentatron.checkpoint.survey import is_resumable, layout_words
+
+    data: dict[str, Any] = {
+        "folder": str(facts.folder),
+        "saved": _when(facts.saved_at),
+        "bytes": facts.bytes,
+        "state": "set aside" if facts.is_set_aside else "damaged" if facts.manifest is None else "whole",
+        "base": facts.is_base,
+        "latest": facts.is_latest,
+        "problem": facts.problem or None,
+    }
+    manifest = facts.manifest
+    if manifest is None:
+        return data
+    data |= {
+        "step": manifest.step,
+        "resumable": is_resumable(manifest),
+        "layout": layout_words(manifest.config),
+        "run_state": manifest.run_state,
+        "config": manifest.config,
+        "environment": getattr(manifest, "environment", None),
+        "files": {name: record.bytes for name, record in manifest.files.items()},
+        "tensors": len(manifest.tensors),
+    }
+    if pattern is not None:
+        data["tensors"] = list(_tensor_data(facts, pattern, with_statistics))
+    return data
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"
