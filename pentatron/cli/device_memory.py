@@ -1,12 +1,12 @@
 """The memory a process has: its share of a GPU, or of the machine."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentatron.cli.environment import Worker
 from pentatron.cli.terminal import complain
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
+from pentatron.launch.host_memory import host_memory
 from pentatron.plan.fit import Room, Verdict, judge, judge_host, out_of_memory
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 # What torch says when the host gives no memory; it is a plain RuntimeError.
 _HOST_SIGNS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
-_UNLIMITED = 2**60
 
 
 def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> None:
@@ -58,35 +57,6 @@ def room_of(device: "torch.device", local_processes: int) -> Room | None:
 def _host_room(local_processes: int) -> Room | None:
     host = host_memory()
     return None if host is None else Room("host", host[0] / local_processes, host[1] / local_processes)
-
-
-def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Bytes of memory and swap together, and those that are available; no more than the control group allows."""
-    try:
-        text = (root / "proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    found = {name: int(value.split()[0]) * 1024 for name, value in lines.items() if value.split()}
-    total = found.get("MemTotal", 0) + found.get("SwapTotal", 0)
-    free = found.get("MemAvailable", found.get("MemFree", 0)) + found.get("SwapFree", 0)
-    limit, used = _control_group(root / "sys/fs/cgroup")
-    return min(total, limit), max(0, min(free, limit - used))
-
-
-def _control_group(folder: Path) -> tuple[int, int]:
-    """A container's limit and use, in either version of control groups."""
-    for names in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in names)
-        except OSError:
-            continue
-        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
-            return int(limit), int(used)
-    return _UNLIMITED, 0
 
 
 def memory_sentence(error: BaseException, config: RunConfig, rank: int) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentatron.launch.host_memory import host_memory
 from pentatron.launch.variables import CONNECTIONS, OF_NCCL, interface_problem
 from pentatron.monitor.peaks import peak_of
 from pentatron.plan.devices import in_words
@@ -135,14 +136,15 @@ def _hardware(folder: Path) -> list[Finding]:
     there = os.cpu_count() or cores
     of = f" of {there} (this process may use no more)" if cores < there else ""
     found = [Finding("hardware", "cores", f"{cores}{of}")]
-    memory = _free_memory()
-    if memory is not None:
+    host = host_memory()
+    if host is not None:
+        memory = host[1]
         little = memory < _LITTLE_MEMORY
         found.append(
             Finding(
                 "hardware",
                 "memory",
-                f"{in_words(memory)} free",
+                f"{in_words(memory)} of {in_words(host[0])} free",
                 NOTE if little else OK,
                 "end other programs first" if little else "",
             )
@@ -165,14 +167,6 @@ def _hardware(folder: Path) -> list[Finding]:
                 )
             )
     return found
-
-
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
 def _network(environment: Mapping[str, str]) -> list[Finding]:

@@ -26,6 +26,14 @@ def findings(capsys: pytest.CaptureFixture[str], healthy: bool) -> dict[tuple[st
     return {(row["group"], row["name"]): row for row in told["findings"]}
 
 
+def test_memory_is_what_the_control_group_leaves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "host_memory", lambda: (2**32, 2**30))
+    found = findings(capsys, healthy=True)["hardware", "memory"]
+    assert found["value"] == "1 GiB of 4 GiB free" and found["advice"]
+
+
 def test_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pentatron.cli import device_memory
-from pentatron.cli.device_memory import check_room, host_memory, memory_sentence, room_of
+from pentatron.cli.device_memory import check_room, memory_sentence, room_of
 from pentatron.cli.environment import Worker
 from pentatron.config.errors import AgreedError, UserError
+from pentatron.launch.host_memory import host_memory
 from pentatron.plan.fit import Room, judge, out_of_memory
 from pentatron.plan.memory import memory_of
 from tests.support import LLAMA, resolved
@@ -206,4 +207,10 @@ def test_a_rank_that_runs_out_of_memory_ends_without_a_traceback(tmp_path: Path)
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert "pentatron: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB)" in done.stderr
+    assert (
+        done.stderr.count("pentatron: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB)")
+        == 1
+    )
+    log = (tmp_path / "run/train.log").read_text().splitlines()
+    assert log[-1].startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB)")
+    assert "out of GPU memory" not in done.stdout
