@@ -20,21 +20,29 @@ _GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Ended:
-    """Exit codes in the order of the ranks; negative ones are signals. `timed_out`: some had to be stopped."""
+    """Exit codes in the order of the ranks; negative ones are signals. `first` are the ranks that failed first, as far as one
+    look tells them apart. `timed_out`: some had to be stopped."""
 
     exit_codes: Sequence[int]
     timed_out: bool = False
+    first: Sequence[int] = ()
 
     @property
     def is_good(self) -> bool:
         return not self.timed_out and not any(self.exit_codes)
 
-    def killed(self) -> str | None:
-        """The first rank that a signal ended, in words."""
-        for rank, code in enumerate(self.exit_codes):
-            if code < 0 and not self.timed_out:
-                return f"rank {rank} was killed by {signal.Signals(-code).name}"
+    def killed(self, or_aborted: bool = False) -> str | None:
+        """A rank that a signal ended before any other failed, in words. A process aborts itself (`or_aborted`) when another is
+        gone, so that this may be the consequence."""
+        for rank in self.first:
+            code = self.exit_codes[rank]
+            if code < 0 and not self.timed_out and (or_aborted or code != -signal.SIGABRT):
+                return f"rank {rank} was killed by {signal.Signals(-code).name}{_why(-code)}"
         return None
+
+
+def _why(number: int) -> str:
+    return " (the system does that when memory runs out)" if number == signal.SIGKILL else ""
 
 
 class Starter:
@@ -60,13 +68,15 @@ class Starter:
         ]
         deadline = time.monotonic() + timeout
         timed_out = False
+        first: list[int] = []
         try:
             for worker in workers:
                 worker.start()
             while any(worker.exitcode is None for worker in workers):
                 time.sleep(_POLL_SECONDS)
                 tick()
-                if any(worker.exitcode for worker in workers):
+                first = first or [rank for rank, worker in enumerate(workers) if worker.exitcode]
+                if first:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 if time.monotonic() > deadline:
                     timed_out = not any(worker.exitcode for worker in workers)
@@ -80,7 +90,8 @@ class Starter:
                 if worker.pid is not None:
                     worker.join()
         # Those that were still there have not failed; somebody else has.
-        return Ended([0 if code is None else code for code in codes], timed_out)
+        first = first or [rank for rank, code in enumerate(codes) if code]
+        return Ended([0 if code is None else code for code in codes], timed_out, first)
 
 
 def free_port() -> int:

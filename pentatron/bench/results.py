@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pentatron.bench.candidates import Candidate
 from pentatron.bench.measure import Measured
 from pentatron.config.run import RunConfig
+from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 
 Status = Literal["ok", "failed", "refused", "not run"]
 
@@ -27,9 +28,6 @@ COLUMNS = (
         "command",
     ),
 )
-# What the guide calls healthy.
-MOST_COMMUNICATION = 0.20
-LEAST_UTILISATION = 80.0
 _MIB = 2**20
 
 
@@ -176,8 +174,8 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
         )
     used = [m.utilisation for _, m in good if m.utilisation is not None]
     if used:
-        enough = sum(percent > LEAST_UTILISATION for percent in used)
+        enough = sum(percent / 100 > LEAST_UTILISATION for percent in used)
         found.append(
-            f"GPU utilisation above {LEAST_UTILISATION:.0f}%, the usual aim: {enough} of {len(used)} layouts"
+            f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim: {enough} of {len(used)} layouts"
         )
     return found

@@ -312,7 +312,8 @@ def _measured(sweep: Sweep, layout: Candidate, starter: Any, live: _Progress | N
     row = dataclasses.replace(row, config=config, device=sweep.device)
     if not ended.is_good:
         late = f"no result after {sweep.timeout:.0f} s (--layout-timeout)" if ended.timed_out else None
-        why = late or ended.killed() or reason_of_failure(job) or f"exit codes {list(ended.exit_codes)}"
+        why = late or ended.killed() or reason_of_failure(job, ended.killed(or_aborted=True))
+        why = why or f"exit codes {list(ended.exit_codes)}"
         return dataclasses.replace(row, status="failed", reason=f"{why}; see {said}")
     try:
         found = measure(metrics, sweep.warmup, config.train.global_batch_size)

@@ -58,8 +58,8 @@ def work(job: Job, rank: int) -> None:
 _LOST = "lost contact with another rank"
 
 
-def reason_of_failure(job: Job) -> str | None:
-    """The last words of the rank that failed by itself, on one line."""
+def reason_of_failure(job: Job, otherwise: str | None = None) -> str | None:
+    """The last words of the rank that failed by itself, on one line; `otherwise` if all only missed another."""
     said = []
     for rank in range(job.processes):
         file = job.output(rank)
@@ -68,9 +68,9 @@ def reason_of_failure(job: Job) -> str | None:
         if lines:
             said.append((lines[-1].removeprefix("pentatron: "), rank))
     own = [(line, rank) for line, rank in said if _LOST not in line]
-    for line, rank in own or said:
+    for line, rank in own or ([] if otherwise else said):
         return line if line.startswith("rank ") else f"rank {rank}: {line}" if job.processes > 1 else line
-    return None
+    return otherwise
 
 
 def _is_reason(line: str) -> bool:

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.monitor.following import Followed
 from pentatron.monitor.report import duration
 from pentatron.monitor.terminal_curve import draw_curve
 
 _MIB = 2**20
-# What the guide calls healthy.
-_MOST_COMMUNICATION, _LEAST_UTILISATION = 20, 80
 # A rank is called slow from this multiple of the median on.
 _SLOW = 1.2
 _MOST_RANKS = 16
@@ -21,13 +20,15 @@ _COLOURS = {"bold": "1", "good": "32", "bad": "31", "warn": "33", "faint": "2"}
 
 @dataclass(frozen=True)
 class Run:
-    """What the view shows beside the numbers. `state` is running, finished, stopped, crashed or silent."""
+    """What the view shows beside the numbers. `state` is running, finished, stopped, crashed or silent. `samples_left`: to the
+    last step, where it is known; steps may grow."""
 
     name: str
     state: str
     about_state: str
     total_steps: int
     checkpoint: str
+    samples_left: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,19 @@ def seconds_a_step(seen: Followed) -> float:
     return statistics.mean(row["seconds"] for row in seen.recent)
 
 
+def _seconds_left(run: Run, seen: Followed) -> float:
+    rows = list(seen.recent)
+    samples = sum(row.get("global_batch_size", 0) for row in rows)
+    if run.samples_left is None or not samples:
+        return max(0, run.total_steps - seen.step) * seconds_a_step(seen)
+    return run.samples_left * sum(row["seconds"] for row in rows) / samples
+
+
 def _progress(run: Run, seen: Followed, screen: Screen) -> list[str]:
     share = min(1.0, seen.step / run.total_steps) if run.total_steps else 1.0
     filled = round(_BAR * share)
     full, empty = ("█", "░") if screen.unicode else ("#", ".")
-    left = max(0, run.total_steps - seen.step) * seconds_a_step(seen)
-    time_left = f"  left {duration(left)}" if run.state in ("running", "silent") else ""
+    time_left = f"  left {duration(_seconds_left(run, seen))}" if run.state in ("running", "silent") else ""
     bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR - filled), "faint")
     return [f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"]
 
@@ -114,18 +122,17 @@ def _health(seen: Followed, screen: Screen) -> list[str]:
     whole = waited + _sum(ranks, "busy_seconds")
     lines = []
     if whole:
-        share = 100 * waited / whole
-        pipeline = 100 * _sum(ranks, "message_seconds") / whole
-        told = screen.paint(f"{share:.0f}%", "good" if share < _MOST_COMMUNICATION else "warn")
-        part = f" ({pipeline:.0f}% in the pipeline)" if pipeline >= 1 else ""
+        share, pipeline = waited / whole, _sum(ranks, "message_seconds") / whole
+        told = screen.paint(f"{share:.0%}", "good" if share < MOST_COMMUNICATION else "warn")
+        part = f" ({pipeline:.0%} in the pipeline)" if pipeline >= 0.01 else ""
         lines.append(
-            f"communication {told} of a step is waiting for other ranks{part}; aim: below {_MOST_COMMUNICATION}%"
+            f"communication {told} of a step is waiting for other ranks{part}; aim: below {MOST_COMMUNICATION:.0%}"
         )
     percentages = [p for of_step in ranks for p in of_step.get("gpu_utilisation", ())]
     if percentages:
-        mean = statistics.mean(percentages)
-        told = screen.paint(f"{mean:.0f}%", "good" if mean > _LEAST_UTILISATION else "warn")
-        lines.append(f"utilisation   {told} of the GPUs; aim: above {_LEAST_UTILISATION}%")
+        mean = statistics.mean(percentages) / 100
+        told = screen.paint(f"{mean:.0%}", "good" if mean > LEAST_UTILISATION else "warn")
+        lines.append(f"utilisation   {told} of the GPUs; aim: above {LEAST_UTILISATION:.0%}")
     return lines
 
 
@@ -178,7 +185,7 @@ def _waiting(ranks: Sequence[dict[str, Any]]) -> list[float]:
 
 def status_line(run: Run, seen: Followed) -> str:
     """The same in one line, for a log."""
-    left = duration(seconds_a_step(seen) * max(0, run.total_steps - seen.step))
+    left = duration(_seconds_left(run, seen))
     last = seen.recent[-1]
     return (
         f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last['tokens_per_second']:,.0f} tokens/s  "

@@ -19,6 +19,24 @@ def behave(rank: int, way: str) -> None:
         time.sleep(60)
 
 
+@pytest.mark.parametrize(
+    ("codes", "first", "killed", "perhaps"),
+    [
+        ([1, -9], [1], "rank 1 was killed by SIGKILL (the system does that when memory runs out)", None),
+        ([1, -9], [0, 1], "rank 1 was killed by SIGKILL (the system does that when memory runs out)", None),
+        ([2, -6], [0], None, None),
+        ([2, -6], [0, 1], None, "rank 1 was killed by SIGABRT"),
+        ([1, -11], [1], "rank 1 was killed by SIGSEGV", None),
+    ],
+)
+def test_only_a_signal_that_came_first_is_the_reason(
+    codes: list[int], first: list[int], killed: str | None, perhaps: str | None
+) -> None:
+    ended = Ended(codes, first=first)
+    assert ended.killed() == killed
+    assert ended.killed(or_aborted=True) == (killed or perhaps)
+
+
 def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pentatron.bench.processes._GRACE_SECONDS", 0.2)
     starter = Starter([])
@@ -30,7 +48,10 @@ def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("ends").is_good
     failed = run("fails")
     assert not failed.is_good and list(failed.exit_codes) == [0, 3] and failed.killed() is None
-    assert run("is killed").killed() == "rank 1 was killed by SIGKILL"
+    assert (
+        run("is killed").killed()
+        == "rank 1 was killed by SIGKILL (the system does that when memory runs out)"
+    )
     late = run("hangs", timeout=0.5)
     assert late.timed_out and not late.is_good and late.killed() is None
     assert ticks

@@ -128,6 +128,7 @@ def test_the_reason_is_that_of_the_rank_that_failed_by_itself(tmp_path: Path) ->
     assert reason_of_failure(job) is None
     job.output(0).write_text("step 1\npentatron: rank 0: lost contact with another rank (Broken pipe)\n")
     assert reason_of_failure(job) == "rank 0: lost contact with another rank (Broken pipe)"
+    assert reason_of_failure(job, "rank 1 was killed by SIGABRT") == "rank 1 was killed by SIGABRT"
     trace = "Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of memory.\n"
     job.output(2).write_text(f"note: a word\n{trace}")
     assert reason_of_failure(job) == "rank 2: torch.OutOfMemoryError: CUDA out of memory."
