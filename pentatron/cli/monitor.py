@@ -14,8 +14,10 @@ from pathlib import Path
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
 from pentatron.config.errors import UserError
+from pentatron.config.run import table
+from pentatron.config.schedule import plan_of
 from pentatron.monitor.following import Followed, Follower
-from pentatron.monitor.report import duration
+from pentatron.monitor.report import FAILED, duration
 from pentatron.monitor.view import Run, Screen, seconds_a_step, status_line, view
 
 USAGE = """usage: pentatron monitor [RUN_DIR] [--interval SECONDS] [--once]
@@ -141,7 +143,9 @@ def look(folder: Path, seen: Followed) -> Run:
             f"{folder / 'config.yaml'} does not say how long the run is; is {folder} the folder of a run?"
         )
     state, about = _state(folder, seen, total)
-    return Run(str(folder), state, about, total, _checkpoint(folder, saved))
+    return Run(
+        str(folder), state, about, total, _checkpoint(folder, saved), _samples_left(saved, seen, total)
+    )
 
 
 def _saved_settings(folder: Path) -> dict[str, object]:
@@ -150,16 +154,29 @@ def _saved_settings(folder: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for line in saved.read_text(encoding="utf-8").splitlines() if saved.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
-        if name in ("train_iters", "save"):
+        if name in table():
             # A file that somebody edited may hold anything.
             with contextlib.suppress(ValueError):
                 found[name] = json.loads(value.split("  #")[0])
     return found
 
 
+def _samples_left(saved: dict[str, object], seen: Followed, total: int) -> int | None:
+    """By the sizes that the steps to come will have; None where the files do not tell."""
+    consumed = seen.recent[-1].get("consumed_samples") if seen.recent else None
+    if not isinstance(consumed, int) or not saved.get("global_batch_size"):
+        return None
+    try:
+        plan = plan_of({name: saved.get(name, item.default) for name, item in table().items()})
+        return plan.advance(consumed, max(0, total - seen.step)) - consumed
+    except (ValueError, TypeError):
+        return None
+
+
 def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
     """What the run is doing, and a line about it where the word alone does not say enough."""
-    if seen.step >= total:
+    is_done = seen.step >= total
+    if is_done and _has_said_farewell(folder):
         return "finished", ""
     silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
     alive = _is_alive(folder)
@@ -169,7 +186,26 @@ def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
     if silent > patience:
         where = "its process is there" if alive else "whether its process is there cannot be seen from here"
         return "silent", f"no step for {duration(silent)}; {where}"
-    return "running", ""
+    return (
+        "running",
+        "all steps are done; what follows them (checkpoint, evaluation) is not yet" if is_done else "",
+    )
+
+
+def _has_said_farewell(folder: Path) -> bool:
+    """After the last line of a step, the log of a run that is through names its folder. A folder without a log holds numbers alone."""
+    lines = _log_lines(folder)
+    for line in reversed(lines):
+        if line.startswith("run folder: "):
+            return True
+        if "] iteration " in line:
+            return False
+    return not lines
+
+
+def _log_lines(folder: Path) -> list[str]:
+    log = folder / "train.log"
+    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
 
 
 def _is_alive(folder: Path) -> bool | None:
@@ -189,13 +225,16 @@ def _is_alive(folder: Path) -> bool | None:
 
 
 def _how_it_ended(folder: Path, seen: Followed) -> tuple[str, str]:
-    log = folder / "train.log"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    # The farewell of a run that was asked to stop, or that had an end of its own set.
-    for line in reversed(lines[-_LAST_WORDS:]):
+    # The farewell of a run that was asked to stop, or that had an end of its own set; or what it failed with.
+    for line in reversed(_log_lines(folder)[-_LAST_WORDS:]):
         if f"after step {seen.step};" in line or "before the first step;" in line:
             return "stopped", line.strip()
-    return "crashed", f"it ended after step {seen.step} without a word in {log}: it failed or was killed"
+        if line.startswith(FAILED):
+            return "crashed", line.strip()
+    return (
+        "crashed",
+        f"it ended after step {seen.step} without a word in {folder / 'train.log'}: it failed or was killed",
+    )
 
 
 def _checkpoint(folder: Path, saved: dict[str, object]) -> str:

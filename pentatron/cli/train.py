@@ -22,7 +22,7 @@ from pentatron.cli.environment import (
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import complain, say
 from pentatron.cli.variables import limit_connections, require_interface, variable_notes
-from pentatron.cli.worker_errors import USER_ERROR, explain
+from pentatron.cli.worker_errors import USER_ERROR, explain, last_words
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import BadNumbers, UserError
 from pentatron.config.resolve import Resolved
@@ -134,7 +134,13 @@ def _work(
     try:
         with joined_run(prepared, worker) as (world, resolved):
             outcome = run_training(
-                resolved, world, entry.resumes, launching_agent(), program or CONFIGURED, started
+                resolved,
+                world,
+                entry.resumes,
+                launching_agent(),
+                program or CONFIGURED,
+                started,
+                lambda error: last_words(error, config, worker.rank),
             )
     except Exception as error:
         code = explain(error, config, worker)

@@ -7,6 +7,7 @@ from pentatron.cli.terminal import complain
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
 from pentatron.parallel.meeting import MeetingError, checklist, lost_contact
+from pentatron.train.last_words import sentence_of
 
 USER_ERROR = 2
 LOST = 1
@@ -28,18 +29,37 @@ def explain(error: BaseException, config: RunConfig, worker: Worker) -> int | No
         # Met by this rank alone: nobody else will say it.
         _say(error, worker)
         return error.exit_code
-    if not isinstance(error, RuntimeError | MemoryError):
-        return None
-    problem: object = unrepeatable(error) if isinstance(error, RuntimeError) else None
-    problem = problem or memory_sentence(error, config, worker.rank)
+    problem = _own_sentence(error, config, worker.rank)
     if problem is not None:
         _say(problem, worker)
         return USER_ERROR
-    lost = lost_contact(str(error), config.launch.distributed_timeout_minutes)
+    lost = _lost(error, config)
     if worker.world_size == 1 or lost is None:
         return None
     _say_who_is_missing(lost, worker)
     return LOST
+
+
+def last_words(error: BaseException, config: RunConfig, rank: int) -> str | None:
+    """What the log says of the error that ended a rank; nothing where it only missed another one, which knows more."""
+    problem = _own_sentence(error, config, rank)
+    if problem is None and _lost(error, config) is not None:
+        return None
+    return problem or sentence_of(error)
+
+
+def _own_sentence(error: BaseException, config: RunConfig, rank: int) -> str | None:
+    """Of what torch raises and the user can mend."""
+    if not isinstance(error, RuntimeError | MemoryError):
+        return None
+    refused = unrepeatable(error) if isinstance(error, RuntimeError) else None
+    return str(refused) if refused is not None else memory_sentence(error, config, rank)
+
+
+def _lost(error: BaseException, config: RunConfig) -> UserError | None:
+    if not isinstance(error, RuntimeError):
+        return None
+    return lost_contact(str(error), config.launch.distributed_timeout_minutes)
 
 
 def _say(problem: object, worker: Worker) -> None:

@@ -41,6 +41,10 @@ class ExpertReport:
         return found
 
 
+# How a line of the log begins that says what a run failed with.
+FAILED = "error: "
+
+
 @dataclass(frozen=True)
 class StepReport:
     step: int

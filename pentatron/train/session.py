@@ -28,6 +28,7 @@ from pentatron.train.ending import Ending
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
 from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
+from pentatron.train.last_words import Sentence, sentence_of, write_last_words
 from pentatron.train.moments import Moments
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
@@ -63,12 +64,13 @@ def run_training(
     launcher: int | None = None,
     program: Program = CONFIGURED,
     started: float | None = None,
+    sentence: Sentence = sentence_of,
 ) -> Outcome:
     """Trains as configured on this rank of the world; `launcher` is the process that must live while we do.
 
-    `started`: when this process began, in seconds since the epoch.
+    `started`: when this process began, in seconds since the epoch. `sentence`: what the log says of an error that ends the run.
     """
-    with open_session(resolved, world, resumes, launcher, program, started) as session:
+    with open_session(resolved, world, resumes, launcher, program, started, sentence) as session:
         session.open_data()
         session.build()
         session.prepare()
@@ -83,6 +85,7 @@ def open_session(
     launcher: int | None,
     program: Program,
     started: float | None = None,
+    sentence: Sentence = sentence_of,
 ) -> "Iterator[Session]":
     """A run whose folders are ours until the end of the block."""
     config = resolved.config
@@ -104,7 +107,11 @@ def open_session(
         )
         cleanup.enter_context(program.running(resolved, world, display))
         first = earliest(time.time() if started is None else started, world.everyone)
-        yield Session(resolved, world, folder, display, stop, first, cleanup, program)
+        try:
+            yield Session(resolved, world, folder, display, stop, first, cleanup, program)
+        except BaseException as error:
+            write_last_words(folder, world, error, sentence)
+            raise
 
 
 def _open_folders(

@@ -132,6 +132,46 @@ def test_a_run_that_crashed_or_was_stopped(tmp_path: Path, capsys: pytest.Captur
     assert ": stopped" in shown and "stopped by SIGTERM after step 4" in shown
 
 
+def test_a_run_that_failed_is_shown_with_its_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run", steps=4, pid=gone())
+    (folder / "train.log").write_text("x\nerror: rank 3: out of GPU memory (what); try less\n")
+    assert main(["monitor", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert ": crashed" in shown and "error: rank 3: out of GPU memory (what); try less" in shown
+    assert "without a word" not in shown
+
+
+def test_a_run_is_finished_when_what_follows_its_steps_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run", steps=10)
+    log = folder / "train.log"
+    earlier = "run folder: of the first five steps\n"
+    log.write_text(f"{earlier} [2026-11-15 10:00:00.0] iteration       10/      10 | lm loss: 1 |\n")
+    assert main(["monitor", str(folder), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert ": running" in shown and "all steps are done; what follows them" in shown
+    log.write_text(log.read_text() + "finished: loss 3 → 2\nrun folder: here\n")
+    assert main(["monitor", str(folder)]) == 0
+    assert ": finished" in capsys.readouterr().out
+    ended = make_run(tmp_path / "ended", steps=10, pid=gone())
+    (ended / "train.log").write_text(" [now] iteration       10/      10 | lm loss: 1 |\n")
+    assert main(["monitor", str(ended)]) == 0
+    assert ": crashed" in capsys.readouterr().out
+
+
+def test_the_time_left_follows_a_batch_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two samples a second; eight steps are left, of 4, 4 and then 8 samples."""
+    folder = make_run(tmp_path / "run", steps=2)
+    write(folder, [row(s, global_batch_size=4) for s in (1, 2)])
+    with (folder / "config.yaml").open("a") as file:
+        file.write("  rampup_batch_size: [4, 4, 15]  # flag\n  # global_batch_size: 8  # derived\n")
+    assert main(["monitor", str(folder), "--once"]) == 0
+    assert "left 0:28" in capsys.readouterr().out
+
+
 def test_a_run_that_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps=4)
     os.utime(folder / "metrics.jsonl", (1e9, 1e9))

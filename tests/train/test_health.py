@@ -91,6 +91,44 @@ def test_what_repeats_is_followed_to_its_origin_and_saved_before(
     assert steps(tmp_path / "a") == ["2"]
 
 
+def test_what_ended_the_run_is_the_last_line_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Poison(1, lambda call: call > 1).install(monkeypatch)
+    with pytest.raises(BadNumbers) as error:
+        run(tmp_path)
+    log = (tmp_path / "train.log").read_text()
+    assert log.splitlines()[-1] == f"error: {error.value}"
+    assert log.count(str(error.value)) == 1
+
+
+def failing(folder: str, agreed: bool) -> str:
+    """Both ranks fail, one of them only because the other did."""
+    world = connect(Grid(data=2), dist.get_rank(), dist.get_rank(), CPU)
+
+    def fail(trainer: object) -> None:
+        if agreed:
+            raise AgreedError("all met this")
+        raise ValueError(f"met by rank {dist.get_rank()}") if dist.get_rank() else SystemExit(1)
+
+    trainer_module.Trainer.run = fail  # type: ignore[assignment]
+    try:
+        run(Path(folder), "", world)
+    except BaseException as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("agreed", "line"),
+    [(True, "error: all met this"), (False, "error: rank 1: ValueError: met by rank 1")],
+)
+def test_one_line_says_which_rank_failed(tmp_path: Path, agreed: bool, line: str) -> None:
+    assert all(run_distributed(failing, world=2, folder=str(tmp_path), agreed=agreed))
+    said = [text for text in (tmp_path / "train.log").read_text().splitlines() if text.startswith("error")]
+    assert said == [line]
+
+
 def test_a_passing_fault_is_told_from_one_that_repeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

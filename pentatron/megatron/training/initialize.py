@@ -13,7 +13,7 @@ from pentatron.cli.main import guarded
 from pentatron.cli.prepare import prepare
 from pentatron.cli.terminal import say
 from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent
-from pentatron.cli.worker_errors import explain
+from pentatron.cli.worker_errors import explain, last_words
 from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.megatron.flow import Flow
@@ -21,6 +21,7 @@ from pentatron.megatron.program import UserProgram
 from pentatron.megatron.state import current, is_running, started_as
 from pentatron.megatron.training.arguments import ExtraArguments, take_extra_arguments
 from pentatron.megatron.training.entry import entry_of, notes_of
+from pentatron.train.last_words import write_last_words
 from pentatron.train.session import open_session
 
 
@@ -90,6 +91,10 @@ def _sentence(before: Callable[..., Any], config: RunConfig, worker: Worker) -> 
     """For errors that nobody catches, in whichever step: what `pretrain()` says of them, and its exit codes."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_running() and (flow := current().flow) is not None:
+            write_last_words(
+                flow.session.folder, current().world, error, lambda e: last_words(e, config, worker.rank)
+            )
         code = explain(error, config, worker)
         if code is None:
             before(kind, error, trace)
