@@ -23,8 +23,8 @@ from pentatron.checkpoint.tensor_file import DTYPES, blocks
 ROUTERS = "routers/"
 # The states of random generators, one of each rank.
 RANDOM = "rng/"
-# Where data lies, and not what it is: the fingerprint says that.
-_NO_STATE = frozenset({"data_files"})
+# Where data lies, and not what it is (the fingerprint says that); and what the numbers were computed with.
+_NO_STATE = frozenset({"data_files", "environment"})
 
 
 @dataclass(frozen=True)

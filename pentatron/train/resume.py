@@ -2,10 +2,10 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pentatron.checkpoint.bases import read_bases, record_bases
 from pentatron.checkpoint.described import saved_settings
@@ -13,9 +13,8 @@ from pentatron.checkpoint.find import checkpoints_of
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
-from pentatron.config.loaded import architecture, differences
 from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig, build, table
+from pentatron.config.run import RunConfig, table
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder
 from pentatron.hf.small_files import carry_files
@@ -25,6 +24,7 @@ from pentatron.optim.rules import rule_of
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
+from pentatron.train.changes import changes_since, require_same_model
 from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData
 from pentatron.train.parallel_model import ParallelModel
@@ -35,29 +35,6 @@ from pentatron.train.state import TrainState
 
 T = TypeVar("T")
 
-# These belong to the machine or to the output, not to the numbers a run computes.
-_FREE_SECTIONS = frozenset({"launch", "log", "loop", "checkpoint", "parallel"})
-_DRAW_THE_ORDER = frozenset({"seed", "split", "seq_length", "dataloader_type", "mid_level_dataset_surplus"})
-_FREE_SETTINGS = frozenset(
-    {
-        "preset",
-        "config",
-        "run_dir",
-        "fresh",
-        "sample_prompt",
-        "sample_tokens",
-        "padded_vocab_size",
-        "data_cache_path",
-        "skip_train",
-    }
-)
-# What --use-checkpoint-opt-param-scheduler takes from the checkpoint, which has it in samples.
-_SCHEDULE = frozenset(
-    name
-    for name, item in table().items()
-    if item.section == "optim" and (name.startswith(("lr", "min_lr")) or "weight_decay" in name)
-)
-_MODEL_SIZE = "_model_parallel_size"
 # They choose what is taken from what is loaded.
 _CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
 
@@ -66,7 +43,8 @@ _CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
 class Beginning:
     """Where the run stands, what to tell of it, and whether its own folder holds this already.
 
-    `goes_on_from`: the step that was loaded, with its data. `replaces_training`: other training has left its metrics in the run's folder, and the run begins at step 0.
+    `goes_on_from`: the step that was loaded, with its data. `replaces_training`: other training has left its metrics in the run's
+    folder, and the run begins at step 0. `remarks`: for the log alone.
     """
 
     state: TrainState
@@ -74,6 +52,7 @@ class Beginning:
     is_saved: bool
     replaces_training: bool = False
     goes_on_from: Path | None = None
+    remarks: list[str] = field(default_factory=list)
 
 
 class _Start:
@@ -157,14 +136,14 @@ class _Start:
 
     def _resume(self, found: Found) -> Beginning:
         """Everything as it was saved."""
-        state, changes = self._go_on(found, optimizer=True, random=True)
+        state, changes, remarks = self._go_on(found, optimizer=True, random=True)
         elsewhere = self.resolved.given("load") and not self._loads_itself()
         said = [f"--load {self.config.checkpoint.load}"] * elsewhere + self.asked
         if said:
             changes.append(
                 f"{' '.join(said)} chose what this run began with; it goes on from its own step {state.step}"
             )
-        return Beginning(state, changes, is_saved=True, goes_on_from=found.folder)
+        return Beginning(state, changes, is_saved=True, goes_on_from=found.folder, remarks=remarks)
 
     def _from_steps(self, found: Found) -> Beginning:
         """From steps of ours, as far as was asked for."""
@@ -178,8 +157,8 @@ class _Start:
             )
             began = dataclasses.replace(began, replaces_training=in_place)
         else:
-            state, changes = self._go_on(found, not chosen.no_load_optim, not chosen.no_load_rng)
-            began = Beginning(state, changes, is_saved=False, goes_on_from=found.folder)
+            state, changes, remarks = self._go_on(found, not chosen.no_load_optim, not chosen.no_load_rng)
+            began = Beginning(state, changes, is_saved=False, goes_on_from=found.folder, remarks=remarks)
         self._record(found.folder, Source(found.folder.parent, is_huggingface=False))
         return began
 
@@ -248,8 +227,8 @@ class _Start:
         kept = (f for f in routers if f.tensor in stored)
         load_fragments(found.folder, found.manifest, itertools.chain(self._weights(), kept))
 
-    def _go_on(self, found: Found, optimizer: bool, random: bool) -> tuple[TrainState, list[str]]:
-        """Loads a step to go on from it; returns where the run stands and which settings have changed."""
+    def _go_on(self, found: Found, optimizer: bool, random: bool) -> tuple[TrainState, list[str], list[str]]:
+        """Loads a step to go on from it; returns where the run stands, what has changed, and what the log says besides."""
         state = TrainState.from_json(found.manifest.run_state)
         if not state.ordered_for:
             # Checkpoints that do not say so had their order built for the length of their run.
@@ -277,13 +256,14 @@ class _Start:
         if not optimizer:
             state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)
-        changes += _changes(found.manifest.config, self.config)
-        if state.loss_scaling and any("initial_loss_scale" in change for change in changes):
+        other = changes_since(found.manifest.config, self.config)
+        changes += other.told
+        if state.loss_scaling and "initial_loss_scale" in other.settings:
             scale = state.loss_scaling["scale"]
             changes.append(
                 f"--initial-loss-scale is where a new run begins: the loss scale goes on at {scale:g}"
             )
-        return state, changes
+        return state, changes, other.logged
 
 
 def starting_point(
@@ -323,59 +303,3 @@ def require_same_rule(found: Found, config: RunConfig) -> None:
         f"{found.folder} holds {held}; go on with the settings it was made with, or keep weights and step but begin with a "
         f"new optimizer state by --load {found.folder.parent} --no-load-optim and another --run-dir"
     )
-
-
-def _changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What the user should know of settings that are not those of the checkpoint."""
-    kept = _SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ()
-    different = [
-        difference
-        for difference in _differences(saved, config.nested())
-        if difference[0] not in _FREE_SECTIONS and difference[1] not in {*_FREE_SETTINGS, *kept}
-    ]
-    changes = [
-        f"resuming with {section}.{name} = {now} (the checkpoint was made with {before})"
-        for section, name, before, now in different
-    ]
-    before, now = _layout(saved), _layout(config.nested())
-    if before != now:
-        changes.insert(0, f"the checkpoint was made on {before}; it goes on on {now}")
-    if any(name in _DRAW_THE_ORDER for _, name, _, _ in different):
-        changes.append("these settings draw the order of samples: from here on the order may be another one")
-    return changes
-
-
-def _layout(config: Mapping[str, Any]) -> str:
-    """`2 tensor × 2 pipeline × 1 context × 1 data ranks`."""
-    parallel = config["parallel"]
-    sizes = {
-        name: parallel.get(f"{name}{rest}", 1)
-        for name, rest in (
-            ("tensor", _MODEL_SIZE),
-            ("pipeline", _MODEL_SIZE),
-            ("context", "_parallel_size"),
-            ("data", "_parallel_size"),
-        )
-    }
-    return f"{' × '.join(f'{size} {name}' for name, size in sizes.items())} ranks"
-
-
-def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    loaded, now = architecture(saved), config.flat()
-    if different := differences(loaded, now):
-        shown = "; ".join(f"{name} was {loaded[name]}, is {now[name]}" for name in different)
-        raise UserError(
-            f"{folder} holds another model ({shown}); use the settings it was made with, choose another --run-dir, "
-            f"or start anew with --fresh"
-        )
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, Any, Any]]:
-    """A setting younger than the checkpoint had its default there."""
-    younger = build({name: item.default for name, item in table().items()}).nested()
-    pairs = (
-        (section, name, before.get(section, {}).get(name, younger[section][name]), value)
-        for section, fields in now.items()
-        for name, value in fields.items()
-    )
-    return [pair for pair in pairs if pair[2] != pair[3]]

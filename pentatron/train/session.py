@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.resolve import Resolved
@@ -25,6 +23,7 @@ from pentatron.parallel.world import World
 from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.ending import Ending
+from pentatron.train.environment import settle_environment
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
 from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
@@ -34,6 +33,7 @@ from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.profiling import BesideTheSteps
 from pentatron.train.program import CONFIGURED, Program
+from pentatron.train.random_state import seed_generators
 from pentatron.train.recorders import open_recorders
 from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import Beginning, starting_point
@@ -159,7 +159,7 @@ class Session:
         for notice in resolved.notices:
             display.say(f"note: {notice}")
         require_fitting_start(resolved, world)
-        torch.manual_seed(self.config.run.seed + world.everyone.rank)
+        seed_generators(self.config.run.seed + world.everyone.rank)
 
     def open_data(self) -> None:
         """Before the model is built; or after it, where the program names its data only then."""
@@ -196,7 +196,10 @@ class Session:
         self.store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
         began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
         require_fitting_batches(config, began.state)
-        self.began = dataclasses.replace(began, notes=[*began.notes, *settle(config, began.state)])
+        self.began = dataclasses.replace(
+            began,
+            notes=[*began.notes, *settle(config, began.state), *settle_environment(world, began.state)],
+        )
         self.state = self.began.state
         self.program.begins(self.state)
 
@@ -220,6 +223,8 @@ class Session:
         notes = [*_without_effect_here(self.resolved, world), *_behind(config, self.state), *began.notes]
         for note in notes:
             output.say(f"note: {note}")
+        for remark in began.remarks:
+            output.note(remark)
         _say_where_it_stands(config, began, output)
         beside = BesideTheSteps(config, world, self.optimizer, self.folder.path, output)
         self.cleanup.callback(beside.close)

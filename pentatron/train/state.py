@@ -41,6 +41,8 @@ class TrainState:
     largest_norm: float = 0.0
     # Of `LossScaler`.
     loss_scaling: dict[str, float] = field(default_factory=dict)
+    # What the numbers were computed with.
+    environment: dict[str, Any] = field(default_factory=dict)
 
     def count_update(self, samples: int) -> None:
         self.updates += 1

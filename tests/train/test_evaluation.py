@@ -126,7 +126,7 @@ def test_skip_train_evaluates_what_was_trained_and_changes_nothing(
     assert run(tmp_path / "a", "--skip-train", resumes=False).ending is None
     said = capsys.readouterr().out
     assert "skipping training (--skip-train is on) ...\n" in said
-    assert "random weights" not in said and "resuming with" not in said
+    assert "random weights" not in said and "not the checkpoint's" not in said
     assert evaluations(tmp_path / "a") == {k: v for k, v in trained.items() if k.startswith("iteration 5 on")}
     assert kept(tmp_path / "a") == before
     assert not any(" elapsed time per iteration" in line for line in log(tmp_path / "a"))

@@ -14,8 +14,8 @@ from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 from pentatron.parallel.world import connect, single_process
+from pentatron.train.changes import require_same_model
 from pentatron.train.continue_text import open_continuation
-from pentatron.train.resume import require_same_model
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
@@ -104,7 +104,7 @@ def test_another_balancing_may_go_on(tmp_path: Path) -> None:
     train(tmp_path / "a", f"{FORGETTING} --moe-router-load-balancing-type global_aux_loss")
     assert len(losses(tmp_path / "a")) == 6
     log = (tmp_path / "a" / "train.log").read_text()
-    assert "resuming with moe.moe_router_load_balancing_type = " in log
+    assert "--moe-router-load-balancing-type global_aux_loss (was " in log
 
 
 def test_other_experts_are_another_model(tmp_path: Path) -> None:

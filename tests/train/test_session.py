@@ -194,8 +194,11 @@ def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
 
 def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a", "--train-iters 2")
-    run(tmp_path / "a", "--lr 0.5")
-    assert "resuming with optim.lr = 0.5 (the checkpoint was made with 0.01)" in capsys.readouterr().out
+    run(tmp_path / "a", "--lr 0.5 --clip-grad 2 --log-interval 3")
+    shown, log = capsys.readouterr().out, (tmp_path / "a" / "train.log").read_text()
+    line = "note: settings that are not the checkpoint's: --train-iters 6 (was 2), --lr 0.5 (was 0.01), --lr-decay-iters 6 (was 2), --clip-grad 2.0 (was 0.5)\n"
+    assert line in shown and line in log
+    assert "\nchanged since the checkpoint, without a part in its numbers: --log-interval 3 (was 2)\n" in log
 
 
 def test_a_guide_script_starts_afresh_also_with_checkpoints_elsewhere(tmp_path: Path) -> None:
@@ -229,8 +232,8 @@ def test_a_changed_seed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run(tmp_path / "a", "--train-iters 2")
     run(tmp_path / "a", "--seed 7")
     shown = capsys.readouterr().out
-    assert "resuming with run.seed = 7 (the checkpoint was made with 1234)" in shown
-    assert "from here on the order may be another one" in shown
+    assert "--seed 7 (was 1234)" in shown
+    assert "they draw the order of samples, so that from here on it may be another one" in shown
 
 
 def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
