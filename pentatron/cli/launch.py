@@ -191,6 +191,9 @@ def _to_go_on(prepared: Prepared, entry: EntryPoint) -> tuple[str, ...]:
         words.append("--no-fresh")
     if not entry.resumes and not prepared.resolved.given("load"):
         assert config.checkpoint.save is not None
+        if not prepared.resolved.given("run_dir"):
+            # Or it would follow --save, away from what the first start wrote.
+            words += ["--run-dir", str(config.run.run_dir)]
         words += ["--save", config.checkpoint.save, "--load", config.checkpoint.save]
     return tuple(words)
 

@@ -226,6 +226,9 @@ def _batches_of_a_rank(draft: Draft) -> list[str]:
 
 
 def _folders(draft: Draft) -> list[str]:
+    if draft.given("save") and draft["save_checkpoints"] and not draft.given("run_dir"):
+        # Two runs of one script are told apart by this alone; their logs must not run into each other.
+        draft.derive("run_dir", draft["save"], "beside the checkpoints of --save")
     if draft["run_dir"] is None:
         draft.derive("run_dir", f"runs/{draft['preset'] or 'run'}", "runs/NAME")
     if draft["save"] is None:

@@ -11,7 +11,9 @@ class RunSettings:
 
     preset: str | None = setting(None, "named settings to start from (`pentatron presets` lists them)")
     config: str | None = setting(None, "YAML, TOML or JSON file with settings", also="--yaml-cfg")
-    run_dir: str | None = setting(None, "folder of the run (runs/NAME)")
+    run_dir: str | None = setting(
+        None, "folder of the run (that of --save where it is given, else runs/NAME)"
+    )
     fresh: bool = setting(False, "start anew; an earlier run in the folder is moved aside")
     seed: int = setting(1234, "seed of initial weights and sample order")
     sample_prompt: str | None = setting(None, "text continued at the end of the run")

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.monitor.display import Display, Silent, open_display
@@ -118,6 +119,13 @@ def _open_folders(
     folder: RunFolder, checkpoints: Path, start_afresh: bool, display: Display, cleanup: contextlib.ExitStack
 ) -> None:
     """Makes the run's folder, and the one of its checkpoints, ours until the end of the run."""
+    own = checkpoints.resolve() == folder.path.resolve()
+    if not own and not start_afresh and CheckpointStore(folder.path, keep=None).steps():
+        # Of a run that was given --save alone: its log is here, and so are its checkpoints.
+        raise UserError(
+            f"{folder.path} holds checkpoints itself, of a run with --save {folder.path}; name it like that to go on, or choose "
+            f"another --run-dir"
+        )
     inside = checkpoints.resolve().is_relative_to(folder.path.resolve())
     for place in [folder] if inside else [folder, RunFolder(checkpoints)]:
         place.create()

@@ -127,6 +127,9 @@ def test_a_script_that_starts_anew_goes_on_after_a_requeue(
     assert main(["launch", "slurm", *CLUSTER, *words]) == 0
     script = (here / "pentatron.sbatch").read_text()
     assert "-gt 0 ]; then train+=(--save out/checkpoints --load out/checkpoints); fi" in script
+    assert main(["launch", "slurm", *CLUSTER, *words[:-2]]) == 0
+    script = (here / "pentatron.sbatch").read_text()
+    assert "(--run-dir output_standard --save output_standard/checkpoints --load" in script, "where it was"
     assert main(["launch", "slurm", *CLUSTER, *words, "--max-restarts", "1"]) == 2
     assert "train.py starts anew each time" in capsys.readouterr().err
 

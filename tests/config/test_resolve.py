@@ -423,6 +423,9 @@ def test_folders() -> None:
     assert values("--preset qwen3-8b")["run_dir"] == "runs/qwen3-8b"
     assert chosen(values("--run-dir a --save b --load c"), "save load") == {"save": "b", "load": "c"}
     assert values("--run-dir a --save b")["load"] == "b"
+    assert values("--run-dir a --save b")["run_dir"] == "a"
+    assert values("--save b")["run_dir"] == "b", "two runs told apart by --save have logs of their own"
+    assert values("--save b --no-save-checkpoints")["run_dir"] != "b"
 
 
 # --- wrong values do not stop the other checks ---

@@ -213,6 +213,18 @@ def test_a_guide_script_starts_afresh_also_with_checkpoints_elsewhere(tmp_path: 
     assert [step for step, _ in losses(tmp_path / "b")] == [5, 6], "a named checkpoint is gone on from"
 
 
+def test_checkpoints_beside_the_log_are_gone_on_from_by_the_name_they_were_saved_under(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 2")
+    with pytest.raises(
+        UserError, match=r"a holds checkpoints itself, of a run with --save .*name it like that"
+    ):
+        run(tmp_path / "a", "--train-iters 4")
+    run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 4")
+    assert [step for step, _ in losses(tmp_path / "a")] == [1, 2, 3, 4]
+
+
 def test_when_no_checkpoint_is_usable_nothing_is_begun_anew(tmp_path: Path) -> None:
     run(tmp_path / "a", "--train-iters 2")
     (tmp_path / "a" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
