@@ -80,8 +80,14 @@ def _mlp_per_rank(v: Values, facts: Facts) -> str | None:
         return None
     return (
         f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use --ffn-hidden-size {math.ceil(width / tp) * tp}"
+        f"use --ffn-hidden-size {_next_width(width, tp)}"
     )
+
+
+def _next_width(width: int, ranks: int) -> int:
+    """A little more than `width`, of which every rank has a share that matmuls like: the roundest within a twentieth."""
+    sizes = [math.ceil(width / (ranks * unit)) * ranks * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
+    return next((size for size in sizes if size <= 1.05 * width), sizes[-1])
 
 
 def _padded_vocabulary(v: Values, facts: Facts) -> str | None:

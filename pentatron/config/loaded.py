@@ -129,6 +129,11 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
             f"sequences of {draft['seq_length']} tokens are longer than the {loaded[_POSITIONS]} positions {origin} was made "
             f"for"
         )
+    if _longer_than_learned(draft, loaded):
+        draft.wrong["seq_length"] = (
+            f"--seq-length {draft['seq_length']} is longer than the {loaded[_POSITIONS]} positions that {origin} has learned; give a "
+            f"shorter one, {way_out}"
+        )
     different = differences(loaded, before)
     if loaded[_POSITIONS] not in (None, before[_POSITIONS]):
         different.append(_POSITIONS)
@@ -163,6 +168,13 @@ def _longer_than_made_for(draft: Draft, loaded: Mapping[str, Any]) -> bool:
     most = loaded[_POSITIONS]
     free = loaded["position_embedding_type"] != "learned_absolute" and not _is_said(draft, _POSITIONS)
     return free and most is not None and draft["seq_length"] > most
+
+
+def _longer_than_learned(draft: Draft, loaded: Mapping[str, Any]) -> bool:
+    """Learned positions are weights: no setting makes more of them."""
+    most = loaded[_POSITIONS]
+    learned = loaded["position_embedding_type"] == "learned_absolute" and not _is_said(draft, _POSITIONS)
+    return learned and most is not None and draft["seq_length"] > most
 
 
 def _too_many_ids(draft: Draft, loaded: Mapping[str, Any], origin: str) -> None:

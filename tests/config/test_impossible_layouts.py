@@ -36,7 +36,7 @@ IMPOSSIBLE: dict[str, tuple[int, str, str]] = {
         "use a tensor parallel size of 1 or 3"),
     "width of the MLP": (
         4, "--tp_size 4 --ffn-hidden-size 130",
-        "--ffn-hidden-size 130 is not divisible by --tensor-model-parallel-size 4; use --ffn-hidden-size 132"),
+        "--ffn-hidden-size 130 is not divisible by --tensor-model-parallel-size 4; use --ffn-hidden-size 136"),
     "rows of the vocabulary": (
         2, "--tp_size 2 --padded-vocab-size 63",
         "--padded-vocab-size 63 is not divisible by --tensor-model-parallel-size 2; use 64 or leave it out"),

@@ -2,8 +2,12 @@
 
 from typing import Any
 
+import pytest
+
 from pentatron.config.draft import Draft, Facts
+from pentatron.config.errors import ConfigError
 from pentatron.config.loaded import adopt
+from pentatron.config.resolve import resolve
 from tests.config.builders import draft, values
 
 SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear")
@@ -59,3 +63,20 @@ def test_a_tokenizer_may_have_fewer_ids_than_the_model_but_not_more() -> None:
     assert found.wrong["tokenizer_model"].startswith(
         "tokenizer some.json has 101 ids, the model of there 100;"
     )
+
+
+def test_learned_positions_cannot_be_made_more() -> None:
+    """The advice is one that the next start takes: more positions are refused."""
+    for kind in ("learned_absolute", "rope"):
+        found = adopted("--seq-length 128", position_embedding_type=kind, max_position_embeddings=64)
+        assert ("seq_length" in found.wrong) == (kind == "learned_absolute")
+    found = adopted(
+        "--vocab-size 100 --seq-length 128",
+        position_embedding_type="learned_absolute",
+        max_position_embeddings=64,
+    )
+    with pytest.raises(ConfigError) as error:
+        resolve(found, Facts(1))
+    assert error.value.problems == [
+        "--seq-length 128 is longer than the 64 positions that there has learned; give a shorter one, or load another model"
+    ]

@@ -103,8 +103,11 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--no-group-query-attention and --num-query-groups 4 contradict each other; leave one of them out",
      "--hidden-size 64 --num-attention-heads 8 --num-query-groups 8 --no-group-query-attention", ONE),
     ("_mlp_per_rank", "--ffn-hidden-size 101 --tp_size 2",
-     "--ffn-hidden-size 101 is not divisible by --tensor-model-parallel-size 2; use --ffn-hidden-size 102",
+     "--ffn-hidden-size 101 is not divisible by --tensor-model-parallel-size 2; use --ffn-hidden-size 104",
      "--ffn-hidden-size 102 --tp_size 2", Facts(2, 2)),
+    ("_mlp_per_rank", "--hidden-size 72 --num-attention-heads 12 --ffn-hidden-size 11008 --tp_size 3",
+     "--ffn-hidden-size 11008 is not divisible by --tensor-model-parallel-size 3; use --ffn-hidden-size 11136",
+     "--hidden-size 72 --num-attention-heads 12 --ffn-hidden-size 11136 --tp_size 3", Facts(3, 3)),
     ("_layers_per_stage", "--num-layers 2 --pp_size 4",
      "--num-layers 2 cannot fill the 4 stages of --pipeline-model-parallel-size 4; use 4 layers or more, or at most 2 "
      "stages",
