@@ -36,7 +36,7 @@ class Measured:
 
 def measure(metrics: Path, warmup: int, batch: int) -> Measured:
     """From the steps after the first `warmup`."""
-    rows = [row for row in read_metrics(metrics) if row["step"] > warmup]
+    rows = [row for row in read_metrics(metrics) if row["step"] > warmup and "seconds" in row]
     if not rows:
         raise UserError(f"{metrics} has no step after the {warmup} of the warm-up")
     seconds = statistics.median(row["seconds"] for row in rows)

@@ -12,26 +12,29 @@ _RECENT_RANKS = 5
 
 @dataclass
 class Followed:
-    """What is known of a run so far. `recent` holds its last steps, `ranks` the last that tell of every rank."""
+    """What is known of a run so far. `step` is its last one, `recent` the last that were trained, `ranks` the last that tell
+    of every rank."""
+
+    step: int = 0
 
     losses: dict[int, float] = field(default_factory=dict)
     validations: dict[int, float] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     ranks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_RANKS))
 
-    @property
-    def step(self) -> int:
-        return int(self.recent[-1]["step"]) if self.recent else 0
-
     def add(self, row: dict[str, Any]) -> None:
         """A row replaces one of the same step: the last row is written again when a validation follows."""
         for kept in (self.recent, self.ranks):
             if kept and kept[-1]["step"] == row["step"]:
                 kept.pop()
-        self.recent.append(row)
-        self.losses[row["step"]] = row["loss"]
+        self.step = int(row["step"])
         if "validation_loss" in row:
             self.validations[row["step"]] = row["validation_loss"]
+        if "loss" not in row:
+            # Left out, or no number.
+            return
+        self.recent.append(row)
+        self.losses[row["step"]] = row["loss"]
         if "ranks" in row:
             self.ranks.append(row)
 
@@ -69,5 +72,5 @@ class Follower:
             row = json.loads(line)
         except ValueError:
             return
-        if isinstance(row, dict) and "step" in row and "loss" in row:
+        if isinstance(row, dict) and "step" in row:
             self.seen.add(row)

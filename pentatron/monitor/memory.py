@@ -27,6 +27,14 @@ def memory_now(device: torch.device) -> dict[str, int]:
     return found
 
 
+def memory_scalars(device: torch.device) -> dict[str, float]:
+    """The same under Megatron's names; its count of pieces that are given out is the GPU allocator's."""
+    found = {f"mem-{name}-bytes": float(value) for name, value in memory_now(device).items()}
+    if device.type == "cuda":
+        found["mem-allocated-count"] = float(torch.cuda.memory_stats(device)["allocation.all.current"])
+    return found
+
+
 def _resident() -> int:
     status = Path("/proc/self/statm")
     if status.exists():

@@ -27,6 +27,9 @@ class MetricsFile(Recorder):
         row = metrics_row(report)
         self.write(row if validation is None else {**row, "validation_loss": validation})
 
+    def left_out(self, step: int, consumed_samples: int) -> None:
+        self.write({"step": step, "left_out": True, "consumed_samples": consumed_samples})
+
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
         """A validation in the middle of the run, at the same step, has been told already and stays."""
         if self._last.get("step") != step:

@@ -13,6 +13,7 @@ STARTED, _SAVED = "Starting job", "Saved checkpoint"
 
 
 def append_event(path: Path, job_id: str, devices: int, *words: str, now: datetime | None = None) -> None:
+    """As Megatron writes it, where readers take words by their place: a job without a number has an empty one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         line = (f"{now or datetime.now():{_TIME}}", f"Job ID: {job_id}", f"# GPUs: {devices}", *words)

@@ -9,6 +9,9 @@ class Recorder:
     def record(self, report: StepReport, validation: float | None) -> None:
         """After every step; `validation` is the loss of the evaluation that followed it, if one did."""
 
+    def left_out(self, step: int, consumed_samples: int) -> None:
+        """In place of `record`, for a step that was not trained (--iterations-to-skip)."""
+
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
         """After the last step: the losses on the `validation` and the `test` set, as far as there are any."""
 

@@ -49,6 +49,11 @@ class Output:
         for recorder in self.recorders:
             recorder.record(report, validation)
 
+    def left_out(self, step: int, consumed_samples: int, text: str) -> None:
+        self.say(text)
+        for recorder in self.recorders:
+            recorder.left_out(step, consumed_samples)
+
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
         for recorder in self.recorders:
             recorder.evaluated(step, losses)

@@ -1,6 +1,6 @@
 """What a run shows for itself: a line at the start, a picture, and what the user came for at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ from pentatron.train.continue_text import open_continuation
 from pentatron.train.datasets import Datasets
 from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder
+
+_LAST_STEPS = 10
 
 
 def describe(config: RunConfig, world: World, parameters: int) -> str:
@@ -77,9 +79,9 @@ def _count(number: int) -> str:
 
 def draw_curve(folder: RunFolder) -> None:
     # A loss that is no number is not there.
-    rows = [row for row in read_metrics(folder.metrics) if "loss" in row]
-    if rows:
-        training = [(float(r["step"]), float(r["loss"])) for r in rows]
+    rows = list(read_metrics(folder.metrics))
+    training = [(float(r["step"]), float(r["loss"])) for r in rows if "loss" in r]
+    if training:
         validation = [(float(r["step"]), float(r["validation_loss"])) for r in rows if "validation_loss" in r]
         title = f"{folder.path.name}: loss by step"
         folder.curve.write_text(loss_curve(title, training, validation), encoding="utf-8")
@@ -87,7 +89,7 @@ def draw_curve(folder: RunFolder) -> None:
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """How far the loss fell, a taste of the model, and where everything lies."""
-    every = list(read_metrics(folder.metrics))
+    every = [row for row in read_metrics(folder.metrics) if not row.get("left_out")]
     rows = [row for row in every if not row.get("skipped")]
     if every and not rows:
         output.say(
@@ -98,9 +100,7 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
             "check the data"
         )
     if rows:
-        first, last = rows[0]["loss"], sum(r["loss"] for r in rows[-10:]) / len(rows[-10:])
-        change = f"{'down' if last <= first else 'up'} {100 * abs(1 - last / first):.0f} %"
-        output.say(f"finished: loss {first:.3f} → {last:.3f} ({change})")
+        output.say(f"finished: {_fall([row['loss'] for row in rows])}")
     saves, prompt = config.checkpoint.save_checkpoints, config.run.sample_prompt
     if saves and datasets.tokenizer is not None and prompt is not None and config.run.sample_tokens > 0:
         assert config.checkpoint.save is not None
@@ -125,6 +125,15 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
         f"run folder: {folder.path} ({', '.join(kept)}), "
         f"checkpoints: {config.checkpoint.save if saves else 'none'}"
     )
+
+
+def _fall(losses: Sequence[float]) -> str:
+    """From the first step to the mean of the last ones: ten, but no more than a quarter of a short run."""
+    count = max(1, min(_LAST_STEPS, len(losses) // 4))
+    first, last = losses[0], sum(losses[-count:]) / count
+    if len(losses) == 1 or not first:
+        return f"loss {last:.3f}"
+    return f"loss {first:.3f} → {last:.3f} ({'down' if last <= first else 'up'} {100 * abs(1 - last / first):.0f} %)"
 
 
 def _printable(line: str) -> str:

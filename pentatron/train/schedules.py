@@ -92,9 +92,13 @@ def settle(config: RunConfig, state: TrainState) -> list[str]:
     state.schedule = now.to_json()
     if not different or chosen.override_opt_param_scheduler:
         return []
-    rates = (f"{s.learning_rate(state.scheduled_samples):.3e}" for s in (now, before))
+    rate, rate_before = (f"{s.learning_rate(state.scheduled_samples):.3e}" for s in (now, before))
+    # Where they are the same for now, what will be different is the news.
+    effect = (
+        f"not {rate_before}" if rate != rate_before else f"as before; different are {'; '.join(different)}"
+    )
     return [
-        f"the schedule of this command is not the checkpoint's: the learning rate goes on at {next(rates)}, not {next(rates)} "
+        f"the schedule of this command is not the checkpoint's: the learning rate goes on at {rate}, {effect} "
         f"({_USE} keeps the checkpoint's; {_OVERRIDE} takes this one without this remark)"
     ]
 

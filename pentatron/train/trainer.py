@@ -13,7 +13,7 @@ from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.models.flops import step_flops
-from pentatron.monitor.memory import memory_bytes, memory_now
+from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.peaks import peak_of
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
@@ -164,8 +164,10 @@ class Trainer:
         self._count_samples()
         self.state.count_skipped(is_nan=False)
         self.state.skipped_samples += self.batch_size
-        self.output.say(
-            f"step {self.state.step} is left out (--iterations-to-skip); its {self.batch_size} samples count as consumed"
+        self.output.left_out(
+            self.state.step,
+            self.state.consumed_samples,
+            f"step {self.state.step} is left out (--iterations-to-skip); its {self.batch_size} samples count as consumed",
         )
 
     def settle_batch_size(self) -> None:
@@ -298,9 +300,7 @@ class Trainer:
         return (end - self.state.consumed_samples) * seconds / samples
 
     def _memory(self) -> dict[str, float]:
-        if not self.config.log.log_memory_to_tensorboard:
-            return {}
-        return {f"mem-{name}-bytes": float(value) for name, value in memory_now(self.world.device).items()}
+        return memory_scalars(self.world.device) if self.config.log.log_memory_to_tensorboard else {}
 
 
 def _peak_teraflops(world: World, precision: str) -> float | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pentatron.monitor.arguments import arguments_block
+from pentatron.monitor.memory import memory_scalars
 from pentatron.monitor.memory_samples import MemorySampler
 from pentatron.monitor.performance import PerformanceSummary
 from pentatron.monitor.progress_file import ProgressFile, earlier_seconds
@@ -31,6 +32,16 @@ def test_numbers_have_megatrons_names() -> None:
     assert rates["learning-rate"] == rates["learning-rate vs samples"] == 2.0, "the one that the log shows"
     plain = {s.name for s in scalars(report(1), None, Choices())}
     assert not plain & once and not any("validation" in name for name in plain)
+
+
+def test_memory_of_a_gpu_has_megatrons_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocation.all.current": 7})
+    found = memory_scalars(torch.device("cuda"))
+    assert found.pop("mem-resident-bytes") > 0
+    assert found == {"mem-allocated-bytes": 5, "mem-reserved-bytes": 6, "mem-allocated-count": 7}
+    assert set(memory_scalars(torch.device("cpu"))) == {"mem-resident-bytes"}
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -120,6 +131,9 @@ def test_progress_counts_the_time_of_earlier_jobs_up_to_their_last_checkpoint(tm
     file.saved(10)
     start, save = path.read_text().splitlines()
     assert start.split("\t")[1:] == ["Job ID: 8", "# GPUs: 2", "Starting job"]
+    # A job that nobody numbered, as outside Slurm, leaves the place empty, as Megatron does.
+    ProgressFile(path, "", devices=2, flops_before=0)
+    assert path.read_text().splitlines()[-1].split("\t")[1] == "Job ID: "
     words = save.split("\t")
     assert words[3:5] == ["Saved checkpoint", "Iteration: 10"]
     assert words[5].startswith("Job throughput: ") and words[6].startswith("Cumulative throughput: ")

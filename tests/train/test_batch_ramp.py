@@ -226,6 +226,15 @@ def test_nothing_to_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "--use-checkpoint-opt-param-scheduler: no schedule is loaded, so this changes nothing" in shown
 
 
+def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -> None:
+    """At the first step of a warm-up it is 0 in both schedules; what will be different is named."""
+    state = TrainState()
+    for rate in ("1e-2", "2e-2"):
+        words = f"{TINY} {RAMP} --lr-warmup-iters 5 --lr {rate} --run-dir {tmp_path}".split()
+        (*_, note) = ["", *settle(resolve(gather(words, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)]
+    assert "goes on at 0.000e+00, as before; different are --lr: 0.01 (this command: 0.02) (" in note
+
+
 @pytest.mark.parametrize(("style", "notes"), [("constant", 0), ("cosine", 1)])
 def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes: int) -> None:
     """A longer run has another decay, if its rate decays."""

@@ -16,6 +16,7 @@ import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.layout.ranks import Grid
+from pentatron.monitor.following import Follower
 from pentatron.nn.attention import SelfAttention
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.train.health import Health
@@ -246,7 +247,9 @@ def test_steps_are_left_out_by_the_number_the_log_gives_them(tmp_path: Path) -> 
     run(tmp_path / "whole")
     run(tmp_path / "a", "--iterations-to-skip 2 3 --exit-interval 3")
     run(tmp_path / "a", "--iterations-to-skip 2 3")
-    found, whole = rows(tmp_path / "a"), rows(tmp_path / "whole")
+    every, whole = rows(tmp_path / "a"), rows(tmp_path / "whole")
+    assert every[1:3] == [{"step": n, "left_out": True, "consumed_samples": 8 * n} for n in (2, 3)]
+    found = [row for row in every if "left_out" not in row]
     assert [row["step"] for row in found] == [1, 4, 5, 6]
     assert found[0]["loss"] == whole[0]["loss"]
     # The schedule stands still, the data does not.
@@ -257,6 +260,17 @@ def test_steps_are_left_out_by_the_number_the_log_gives_them(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path / "a" / "checkpoints", keep=None)
     last, _ = store.newest_valid(verify=False, set_aside=False)
     assert last is not None and last.manifest.run_state["updates"] == 4
+
+
+def test_the_last_losses_are_kept_though_the_last_step_is_left_out(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--iterations-to-skip 6 --eval-iters 1 --eval-interval 100 --split 8,1,1")
+    last = rows(tmp_path / "a")[-1]
+    assert last["step"] == 6 and last["left_out"] and "loss" not in last
+    assert last["validation_loss"] > 0 and last["test_loss"] > 0
+    seen = Follower(tmp_path / "a/metrics.jsonl").poll()
+    assert (
+        seen.step == 6 and seen.recent[-1]["step"] == 5 and seen.validations == {6: last["validation_loss"]}
+    )
 
 
 def test_spikes_are_told_and_the_run_goes_on(
