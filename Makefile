@@ -55,7 +55,7 @@ families: $(READY) ## every family of Hugging Face models against transformers, 
 parity: $(READY) ## every layout against one process, write docs/parity.md; a corner: ARGS="--only tp2"
 	@$(BIN)/python scripts/parity.py $(ARGS)
 
-sweep: $(READY) ## what make test leaves out of its longer series, such as the other thirty pairs of layouts
+sweep: $(READY) ## what make test leaves out of its longer series, such as the other eighty of a hundred pairs of layouts
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal -m sweep $(ARGS)
 
 fuzz: $(READY) ## N random models in random layouts against one process; more: ARGS="--seed 2 --minutes 10 --only zbv"

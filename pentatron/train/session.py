@@ -23,6 +23,7 @@ from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData, arrange
+from pentatron.train.disk_space import disk_notes
 from pentatron.train.ending import Ending
 from pentatron.train.environment import settle_environment
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
@@ -130,12 +131,12 @@ def _open_folders(
     for place in [folder] if inside else [folder, RunFolder(checkpoints)]:
         place.create()
         if start_afresh:
-            with folder_lock(place.path):
+            with folder_lock(place.path, display.say):
                 moved = place.move_aside()
             if moved is not None:
                 display.say(f"the earlier run was moved to {moved}")
             place.create()
-        cleanup.enter_context(folder_lock(place.path))
+        cleanup.enter_context(folder_lock(place.path, display.say))
 
 
 class Session:
@@ -204,10 +205,13 @@ class Session:
         self.store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
         began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
         require_fitting_batches(config, began.state)
-        self.began = dataclasses.replace(
-            began,
-            notes=[*began.notes, *settle(config, began.state), *settle_environment(world, began.state)],
-        )
+        notes = [
+            *began.notes,
+            *settle(config, began.state),
+            *settle_environment(world, began.state),
+            *disk_notes(config, world, self.model, self.optimizer, self.store, began.state),
+        ]
+        self.began = dataclasses.replace(began, notes=notes)
         self.state = self.began.state
         self.program.begins(self.state)
 

@@ -1,10 +1,15 @@
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+import pentatron.checkpoint.lock as lock_module
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.config.errors import UserError
 
@@ -29,3 +34,53 @@ def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").exists()
     with folder_lock(tmp_path):
         pass
+
+
+def leave_a_record(folder: Path, **said: object) -> None:
+    owner = {"host": "another-machine", "pid": 7, "since": "2026-01-01T00:00:00+00:00", "token": "t", **said}
+    (folder / ".lock").write_text(json.dumps(owner))
+
+
+def on_a_shared_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "_file_system", lambda folder: "nfs4")
+    monkeypatch.setattr(lock_module, "_STALE_SECONDS", 0.6)
+    monkeypatch.setattr(lock_module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lock_module, "_BEAT_SECONDS", 0.1)
+
+
+def test_a_job_that_lives_on_another_machine_is_met_by_its_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between machines the kernel's lock may not hold: here nobody has it, and the record alone speaks."""
+    on_a_shared_disk(monkeypatch)
+    leave_a_record(tmp_path)
+    living = threading.Timer(0.3, lambda: os.utime(tmp_path / ".lock"))
+    living.start()
+    with pytest.raises(UserError, match="process 7 on another-machine"), folder_lock(tmp_path):
+        pass
+    living.join()
+
+
+def test_what_a_silent_owner_left_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_shared_disk(monkeypatch)
+    said: list[str] = []
+    leave_a_record(tmp_path)
+    with folder_lock(tmp_path, said.append):
+        assert len(said) == 1 and "process 7 on another-machine" in said[0]
+        first = (tmp_path / ".lock").stat().st_mtime
+        deadline = time.monotonic() + 20
+        while (tmp_path / ".lock").stat().st_mtime == first:
+            assert time.monotonic() < deadline, "who holds it says so again and again"
+            time.sleep(0.02)
+    # One that has ended, or that this machine's kernel would know of, is not waited for.
+    with folder_lock(tmp_path, said.append):
+        pass
+    leave_a_record(tmp_path, host=socket.gethostname())
+    with folder_lock(tmp_path, said.append):
+        pass
+    assert len(said) == 1
+
+
+def test_the_disk_of_a_folder_is_found_out(tmp_path: Path) -> None:
+    assert lock_module._file_system(tmp_path) not in ("", "proc")
+    assert lock_module._file_system(Path("/proc/self")) == "proc"

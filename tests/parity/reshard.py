@@ -1,6 +1,8 @@
 """Saving in one layout and going on in another."""
 
+import itertools
 import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +14,15 @@ from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.run import RunConfig
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.schedule import learning_rate
+from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
 from pentatron.train.comparison import STEPS, Sent
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from pentatron.train.trial import micro_batches, reveal, sent
 from tests.parity.bugs import plant
-from tests.parity.cases import BATCH, DUALPIPEV, EIGHT, FAMILIES, LAYOUTS, NINE, SHAPE, Layout
+from tests.parity.cases import BATCH, DUALPIPEV, EIGHT, FAMILIES, LAYOUTS, MIXTURES, NINE, SHAPE, Layout
+from tests.parity.mixtures import MIXTURE_LAYOUTS
 from tests.parity.trajectory import here
 from tests.support import resolved
 
@@ -36,7 +40,7 @@ class Continued:
 def words_of(layout: Layout, family: str) -> str:
     """Layouts differ in what both runs share (dropout, number of layers); here all have the plain architecture."""
     longer = f"--train-iters {SAVED_AFTER + STEPS}"
-    words = f"{SHAPE} {FAMILIES[family]} {layout.words} {longer}"
+    words = f"{SHAPE} {(FAMILIES | MIXTURES)[family]} {layout.words} {longer}"
     # One micro-batch a step: schedules and accumulation are not what is tested here. One schedule needs several.
     replicas = resolved(f"{words} --micro-batch-size 1", layout.ranks).config.grid.data
     return f"{words} --micro-batch-size {1 if DUALPIPEV in words else BATCH // replicas}"
@@ -55,6 +59,11 @@ def _build(words: str) -> tuple[RunConfig, World, ParallelModel, AnyOptimizer]:
     )
 
 
+def _kept(model: ParallelModel, optimizer: AnyOptimizer, owned_only: bool = True) -> Iterator[Fragment]:
+    """What a checkpoint has of them, as in the loop."""
+    return itertools.chain(optimizer.fragments(owned_only), model.routers.fragments(owned_only))
+
+
 def _go_on(
     config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first: int, steps: int
 ) -> list[float]:
@@ -71,9 +80,9 @@ def save_on_a_rank(words: str, folder: Path) -> Continued:
     """Two steps, a checkpoint, and five steps more."""
     config, world, model, optimizer = _build(words)
     _go_on(config, world, model, optimizer, 0, SAVED_AFTER)
-    fragments = optimizer.fragments(owned_only=True)
-    CheckpointStore(folder, keep=None).save(SAVED_AFTER, fragments, {}, {}, config.nested(), world.everyone)
-    state = sent(optimizer.fragments(owned_only=True))
+    store = CheckpointStore(folder, keep=None)
+    store.save(SAVED_AFTER, _kept(model, optimizer), {}, {}, config.nested(), world.everyone)
+    state = sent(_kept(model, optimizer))
     return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, STEPS))
 
 
@@ -83,9 +92,9 @@ def load_on_a_rank(words: str, folder: Path, bug: str = "") -> Continued:
     config, world, model, optimizer = _build(words)
     found, complaints = CheckpointStore(folder, keep=None).newest_valid(verify=True, set_aside=False)
     assert found is not None, complaints
-    load_fragments(found.folder, found.manifest, optimizer.fragments(owned_only=False))
+    load_fragments(found.folder, found.manifest, _kept(model, optimizer, owned_only=False))
     optimizer.loaded(SAVED_AFTER)
-    state = sent(optimizer.fragments(owned_only=True))
+    state = sent(_kept(model, optimizer))
     return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, STEPS))
 
 
@@ -99,23 +108,38 @@ class Pair:
         return f"{self.family}: {self.saved.name} to {self.loaded.name}"
 
 
-def resharded_layouts() -> list[Layout]:
-    """All but those with more stages than the plain architecture has layers."""
-    return [layout for layout in LAYOUTS if EIGHT not in layout.both and NINE not in layout.both]
+def resharded_layouts(layouts: Sequence[Layout] = LAYOUTS) -> list[Layout]:
+    """All but those with more stages than the plain architecture has layers, and those of what is not plain."""
+    return [o for o in layouts if EIGHT not in o.both and NINE not in o.both and not o.same_cut]
 
 
-def random_pairs(count: int, saves: int, seed: int = 11) -> list[Pair]:
-    """`count` different pairs that start from `saves` saved runs, so that each of those is made once."""
+def random_pairs(
+    count: int,
+    saves: int,
+    seed: int = 11,
+    families: Iterable[str] = FAMILIES,
+    layouts: Sequence[Layout] = LAYOUTS,
+    first: str = "",
+) -> list[Pair]:
+    """`count` different pairs that start from `saves` saved runs, so that each of those is made once.
+
+    `first`: words that the layouts of those runs have.
+    """
     generator = random.Random(seed)
-    origins = [(family, layout) for family in FAMILIES for layout in resharded_layouts()]
+    possible = resharded_layouts(layouts)
+    origins = [(family, layout) for family in families for layout in possible if first in layout.words]
     generator.shuffle(origins)
     pairs: list[Pair] = []
     while len(pairs) < count:
         family, saved = origins[len(pairs) % saves]
-        pair = Pair(family, saved, generator.choice(resharded_layouts()))
+        pair = Pair(family, saved, generator.choice(possible))
         if pair not in pairs and pair.loaded != saved:
             pairs.append(pair)
     return sorted(pairs, key=lambda p: (p.family, p.saved.name))
+
+
+def pairs_with_experts(count: int, saves: int) -> list[Pair]:
+    return random_pairs(count, saves, 12, MIXTURES, MIXTURE_LAYOUTS)
 
 
 def stale_optimizer_state(state: list[Sent]) -> list[Sent]:

@@ -10,11 +10,12 @@ import torch
 
 from pentatron.train.comparison import assemble
 from tests.harness import run_distributed
-from tests.parity.cases import LAYOUTS, Layout
+from tests.parity.cases import LAYOUTS, ZERO3, Layout
 from tests.parity.reshard import (
     Continued,
     Pair,
     load_on_a_rank,
+    pairs_with_experts,
     random_pairs,
     save_on_a_rank,
     stale_optimizer_state,
@@ -23,6 +24,8 @@ from tests.parity.reshard import (
 
 TIMEOUT = 180.0
 PAIRS = random_pairs(50, saves=10)
+# More of them, for `make sweep`: experts over any axes, and out of shards.
+FURTHER = [*pairs_with_experts(36, saves=12), *random_pairs(14, saves=5, seed=13, first=ZERO3)]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 # Into shards of parameters, out of them, and from some into others.
 SHARDED = [
@@ -85,6 +88,7 @@ def _more_of_the_same(number: int) -> bool:
             for number, pair in enumerate(PAIRS)
         ),
         *SHARDED,
+        *(pytest.param(pair, marks=pytest.mark.sweep) for pair in FURTHER),
     ],
     ids=str,
 )
@@ -115,9 +119,25 @@ def test_moments_that_were_forgotten_would_be_seen(folder: Path) -> None:
     assert any(not torch.equal(forgetful[name], expected[name]) for name in expected)
 
 
-def test_the_pairs_are_fifty_different_ones() -> None:
-    assert len(set(PAIRS)) == 50
+def test_the_pairs_are_a_hundred_different_ones() -> None:
+    assert len({*PAIRS, *FURTHER}) == 100
     assert len({(p.family, p.saved) for p in PAIRS}) == 10 and len({p.loaded for p in PAIRS}) > 20
+    met = " ".join(str(pair) for pair in FURTHER)
+    for trait in (
+        "ep2",
+        "ep4",
+        "etp2",
+        "whole",
+        "cp2",
+        "zero3",
+        "hybrid",
+        "zbv",
+        "dualpipev",
+        "virtual2",
+        "tp2",
+        "zero2",
+    ):
+        assert trait in met, trait
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""Whether the disk has room for the checkpoints of a run: said before its first step, rather than by a save that fails at night."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import UserError
+from pentatron.config.run import RunConfig
+from pentatron.optim.build import AnyOptimizer
+from pentatron.parallel.collectives import gather_objects, on_some_ranks
+from pentatron.parallel.world import World
+from pentatron.plan.devices import in_words
+from pentatron.train.parallel_model import ParallelModel
+from pentatron.train.random_state import random_state
+from pentatron.train.state import TrainState
+
+
+def disk_notes(
+    config: RunConfig,
+    world: World,
+    model: ParallelModel,
+    optimizer: AnyOptimizer,
+    store: CheckpointStore,
+    state: TrainState,
+) -> list[str]:
+    """Refuses a run of which not even one checkpoint fits, and tells if those it keeps will not. Every rank must ask."""
+    left = saves_left(config, state.step)
+    if left == 0:
+        return []
+    size = checkpoint_bytes(world, model, optimizer)
+
+    def judge() -> list[str]:
+        return _judge(config, store, size, left)
+
+    return on_some_ranks(world.is_first, judge, world.everyone) or []
+
+
+def checkpoint_bytes(world: World, model: ParallelModel, optimizer: AnyOptimizer) -> int:
+    """What one takes, all files of all ranks together; the manifest is not worth counting."""
+    parts = itertools.chain(
+        (f.values for f in optimizer.fragments(owned_only=True)),
+        (f.values for f in model.routers.fragments(owned_only=True)),
+        random_state(world).values(),
+    )
+    own = sum(values.numel() * values.element_size() for values in parts)
+    return sum(gather_objects(own, world.everyone))
+
+
+def saves_left(config: RunConfig, step: int) -> int:
+    """How many checkpoints a run that stands at this step will still save."""
+    last, interval = config.train.train_iters, config.checkpoint.save_interval
+    assert last is not None and interval
+    if config.train.skip_train or not config.checkpoint.save_checkpoints or (step >= last > 0):
+        return 0
+    return last // interval - step // interval + (last % interval > 0 or last == 0)
+
+
+def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int) -> list[str]:
+    free = free_bytes(store.folder)
+    if free < size:
+        raise UserError(
+            f"a checkpoint takes {in_words(size)} and {store.folder} has {in_words(free)} free, so nothing could be saved; make room, "
+            f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
+        )
+    keep = config.checkpoint.keep_checkpoints
+    # A new one is whole before the oldest goes.
+    at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())))
+    if free >= at_once * size:
+        return []
+    kept = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
+    return [
+        f"a checkpoint takes {in_words(size)}, and {at_once} more will lie in {store.folder} at a time ({kept}): {in_words(at_once * size)}, of "
+        f"which {in_words(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
+    ]
+
+
+def free_bytes(folder: Path) -> int:
+    """For this user, on the disk where the folder is, or will be."""
+    existing = next(p for p in (folder, *folder.resolve().parents) if p.exists())
+    return shutil.disk_usage(existing).free

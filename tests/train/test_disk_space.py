@@ -1,0 +1,56 @@
+"""Room for checkpoints: what is needed is what is written, and what cannot fit is refused before the first step."""
+
+from pathlib import Path
+
+import pytest
+
+import pentatron.train.disk_space as space_module
+from pentatron.checkpoint.find import find_step
+from pentatron.config.errors import UserError
+from pentatron.train.disk_space import saves_left
+from tests.support import resolved
+from tests.train.test_session import run
+
+
+def with_free(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "free_bytes", lambda folder: count)
+
+
+def size_of_one(folder: Path) -> int:
+    found, _ = find_step(folder)
+    return sum(record.bytes for record in found.manifest.files.values())
+
+
+def test_what_cannot_fit_is_refused_and_what_will_not_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "known", "--train-iters 1")
+    size = size_of_one(tmp_path / "known")
+    with_free(size // 2, monkeypatch)
+    with pytest.raises(UserError, match=r"a checkpoint takes \d+ KiB and .* has \d+ KiB free.*--save"):
+        run(tmp_path / "a", "--fp16")
+    assert not (tmp_path / "a" / "metrics.jsonl").exists(), "before the first step"
+    run(tmp_path / "a", "--no-save-checkpoints")
+    capsys.readouterr()
+    # Three saves of six steps, two of them kept: three lie there for a moment.
+    with_free(int(2.9 * size), monkeypatch)
+    run(tmp_path / "b", "--keep-checkpoints 2")
+    told = "3 more will lie in"
+    assert told in capsys.readouterr().out
+    with_free(int(3.1 * size), monkeypatch)
+    run(tmp_path / "c", "--keep-checkpoints 2")
+    assert told not in capsys.readouterr().out
+    # Those that lie there already take no more room: one is written before one goes.
+    with_free(int(1.1 * size), monkeypatch)
+    run(tmp_path / "c", "--keep-checkpoints 2 --train-iters 12")
+    assert "more will lie in" not in capsys.readouterr().out
+
+
+def test_how_many_saves_are_left() -> None:
+    def left(step: int, words: str) -> int:
+        return saves_left(resolved(words).config, step)
+
+    words = "--train-iters 7 --save-interval 3"
+    assert [left(step, words) for step in range(8)] == [3, 3, 3, 2, 2, 2, 1, 0]
+    assert left(0, "--train-iters 0 --save-interval 3") == 1
+    assert left(0, f"{words} --no-save-checkpoints") == 0
