@@ -229,7 +229,8 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pentatron-generate-") as name:
         file = Path(name) / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        ended = run_workers([*restart, _WORKER, str(file)], world, request.options["master-port"] or None)
+        port = request.options["master-port"] or None
+        ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     if ended.exit_code not in (0, _USER_ERROR):

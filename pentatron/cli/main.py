@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pentatron.cli.supervised import Supervised, this_worker
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import TRAIN, EntryPoint
 from pentatron.config.errors import AgreedError, UserError
@@ -52,13 +53,28 @@ def guarded(action: Callable[[], int]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show × or → shows ?; that is no reason to stop.
             stream.reconfigure(errors="replace")
+    place = this_worker()
     try:
-        return _sentences(action)
+        if place is None:
+            return _sentences(action)
+        place.follow_launcher()
+        return _recorded(action, place)
     finally:
         if "torch" in sys.modules:
             # A process group caught in a reference cycle would be torn down while the interpreter dies, and its
             # threads can then abort the process after all work is done.
             gc.collect()
+
+
+def _recorded(action: Callable[[], int], place: Supervised) -> int:
+    """In a worker of ours: its launcher tells what went wrong, once, and of the first rank."""
+    try:
+        return _sentences(action)
+    except Exception as error:
+        place.failed(error)
+        return 1
+    finally:
+        place.leave()
 
 
 def _sentences(action: Callable[[], int]) -> int:

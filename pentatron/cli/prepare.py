@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
 from pentatron.cli.loaded import learn_from_loaded, use_hub_folder
+from pentatron.cli.supervised import goes_on, this_worker
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
@@ -29,6 +30,8 @@ def prepare(words: Sequence[str], entry: EntryPoint, planned: Facts | None = Non
     """
     worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
+    if goes_on():
+        draft.derive("fresh", False, "started again after a failure")
     find_tokenizer(draft)
     learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
@@ -47,7 +50,9 @@ def _facts(draft: Draft, worker: Worker | None) -> Facts:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if worker is not None:
         met = "MASTER_ADDR" in os.environ
-        return Facts(worker.world_size, worker.local_size, cores, worker.launcher, met)
+        # Our own launcher has no name: it is this program.
+        launcher = "" if this_worker() is not None else worker.launcher
+        return Facts(worker.world_size, worker.local_size, cores, launcher, met)
     processes = draft["nproc_per_node"]
     if processes is None:
         processes = _processes_by_device(draft["device"])

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,23 +19,24 @@ from pentatron.cli.environment import (
     require_repeatable_kernels,
 )
 from pentatron.cli.prepare import Prepared, prepare
+from pentatron.cli.supervised import entry_now, this_worker
 from pentatron.cli.terminal import complain, say
 from pentatron.cli.variables import limit_connections, require_interface, variable_notes
-from pentatron.cli.worker_errors import USER_ERROR, explain, last_words
+from pentatron.cli.worker_errors import explain, last_words
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import BadNumbers, UserError
+from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.parallel.meeting import waiting_aloud
+from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.train.heartbeat import beating
 from pentatron.train.interrupt import WATCHED
 from pentatron.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from pentatron.launch.local import Ended
     from pentatron.parallel.world import World
     from pentatron.train.program import Program
-
-# Ends of which a rank has said why.
-_TOLD = (USER_ERROR, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
 
 
 def train(
@@ -51,13 +51,19 @@ def train(
     `typed` are all words of the command line, where the program keeps some for itself.
     """
     started = time.time()
+    entry = entry_now(entry)
     prepared = prepare(words, entry)
     check_spec(prepared.resolved)
     if prepared.worker is not None:
         return _work(prepared, entry, prepared.worker, program, started)
-    if prepared.facts.world_size == 1:
+    if not needs_launcher(prepared):
         return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program, started)
-    return launch_workers(prepared, [*restart, *(words if typed is None else typed)])
+    return launch_workers(prepared, [*restart, *(words if typed is None else typed)], entry)
+
+
+def needs_launcher(prepared: Prepared) -> bool:
+    """One process runs in place, where debuggers and profilers see it, unless it is to be started again."""
+    return prepared.facts.world_size > 1 or bool(prepared.resolved.config.launch.max_restarts)
 
 
 def check_spec(resolved: Resolved) -> None:
@@ -102,9 +108,12 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         find_the_others(worker, timeout * 60)
     # The first rank speaks for all that wait.
     others = worker.world_size - 1 if worker.rank == 0 else 0
+    where = Whereabouts()
+    place_of_job = this_worker()
     with (
+        beating(None if place_of_job is None else place_of_job.heart(where)),
         waiting_aloud(others, lambda text: complain(f"rank 0: {text}")) as all_came,
-        open_world(config.grid, *place, device, timeout, config.shared()) as world,
+        open_world(config.grid, *place, device, timeout, config.shared(), where) as world,
     ):
         all_came()
         yield world
@@ -121,6 +130,8 @@ def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Res
 
 def launching_agent() -> int | None:
     """The process that started us, if it passes signals on; without it we would train on, unseen."""
+    if (place := this_worker()) is not None:
+        return place.launcher
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
@@ -154,44 +165,52 @@ def _work(
     return 0
 
 
-def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
-    """Starts this program once for every rank, and waits for them."""
+def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: EntryPoint) -> int:
+    """Starts this program once for every rank, waits for them, and starts them again when they crash."""
     from pentatron.launch.local import run_workers
+    from pentatron.launch.processes import listening
+    from pentatron.launch.supervise import Supervisor
 
-    config = prepared.resolved.config
+    config, ranks = prepared.resolved.config, prepared.facts.world_size
     assert config.launch.threads_per_process is not None and config.run.run_dir is not None
+    assert config.launch.max_restarts is not None
+    folder = RunFolder(Path(config.run.run_dir))
     # The workers would find out as well, seconds later and each by itself.
-    RunFolder(Path(config.run.run_dir)).create()
+    folder.create()
     variables = prepare_for_workers(config.launch.threads_per_process)
     inherited = f" with {', '.join(variables)}" if variables else ""
-    say(f"starting {prepared.facts.world_size} processes{inherited} ...")
-    ended = run_workers(python_words, prepared.facts.world_size, config.launch.master_port)
-    told = ended.exit_code in _TOLD or ended.exit_code - 128 in WATCHED
-    if ended.failed_rank is not None and not told:
-        saved = config.checkpoint.save is not None and (Path(config.checkpoint.save) / "latest").exists()
-        complain(
-            f"rank {ended.failed_rank} of {prepared.facts.world_size} {_how(ended.exit_code)}; the others were stopped. "
-            + (
-                "The last checkpoint is intact: the same command goes on from there"
-                if saved
-                else "No checkpoint had been saved yet"
-            )
-        )
+    say(f"starting {ranks} process{'es' if ranks > 1 else ''}{inherited} ...")
+    with listening(WATCHED) as told:
+
+        def attempt(restart: int) -> "Ended":
+            place = (ranks, config.launch.master_port, os.environ, os.getpid())
+            return run_workers(python_words, *place, told, None, restart)
+
+        resumes = (entry.resumes or prepared.resolved.given("load")) and not config.run.fresh
+        ended = Supervisor(
+            attempt,
+            ranks,
+            config.launch.max_restarts,
+            folder.path,
+            told,
+            resumes,
+            lambda: _saved_step(config),
+            complain,
+        ).run()
+    if ended.is_crash:
         return 1
     if ended.exit_code == 0:
-        _what_next(config, RunFolder(Path(config.run.run_dir)))
+        _what_next(config, folder)
     return ended.exit_code
 
 
-def _how(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"failed with exit code {exit_code} (its error is above)"
-    number = signal.Signals(-exit_code)
-    hints = {
-        signal.SIGABRT: " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)",
-        signal.SIGKILL: " (the system does that when memory runs out; `pentatron plan` shows what a run needs)",
-    }
-    return f"was killed by {number.name}{hints.get(number, '')}"
+def _saved_step(config: RunConfig) -> int | None:
+    """The last step that a restart would go on from."""
+    from pentatron.checkpoint.store import CheckpointStore
+
+    assert config.checkpoint.save is not None
+    found, _ = CheckpointStore(Path(config.checkpoint.save), None).newest_valid(verify=False, set_aside=False)
+    return None if found is None else found.manifest.step
 
 
 def _program(called: Path) -> str:

@@ -114,7 +114,7 @@ def _start(world: int, python_words: Sequence[str], config: RunConfig) -> None:
     from pentatron.launch.local import run_workers
 
     prepare_for_workers(1)
-    ended = run_workers(python_words, world, config.launch.master_port)
+    ended = run_workers(python_words, world, config.launch.master_port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     if ended.exit_code != 0:

@@ -3,6 +3,7 @@
 from pentatron.cli.device_memory import memory_sentence
 from pentatron.cli.environment import Worker
 from pentatron.cli.repeatable import unrepeatable
+from pentatron.cli.supervised import this_worker
 from pentatron.cli.terminal import complain
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
@@ -36,7 +37,10 @@ def explain(error: BaseException, config: RunConfig, worker: Worker) -> int | No
     lost = _lost(error, config)
     if worker.world_size == 1 or lost is None:
         return None
-    _say_who_is_missing(lost, worker)
+    if (place := this_worker()) is not None:
+        place.lost(str(lost))
+    else:
+        _say_who_is_missing(lost, worker)
     return LOST
 
 

@@ -31,6 +31,10 @@ def _processes(draft: Draft, facts: Facts) -> None:
     if draft["nproc_per_node"] != facts.local_processes and not draft.given("nproc_per_node"):
         reason = f"started by {facts.launcher}" if facts.launcher else "processes on this machine"
         draft.derive("nproc_per_node", facts.local_processes, reason)
+    if draft["max_restarts"] is None:
+        several = facts.world_size > 1 and not facts.launcher
+        reason = "several processes" if several else facts.launcher or "one process"
+        draft.derive("max_restarts", 3 if several else 0, reason)
     if draft["threads_per_process"] is None:
         threads = max(1, facts.cores // max(1, facts.local_processes))
         draft.derive(

@@ -219,6 +219,12 @@ def _port(draft: Draft, facts: Facts) -> str:
     return _no_meeting(facts)
 
 
+def _restarts(draft: Draft, facts: Facts) -> str:
+    if not facts.launcher:
+        return ""
+    return f"{facts.launcher} starts the processes, so it must start them again (torchrun: --max-restarts)"
+
+
 def _meeting_point(draft: Draft, facts: Facts) -> str:
     if facts.launcher and facts.has_meeting_point:
         return f"{facts.launcher} has said where to meet (MASTER_ADDR), which counts"
@@ -314,6 +320,7 @@ IDLE: dict[str, Reason] = {
     "num_distributed_optimizer_instances": _instances,
     "distributed_timeout_minutes": _alone,
     "master_port": _port,
+    "max_restarts": _restarts,
     "init_method": _meeting_point,
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), _nothing_recomputed),
     "recompute_modules": _modules_not_recomputed,

@@ -1,117 +1,165 @@
-"""Workers on this machine, started and watched by torch's elastic agent."""
+"""Workers on this machine, started and watched by ourselves."""
 
 import contextlib
-import dataclasses
-import logging
-import os
 import signal
 import socket
 import sys
-import uuid
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.config.errors import BadNumbers, UserError
+from pentatron.launch.failure import Failure, failures_of
+from pentatron.launch.processes import Process, Signals, end_all, listening, started
+from pentatron.train.heartbeat import beat_path, read_beat
+from pentatron.train.interrupt import WATCHED
 
-_GRACE_SECONDS = 120
+# What workers find in their environment: the job's folder, its launcher, and how often the job was started again.
+JOB, LAUNCHER, RESTART = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
+# Ends of which a rank has said why, and which another start would not change.
+TOLD = (UserError.exit_code, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
+_HOST = "127.0.0.1"
+_PAUSE = 0.1
+# How long the others may take to end by themselves: after a crash, and after an end that all agree on.
+_AFTER_A_CRASH, _AFTER_AN_END = 3.0, 60.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the workers ended; `failed_rank` is the one that failed first."""
+    """How the workers ended; `failures` has the first one first. `stopped_by`: the launcher was told to stop."""
 
     exit_code: int
-    failed_rank: int | None = None
+    failures: Sequence[Failure] = ()
     stopped_by: signal.Signals | None = None
+    # The last step that any rank had done, whether it was one of this attempt's, and whether the run's folder was ours by then.
+    step: int = 0
+    advanced: bool = False
+    opened: bool = False
+
+    @property
+    def failed_rank(self) -> int | None:
+        return self.failures[0].rank if self.failures else None
+
+    @property
+    def is_crash(self) -> bool:
+        """Something failed of its own accord: no mistake of the user's, and nobody's wish."""
+        by_wish = self.stopped_by is not None or self.exit_code - 128 in WATCHED or -self.exit_code in WATCHED
+        return bool(self.failures) and self.exit_code not in TOLD and not by_wish
+
+
+# Looks at the running processes now and then; ends them where they hang.
+Watch = Callable[[Sequence[Process], Path], None]
 
 
 def refuse_used_port(port: int) -> None:
     """Says so at once when the meeting point is taken, instead of waiting for a time-out."""
+    with _bound(port):
+        pass
+
+
+@contextmanager
+def _bound(port: int) -> Iterator[int]:
+    """A port of ours, a free one for 0, that nobody else is given; the first rank will listen on it.
+
+    Linux lets a second socket have it as long as the first one does not listen; elsewhere it is free again at once.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
         except OSError as error:
             raise UserError(
                 f"port {port} cannot be used as the meeting point ({error.strerror}); choose another with --master-port, "
                 f"or leave it out to take a free one"
             ) from None
+        chosen = probe.getsockname()[1]
+        if sys.platform != "linux":
+            probe.close()
+        yield chosen
 
 
-def _quieten_the_agent() -> None:
-    """Its own account of failures and signals repeats what the workers and we say; each module has its own level."""
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def run_workers(
+    python_words: Sequence[str],
+    processes: int,
+    port: int | None,
+    environment: Mapping[str, str],
+    launcher: int,
+    told: Signals | None = None,
+    watch: Watch | None = None,
+    restart: int = 0,
+) -> Ended:
+    """Runs `python WORDS...` once per process until all end; a failing one takes the others down with it.
 
-
-def _let_a_second_signal_end_it() -> None:
-    """The agent waits for its workers as long as they take; a user who asks twice wants out.
-
-    Its handler is looked up when workers start, so it can be replaced before; there is no public way to do so.
+    `environment` is what they inherit, `launcher` this process. `told` has the signals of a caller who listens already.
     """
-    from torch.distributed.elastic.multiprocessing import api
-
-    first = api._terminate_process_handler
-    asked: list[int] = []
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        if asked:
-            for worker in _children():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker, signal.SIGKILL)
-            sys.stderr.write("pentatron: stopped at once; checkpoints that were saved before are intact\n")
-            sys.stderr.flush()
-            os._exit(128 + signum)
-        asked.append(signum)
-        first(signum, frame)
-
-    api._terminate_process_handler = handler
-
-
-def _children() -> list[int]:
-    """This process's children, each the leader of its own group; where the system does not tell, none."""
-    try:
-        return [
-            int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        ]
-    except OSError:
-        return []
+    with contextlib.ExitStack() as stack:
+        signals = told or stack.enter_context(listening(WATCHED))
+        chosen = stack.enter_context(_bound(port or 0))
+        job = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pentatron-job-")))
+        common = {
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(chosen),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            JOB: str(job),
+            LAUNCHER: str(launcher),
+            RESTART: str(restart),
+        }
+        of_each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        with started(python_words, environment, of_each) as running:
+            _follow(running, signals, job, watch)
+        return _ended(running, signals, job)
 
 
-def run_workers(python_words: Sequence[str], processes: int, port: int | None) -> Ended:
-    """Runs `python WORDS...` once per process until all end; a failing one takes the others down with it."""
-    if port is not None:
-        refuse_used_port(port)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Watch | None) -> None:
+    """Returns when all have ended, or when those that are left must be."""
+    passed_on, deadline = False, None
+    while True:
+        for process in processes:
+            process.look()
+        codes = [process.code for process in processes]
+        if None not in codes:
+            return
+        if signals.is_impatient:
+            return
+        if signals.received and not passed_on:
+            # Once: whoever asks a second time means the first.
+            passed_on = True
+            for process in processes:
+                process.send(signals.received[0])
+        if any(codes) and deadline is None:
+            agreed = signals.received or all(_is_agreed(code) for code in codes if code)
+            deadline = time.monotonic() + (_AFTER_AN_END if agreed else _AFTER_A_CRASH)
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        if watch is not None and deadline is None:
+            watch(processes, job)
+        time.sleep(_PAUSE)
 
-    _quieten_the_agent()
-    _let_a_second_signal_end_it()
-    options: dict[str, Any] = {
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "nproc_per_node": processes,
-        "run_id": uuid.uuid4().hex,
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": f"localhost:{port or 0}",
-        "max_restarts": 0,
-        # Workers meet on this machine, whatever its name resolves to.
-        "local_addr": "localhost",
-        "shutdown_timeout": _GRACE_SECONDS,
-        "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2",
-    }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
-    try:
-        elastic_launch(config, sys.executable)(*python_words)
-    except SignalException as interrupted:
-        return Ended(128 + interrupted.sigval, stopped_by=interrupted.sigval)
-    except ChildFailedError as failure:
-        rank, first = failure.get_first_failure()
-        return Ended(first.exitcode, failed_rank=rank)
-    return Ended(0)
+
+def _is_agreed(code: int) -> bool:
+    return code in TOLD or code - 128 in WATCHED
+
+
+def _ended(processes: Sequence[Process], signals: Signals, job: Path) -> Ended:
+    end_all(processes)
+    stopped_by = signals.first
+    if signals.is_impatient:
+        sys.stderr.write("pentatron: stopped at once; checkpoints that were saved before are intact\n")
+        sys.stderr.flush()
+        return Ended(128 + signal.SIGINT, stopped_by=signal.SIGINT)
+    codes = [process.code for process in processes]
+    if not any(codes):
+        return Ended(0)
+    failures = failures_of(processes, job)
+    code = failures[0].code
+    if stopped_by is not None and all(c in (0, -stopped_by, 128 + stopped_by) for c in codes):
+        # Also of ranks that had not yet begun to listen, or listened no more.
+        return Ended(128 + stopped_by, stopped_by=stopped_by)
+    beats = [b for p in processes if (b := read_beat(beat_path(job, p.rank))) is not None]
+    step = max((b.step for b in beats), default=0)
+    advanced, opened = any(b.step > b.began for b in beats), any(b.opened for b in beats)
+    return Ended(code, failures, stopped_by, step, advanced, opened)

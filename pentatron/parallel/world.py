@@ -20,6 +20,7 @@ from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.meeting import failed_meeting
 from pentatron.parallel.waiting import Waits
+from pentatron.parallel.whereabouts import Whereabouts
 
 ALONE = Group(0, 1)
 
@@ -40,6 +41,8 @@ class World:
     timeout: datetime.timedelta | None = None
     # Counts, in all groups, the time this rank stands still for others.
     waits: Waits = field(default_factory=Waits, compare=False)
+    # Where in the run this rank is, for those who watch that it gets on.
+    whereabouts: Whereabouts = field(default_factory=Whereabouts, compare=False)
 
     def group(self, axis: Axis) -> Group:
         return self.groups.get(axis, ALONE)
@@ -71,9 +74,10 @@ class World:
         return all(self.group(axis).rank == 0 for axis in axes)
 
 
-def single_process(device: torch.device | None = None) -> World:
+def single_process(device: torch.device | None = None, whereabouts: Whereabouts | None = None) -> World:
     """A world of one, without any process group."""
-    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"))
+    where = whereabouts or Whereabouts()
+    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"), whereabouts=where)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -101,22 +105,24 @@ def open_world(
     device: torch.device,
     timeout_minutes: float,
     settings: Mapping[str, Any],
+    whereabouts: Whereabouts | None = None,
 ) -> Iterator[World]:
     """Joins the process group described by the environment (or none, for a world of one) and leaves it at the end.
 
     All ranks must have the same `settings`; that is checked before anything depends on them.
     """
+    where = whereabouts or Whereabouts()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if grid.world_size == 1:
-        yield connect(grid, rank, local_rank, device)
+        yield connect(grid, rank, local_rank, device, whereabouts=where)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     backend = "cpu:gloo,cuda:nccl" if uses_nccl(device, local_processes) else "gloo"
     _meet(backend, rank, grid.world_size, timeout)
     try:
         require_same_settings(settings, _versions(device), Group(rank, grid.world_size, dist.group.WORLD))
-        yield connect(grid, rank, local_rank, device, timeout)
+        yield connect(grid, rank, local_rank, device, timeout, where)
     finally:
         dist.destroy_process_group()
 
@@ -135,11 +141,17 @@ def _meet(backend: str, rank: int, world_size: int, timeout: datetime.timedelta)
 
 
 def connect(
-    grid: Grid, rank: int, local_rank: int, device: torch.device, timeout: datetime.timedelta | None = None
+    grid: Grid,
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    timeout: datetime.timedelta | None = None,
+    whereabouts: Whereabouts | None = None,
 ) -> World:
     """The world of a process group that exists already. Groups do not inherit its timeout, so it is said again."""
+    where = whereabouts or Whereabouts()
     if grid.world_size == 1:
-        return single_process(device)
+        return single_process(device, where)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
     waits = Waits()
     everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits)
@@ -155,7 +167,7 @@ def connect(
         own = made[divided] if divided else None
         if own is not None:
             groups[axis] = own
-    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits)
+    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits, where)
 
 
 def _make(

@@ -14,7 +14,10 @@ _ECHO_SECONDS = 5.0
 
 
 class StopRequest:
-    """Set by the first signal. The second one ends the process at once; its last checkpoint is intact either way."""
+    """Set by the first signal. A second Ctrl-C ends the process at once; its last checkpoint is intact either way.
+
+    Schedulers repeat their signals, or send a harder one after a warning; that must not break off the save they ask for.
+    """
 
     def __init__(self, launcher: int | None = None) -> None:
         self._received: signal.Signals | None = None
@@ -31,8 +34,11 @@ class StopRequest:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received, self._since = signal.Signals(number), time.monotonic()
-        elif self._launcher is None or time.monotonic() - self._since > _ECHO_SECONDS:
+        elif number == signal.SIGINT and not self._is_echo():
             raise KeyboardInterrupt
+
+    def _is_echo(self) -> bool:
+        return self._launcher is not None and time.monotonic() - self._since <= _ECHO_SECONDS
 
 
 @contextmanager

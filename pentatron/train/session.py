@@ -107,6 +107,7 @@ def open_session(
             lambda: _open_folders(folder, checkpoints, start_afresh, display, cleanup),
             world.everyone,
         )
+        world.whereabouts.opened = True
         cleanup.enter_context(program.running(resolved, world, display))
         first = earliest(time.time() if started is None else started, world.everyone)
         try:
@@ -172,6 +173,7 @@ class Session:
 
     def open_data(self) -> None:
         """Before the model is built; or after it, where the program names its data only then."""
+        self.world.whereabouts.phase = "opening the data"
         self.data = data = self._on_every_rank(
             lambda: self.program.open_data(self.config, self.world, self.folder.data, self.display)
         )
@@ -187,6 +189,7 @@ class Session:
 
     def build(self) -> None:
         """The model and the optimizer, with the state that the run goes on from."""
+        self.world.whereabouts.phase = "building the model"
         with self.timers("model-and-optimizer-setup", 0):
             self._build()
 
@@ -263,6 +266,7 @@ class Session:
 
     def conclude(self, ending: Ending | None) -> Outcome:
         """What is made of the results, after the last step of this process."""
+        self.world.whereabouts.phase = "ending"
         self.moments.mark("train_loop_finish")
         datasets, output = self.trainer.datasets, self.output
         if len(datasets.names) > 1:

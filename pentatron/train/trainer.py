@@ -62,6 +62,7 @@ class Trainer:
         assert config.train.global_batch_size and config.checkpoint.save_interval
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
+        self.where = world.whereabouts
         self.endings = Endings(config, world, stop, started)
         self.beside, self.timers = beside, model.timers
         self.health = Health(config, world, model, optimizer, state, output)
@@ -98,13 +99,15 @@ class Trainer:
     def train(self) -> Ending | None:
         """The loop alone: nothing is evaluated or saved after its last step."""
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
+        self.where.begin_at(self.state.step)
+        self.where.phase = "step"
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
             self.beside.before(self.state.step + 1)
             self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
-            with self.timers("batch-generator", 2):
+            with self.timers("batch-generator", 2), self.where.doing("reading data"):
                 drawn, stopped_by = agree_on_next_step(batches, count, self.stop, self.world)
             if stopped_by is not None:
                 if self.state.step != self._first_step:
@@ -127,6 +130,7 @@ class Trainer:
         result, rate = self.advance(drawn)
         report = self._report(result, rate, time.perf_counter() - started)
         self.state.flops += report.flops
+        self.where.step_done(self.state.step, report.seconds if len(self._recent) > 1 else 0.0)
         self.output.step(report, self._seconds_left())
         self._tell_times()
         if len(self._recent) == 1:
@@ -188,7 +192,7 @@ class Trainer:
         """Saves this step, unless it is saved already."""
         if self._saved_step == self.state.step or not self.config.checkpoint.save_checkpoints:
             return
-        with self.timers(_SAVING, 0):
+        with self.timers(_SAVING, 0), self.where.doing("saving"):
             folder = self.store.save(
                 self.state.step,
                 itertools.chain(
@@ -240,14 +244,15 @@ class Trainer:
         interval = self.config.train.eval_interval
         if not interval or self.state.step % interval:
             return None
-        with self.timers(_EVALUATING, 0):
+        with self.timers(_EVALUATING, 0), self.where.doing("evaluating"):
             loss = self.beside.around_evaluation(self.evaluation.during_training)
         self._note(self.timers.block(self.world.everyone, only=_EVALUATING))
         return loss
 
     def _evaluate_at_the_end(self) -> Ending | None:
         """On the validation and the test set."""
-        losses = self.evaluation.after_training()
+        with self.where.doing("evaluating"):
+            losses = self.evaluation.after_training()
         if not self.config.train.skip_train:
             self.output.evaluated(self.state.step, losses)
         elif not losses:

@@ -125,7 +125,8 @@ def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_los
 
 def test_a_killed_rank_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start("-m", "pentatron", "train", *TINY, "--train-iters", "5000", "--run-dir", str(folder))
+    words = "--train-iters 5000 --max-restarts 0".split()
+    process = start("-m", "pentatron", "train", *TINY, *words, "--run-dir", str(folder))
     wait_for_step(folder, 4)
     workers = children(process.pid)
     assert len(workers) == 2
@@ -133,7 +134,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left_running(tmp_path: Path) -> N
     os.kill(victim, signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
-    assert "rank 1 of 2 was killed by SIGKILL" in err
+    assert "rank 1 of 2 was killed by SIGKILL" in err and err.count("\n") == 2, err
+    assert "not started again (--max-restarts 0). No checkpoint had been saved yet" in err
     assert not any(Path(f"/proc/{p}").exists() for p in workers)
 
 
@@ -244,4 +246,5 @@ def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_pat
     code, _, err = finish(start(str(broken), *words, "--run-dir", str(tmp_path / "run")))
     assert code == 1
     assert err.count("RuntimeError: a bug") == 1
-    assert "rank 1 of 2 failed with exit code 1 (its error is above)" in err
+    assert "rank 1 of 2 failed with exit code 1 before its first step was done:\nTraceback" in err
+    assert "not started again: what fails before the first step would fail again" in err

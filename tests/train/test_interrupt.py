@@ -10,16 +10,24 @@ from pentatron.train.interrupt import StopRequest
 
 
 def test_a_signal_and_its_echo_from_the_launcher_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm signals every process of a step, and torchrun passes on what it gets: the save must not be broken off."""
+    """A shell signals every process of a job, and torchrun passes on what it gets: the save must not be broken off."""
     now = 100.0
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
     request = StopRequest(launcher=os.getppid())
-    request(signal.SIGTERM, None)
-    request(signal.SIGTERM, None)
-    assert request.signal == signal.SIGTERM
+    request(signal.SIGINT, None)
+    request(signal.SIGINT, None)
+    assert request.signal == signal.SIGINT
     now += 60
     with pytest.raises(KeyboardInterrupt):
-        request(signal.SIGTERM, None)
+        request(signal.SIGINT, None)
+
+
+def test_a_warning_and_what_follows_it_are_one_request() -> None:
+    """Slurm sends SIGUSR1, and SIGTERM when the time is over: only a person at a terminal means it when asking twice."""
+    request = StopRequest()
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+        request(number, None)
+    assert request.signal == signal.SIGUSR1
 
 
 def test_without_a_launcher_the_second_signal_counts_at_once() -> None:

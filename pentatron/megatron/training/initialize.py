@@ -11,8 +11,9 @@ from pentatron.cli.environment import Worker
 from pentatron.cli.help import entry_help
 from pentatron.cli.main import guarded
 from pentatron.cli.prepare import prepare
+from pentatron.cli.supervised import entry_now, this_worker
 from pentatron.cli.terminal import say
-from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent
+from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent, needs_launcher
 from pentatron.cli.worker_errors import explain, last_words
 from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
@@ -53,10 +54,11 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
         say(entry_help(entry, None))
         return 0
     words, added = take_extra_arguments(typed, provider, entry)
+    entry = entry_now(entry)
     prepared = prepare(words, entry)
     check_spec(prepared.resolved)
-    if prepared.worker is None and prepared.facts.world_size > 1:
-        return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed])
+    if prepared.worker is None and needs_launcher(prepared):
+        return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed], entry)
     worker = prepared.worker or Worker(0, 1, 0, 1, "none")
     program = UserProgram(
         None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
@@ -96,7 +98,9 @@ def _sentence(before: Callable[..., Any], config: RunConfig, worker: Worker) -> 
                 flow.session.folder, current().world, error, lambda e: last_words(e, config, worker.rank)
             )
         code = explain(error, config, worker)
-        if code is None:
+        if code is None and (place := this_worker()) is not None:
+            place.failed(error)
+        elif code is None:
             before(kind, error, trace)
         else:
             # Python ends with 1 after a hook, unless the hook itself asks for an end.

@@ -1,0 +1,88 @@
+"""A worker of our own launcher: it ends with its launcher, and tells it why it failed."""
+
+import ctypes
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pentatron.config.entry import EntryPoint
+from pentatron.launch.failure import crash_path, write_record
+from pentatron.launch.local import JOB, LAUNCHER, RESTART
+from pentatron.parallel.meeting import lost_contact
+from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.train.heartbeat import Heart, beat_path
+
+_PR_SET_PDEATHSIG = 1
+_PULSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """This worker's place in its job. `restarts`: how often the job was started again before."""
+
+    folder: Path
+    launcher: int
+    rank: int
+    restarts: int
+
+    def follow_launcher(self) -> None:
+        """From the first moment on: whoever loses its launcher is asked to end, and a crash leaves its stacks."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != self.launcher:
+            # It went before we could ask to be told.
+            sys.exit(128 + signal.SIGTERM)
+        # Not closed before the process ends.
+        faulthandler.enable(crash_path(self.folder, self.rank).open("w", encoding="utf-8"))
+
+    def heart(self, where: Whereabouts) -> Heart:
+        """Tells the launcher where this rank is."""
+        path = beat_path(self.folder, self.rank)
+        return Heart(path, self.rank, socket.gethostname(), where, _PULSE_SECONDS)
+
+    def lost(self, sentence: str) -> None:
+        """The end of a rank that only met the end of another: worth a place in its file, not on the terminal."""
+        self._write("lost", f"{sentence}\n")
+
+    def failed(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        is_consequence = isinstance(error, RuntimeError) and lost_contact(str(error), 0) is not None
+        self._write("lost" if is_consequence else "exception", text)
+
+    def _write(self, kind: str, text: str) -> None:
+        try:
+            write_record(self.folder, self.rank, kind, text, time.time())
+        except OSError:
+            # The launcher is gone, and nobody else would tell.
+            sys.stderr.write(text)
+
+    def leave(self) -> None:
+        """Without a launcher nobody else removes the job's folder."""
+        if os.getppid() != self.launcher:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def this_worker() -> Supervised | None:
+    """This process, if our own launcher started it as a worker."""
+    if any(name not in os.environ for name in (LAUNCHER, JOB, RESTART, "RANK")):
+        return None
+    launcher, rank, restarts = (int(os.environ[name]) for name in (LAUNCHER, "RANK", RESTART))
+    return Supervised(Path(os.environ[JOB]), launcher, rank, restarts)
+
+
+def goes_on() -> bool:
+    """Whether this job was started again: it goes on from its last step, also where a new run would start anew."""
+    place = this_worker()
+    return place is not None and place.restarts > 0
+
+
+def entry_now(entry: EntryPoint) -> EntryPoint:
+    """The entry point as it acts in this process."""
+    return replace(entry, resumes=True) if goes_on() else entry

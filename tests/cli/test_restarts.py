@@ -1,0 +1,68 @@
+"""A job whose ranks die is started again and comes to the same end."""
+
+import json
+from pathlib import Path
+
+from tests.cli.test_train import finish, losses, start
+
+SMALL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 10 --save-interval 3 --eval-interval 0 --threads-per-process 1 "
+    "--device cpu"
+).split()
+
+# Breaks a rank in its step after step 7, once.
+BROKEN = """
+import os, signal
+import pentatron.train.trainer as trainer
+from pentatron.cli.main import run_entry
+from pentatron.config.entry import TRAIN
+
+healthy = trainer.train_step
+
+def train_step(model, optimizer, drawn, rate, step, *others):
+    if step == 7 and os.environ.get("RANK") == "1" and os.environ["PENTATRON_RESTART"] == "0":
+        {how}
+    return healthy(model, optimizer, drawn, rate, step, *others)
+
+trainer.train_step = train_step
+run_entry(TRAIN)
+"""
+
+
+def broken(folder: Path, how: str) -> str:
+    path = folder / "broken.py"
+    path.write_text(BROKEN.format(how=how))
+    return str(path)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    """Also with --fresh, which means the first start."""
+    script = broken(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    folder = tmp_path / "run"
+    words = [*SMALL, "--nproc-per-node", "2", "--run-dir", str(folder), "--fresh"]
+    code, out, err = finish(start(script, *words))
+    assert code == 0, err
+    first, second = err.splitlines()
+    assert first.startswith("pentatron: rank 1 of 2 was killed by SIGKILL") and "after step 7" in first
+    assert second == "pentatron: restarting from step 6 (1 of 3); 1 step is lost"
+    assert "resuming at step 6 of 10" in out
+    assert [step for step, _ in losses(folder)] == list(range(1, 11))
+    (row,) = map(json.loads, (folder / "restarts.jsonl").read_text().splitlines())
+    assert row["steps_lost"] == 1
+    undisturbed = tmp_path / "undisturbed"
+    code, _, err = finish(start("-m", "pentatron", "train", *words, "--run-dir", str(undisturbed)))
+    assert code == 0, err
+    assert losses(folder) == losses(undisturbed)
+
+
+def test_a_traceback_is_told_once_and_those_of_the_others_are_kept(tmp_path: Path) -> None:
+    script = broken(tmp_path, "raise LookupError('a bug')")
+    folder = tmp_path / "run"
+    code, _, err = finish(start(script, *SMALL, "--nproc-per-node", "2", "--run-dir", str(folder)))
+    assert code == 0, err
+    assert err.count("Traceback") == 1 and err.count("LookupError: a bug") == 1
+    assert err.startswith("pentatron: rank 1 of 2 failed with exit code 1 after step 7:\nTraceback")
+    assert "LookupError: a bug" in (folder / "ranks" / "rank-00001.log").read_text()
+    other = (folder / "ranks" / "rank-00000.log").read_text()
+    assert "lost contact with another rank" in other

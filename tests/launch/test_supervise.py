@@ -1,0 +1,142 @@
+"""Who failed first, and whether the job is started again: processes that are only scripts, and attempts that are only told."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pentatron.launch import local
+from pentatron.launch.failure import Failure
+from pentatron.launch.local import Ended, run_workers
+from pentatron.launch.processes import Signals
+from pentatron.launch.supervise import Supervisor
+
+_SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from pentatron.launch.failure import write_record
+rank, job = int(os.environ["RANK"]), Path(os.environ["PENTATRON_JOB"])
+def tell(kind):
+    write_record(job, rank, kind, f"{kind} of rank {rank}", time.time())
+"""
+
+
+def run(script: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    monkeypatch.setattr(local, "_AFTER_A_CRASH", 1.0)
+    return run_workers(["-c", _SCRIPT + script], processes, None, os.environ, os.getpid())
+
+
+def test_a_killed_rank_is_the_first_whatever_the_others_say_and_nobody_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 fails before anybody has noticed; rank 2 would stay for ever, and has a process of its own."""
+    script = f"""
+import subprocess
+if rank == 0:
+    time.sleep(0.3); tell("lost"); sys.exit(1)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+child = subprocess.Popen(["sleep", "1000"])
+Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(1000)
+"""
+    ended = run(script, 3, monkeypatch)
+    assert ended.failed_rank == 1 and ended.exit_code == -signal.SIGKILL and ended.is_crash
+    assert [failure.rank for failure in ended.failures] == [1, 0, 2]
+    child = tmp_path / "child"
+    if child.exists():
+        assert not _lives(int(child.read_text())), "what a rank started ends with it"
+
+
+def _lives(pid: int) -> bool:
+    for _ in range(50):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_who_leaves_in_silence_is_named_where_all_others_lost_somebody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = run('if rank == 0: tell("lost"); sys.exit(1)', 2, monkeypatch)
+    assert ended.failed_rank == 1 and "ended before the others were done" in ended.failures[0].how
+    ended = run('if rank == 0: tell("exception"); sys.exit(1)', 2, monkeypatch)
+    assert ended.failed_rank == 0 and ended.failures[0].text == "exception of rank 0"
+
+
+@pytest.mark.parametrize("code", [2, 16, 17, 128 + signal.SIGTERM, -signal.SIGTERM])
+def test_mistakes_and_wishes_are_no_crashes(code: int) -> None:
+    assert not Ended(code, [Failure(0, code, 0.0)]).is_crash
+    assert Ended(1, [Failure(0, 1, 0.0)]).is_crash
+
+
+def crash(step: int, code: int = -9, advanced: bool = True, opened: bool = True) -> Ended:
+    return Ended(code, [Failure(1, code, 0.0)], None, step, advanced, opened)
+
+
+class Story:
+    """Attempts that end as told, each with the step that is saved by then."""
+
+    def __init__(self, folder: Path, endings: Sequence[tuple[Ended, int | None]], limit: int = 3) -> None:
+        self.endings, self.folder, self.limit = list(endings), folder, limit
+        self.restarts: list[int] = []
+        self.said: list[str] = []
+        self.saved: int | None = None
+
+    def run(self, resumes: bool = True) -> Ended:
+        def attempt(restart: int) -> Ended:
+            self.restarts.append(restart)
+            ended, self.saved = self.endings[len(self.restarts) - 1]
+            return ended
+
+        return Supervisor(
+            attempt, 2, self.limit, self.folder, Signals(), resumes, lambda: self.saved, self.said.append
+        ).run()
+
+
+def test_a_crash_goes_on_from_the_last_checkpoint_and_says_what_it_costs(tmp_path: Path) -> None:
+    story = Story(tmp_path, [(crash(47), 40), (Ended(0), 100)])
+    assert story.run().exit_code == 0 and story.restarts == [0, 1]
+    assert story.said[0].startswith("rank 1 of 2 was killed by SIGKILL") and "after step 47" in story.said[0]
+    assert story.said[1:] == ["restarting from step 40 (1 of 3); 7 steps are lost"]
+    (row,) = map(json.loads, (tmp_path / "restarts.jsonl").read_text().splitlines())
+    assert (row["rank"], row["after_step"], row["from_step"], row["steps_lost"]) == (1, 47, 40, 7)
+    assert (tmp_path / "train.log").read_text().splitlines()[-1] == story.said[1]
+
+
+def test_what_fails_at_the_same_place_is_given_up(tmp_path: Path) -> None:
+    story = Story(tmp_path, [(crash(47), 40)] * 9, limit=9)
+    assert story.run().is_crash and story.restarts == [0, 1, 2]
+    assert "2 restarts have not reached another checkpoint" in story.said[-1]
+    assert "The last checkpoint, step 40, is intact" in story.said[-1]
+    # One that gets on is not.
+    story = Story(tmp_path, [(crash(10 * n + 7), 10 * n) for n in range(9)], limit=5)
+    story.run()
+    assert story.restarts == [0, 1, 2, 3, 4, 5] and "that was restart 5 of 5" in story.said[-1]
+
+
+def test_what_never_took_a_step_is_not_repeated_unless_it_was_killed(tmp_path: Path) -> None:
+    story = Story(tmp_path, [(crash(0, 1, advanced=False), None)])
+    story.run()
+    assert story.restarts == [0] and "what fails before the first step would fail again" in story.said[-1]
+    story = Story(tmp_path, [(crash(0, -9, advanced=False), None), (Ended(0), 9)])
+    story.run()
+    assert story.restarts == [0, 1] and "from the beginning" in story.said[-1]
+
+
+def test_an_earlier_run_in_the_folder_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """A script that starts anew has not yet moved it aside: it must start anew again."""
+    early = crash(0, advanced=False, opened=False)
+    story = Story(tmp_path, [(early, 500), (crash(3), None), (Ended(0), 9)])
+    story.run(resumes=False)
+    assert story.restarts == [0, 0, 2] and "from the beginning" in story.said[1]
+    story = Story(tmp_path, [(early, 500), (Ended(0), 9)])
+    story.run(resumes=True)
+    assert story.restarts == [0, 1] and "from step 500" in story.said[1]
