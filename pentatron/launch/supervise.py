@@ -9,6 +9,7 @@ from pathlib import Path
 from pentatron.launch.failure import Failure, keep_records
 from pentatron.launch.local import Ended
 from pentatron.launch.processes import Signals
+from pentatron.monitor.report import FAILED
 
 # Restarts without a new checkpoint, one after the other, after which another one is in vain.
 _FRUITLESS = 2
@@ -47,7 +48,7 @@ class Supervisor:
             # What lies there may be an earlier run's, which this one has not yet moved aside.
             is_own = self.resumes or ended.opened or goes_on > 0
             saved = self.saved_step() if is_own else None
-            self._say(self._what_happened(ended, restarts))
+            self._say_what_happened(ended, restarts)
             fruitless = fruitless + 1 if restarts and saved == before else 0
             reason = self._why_not_again(ended, restarts, fruitless)
             if reason is not None:
@@ -60,14 +61,18 @@ class Supervisor:
             if (stopped_by := self.signals.first) is not None:
                 return Ended(128 + stopped_by, ended.failures, stopped_by)
 
-    def _what_happened(self, ended: Ended, restarts: int) -> str:
+    def _say_what_happened(self, ended: Ended, restarts: int) -> None:
+        """The traceback on the terminal; the log has the sentence, as the ranks' own files have all of them."""
         first = ended.failures[0]
         kept = self._keep(ended.failures, restarts)
         when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
         others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(kept) > 1 else ""
-        text = f"\n{first.text.rstrip()}\n" if first.text else " "
-        head = f"rank {first.rank} of {self.ranks} {first.how} {when}"
-        return f"{head}:{text}(rank {first.rank} failed first{others})" if first.text else f"{head}{others}"
+        sentence = f"rank {first.rank} of {self.ranks} {first.how} {when}"
+        if first.text:
+            self.tell(f"{sentence}:\n{first.text.rstrip()}\n(rank {first.rank} failed first{others})")
+        else:
+            self.tell(f"{sentence}{others}")
+        self._log(f"{FAILED}{sentence}")
 
     def _keep(self, failures: Sequence[Failure], restarts: int) -> list[Path]:
         try:
@@ -102,6 +107,9 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         self.tell(text)
+        self._log(text)
+
+    def _log(self, text: str) -> None:
         try:
             with (self.folder / "train.log").open("a", encoding="utf-8") as log:
                 log.write(f"{text}\n")
