@@ -5,6 +5,10 @@ from collections.abc import Mapping
 from pentatron.monitor.report import StepReport
 
 
+class RecorderDown(Exception):
+    """It cannot record, for a reason that is not the user's mistake and may pass."""
+
+
 class Recorder:
     def record(self, report: StepReport, validation: float | None) -> None:
         """After every step; `validation` is the loss of the evaluation that followed it, if one did."""

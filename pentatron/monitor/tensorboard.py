@@ -1,5 +1,6 @@
 """The numbers of every step for TensorBoard."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ class TensorBoard(Recorder):
             raise UserError(
                 "--tensorboard-dir needs the tensorboard package: pip install tensorboard"
             ) from None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-        except OSError as error:
-            raise UserError(
-                f"--tensorboard-dir {folder} cannot be written ({error.strerror}); choose another folder"
-            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        # Its writer would find out in a thread of its own, with a traceback.
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        with contextlib.suppress(AttributeError):
+            # What the thread fails with comes back from the next call as well; once is enough.
+            events: Any = self._writer.file_writer
+            events.event_writer._async_writer._worker._invoke_excepthook = lambda thread: None
         self.choices, self.interval = choices, interval
         for name, value in settings.items():
             self._writer.add_text(name, str(value), global_step=step)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.errors import UserError
-from pentatron.monitor.recorder import Recorder
+from pentatron.monitor.recorder import Recorder, RecorderDown
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.scalars import Choices, of_evaluation, scalars
 
@@ -40,9 +40,8 @@ class WeightsAndBiases(Recorder):
             )
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
-            raise UserError(
-                f"Weights & Biases did not start ({reason}); log in with `wandb login`, or keep the run on this machine with "
-                f"WANDB_MODE=offline"
+            raise RecorderDown(
+                f"it did not start: {reason}; log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
             ) from None
         self.choices, self.interval = choices, interval
 

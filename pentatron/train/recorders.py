@@ -1,12 +1,13 @@
 """Which recorders a configuration asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pentatron.config.run import RunConfig
+from pentatron.monitor.lenient import Lenient
 from pentatron.monitor.metrics import MetricsFile
 from pentatron.monitor.performance import PerformanceSummary
 from pentatron.monitor.progress_file import ProgressFile
@@ -20,9 +21,17 @@ from pentatron.train.state import TrainState
 
 
 def open_recorders(
-    config: RunConfig, world: World, folder: RunFolder, state: TrainState, parameters: int
+    config: RunConfig,
+    world: World,
+    folder: RunFolder,
+    state: TrainState,
+    parameters: int,
+    tell: Callable[[str], None],
 ) -> Iterator[Recorder]:
-    """One after the other, so that the caller can close those that are open when one fails."""
+    """One after the other, so that the caller can close those that are open when one fails.
+
+    What others keep, a viewer's folder or a service, may fail: that is told, and training goes on.
+    """
     log = config.log
     yield MetricsFile(folder.metrics, state.step)
     choices = Choices(
@@ -32,8 +41,11 @@ def open_recorders(
         perplexity=log.log_validation_ppl_to_tensorboard,
     )
     if log.tensorboard_dir is not None:
-        yield TensorBoard(
-            Path(log.tensorboard_dir), config.flat(), choices, log.tensorboard_log_interval, state.step
+        events = Path(log.tensorboard_dir)
+        yield Lenient(
+            f"TensorBoard in {events}",
+            lambda: TensorBoard(events, config.flat(), choices, log.tensorboard_log_interval, state.step),
+            tell,
         )
     if log.wandb_project is not None:
         place = Place(
@@ -42,7 +54,11 @@ def open_recorders(
             entity=log.wandb_entity,
             folder=Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb",
         )
-        yield WeightsAndBiases(place, config.nested(), choices, log.tensorboard_log_interval)
+        yield Lenient(
+            "Weights & Biases",
+            lambda: WeightsAndBiases(place, config.nested(), choices, log.tensorboard_log_interval),
+            tell,
+        )
     if log.log_progress:
         assert config.checkpoint.save is not None
         path = Path(config.checkpoint.save) / "progress.txt"

@@ -17,6 +17,7 @@ from pentatron.config.run import RunConfig
 from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.memory_samples import MemorySampler
+from pentatron.monitor.recorder import Recorder
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import earliest, on_some_ranks
 from pentatron.parallel.timers import Timers
@@ -350,12 +351,13 @@ def _open_output(
     folder.write_config(resolved)
     if began.replaces_training:
         folder.set_metrics_aside()
-    recorders = []
-    for recorder in open_recorders(config, world, folder, began.state, parameters):
+    recorders: list[Recorder] = []
+    lines = LogLines(config.log.log_interval, config.log.log_throughput)
+    output = Output(display, log, recorders, lines, echoes)
+    for recorder in open_recorders(config, world, folder, began.state, parameters, output.say):
         cleanup.callback(recorder.close)
         recorders.append(recorder)
-    lines = LogLines(config.log.log_interval, config.log.log_throughput)
-    return Output(display, log, recorders, lines, echoes)
+    return output
 
 
 def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) -> None:
