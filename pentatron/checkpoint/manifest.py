@@ -135,6 +135,10 @@ def read_manifest(folder: Path) -> Manifest:
     _check_tensors(folder, manifest)
     for name, record in manifest.files.items():
         _check_file(folder, name, record)
+    for path in sorted(folder.glob("*.safetensors")):
+        # Somebody has put it there: who mixes steps may have taken others away.
+        if path.name not in manifest.files:
+            raise DamagedCheckpoint(f"{path} is not listed in {FILE_NAME}")
     return manifest
 
 

@@ -59,6 +59,7 @@ DAMAGE = {
     "truncated by one": lambda d: os.truncate(d / DATA, (d / DATA).stat().st_size - 1),
     "truncated to half": lambda d: os.truncate(d / DATA, (d / DATA).stat().st_size // 2),
     "emptied": lambda d: os.truncate(d / DATA, 0),
+    "a file too many": lambda d: (d / "rank-00001.safetensors").write_bytes((d / DATA).read_bytes()),
     "missing file": lambda d: (d / DATA).unlink(),
     "missing manifest": lambda d: (d / "manifest.json").unlink(),
     "manifest cut": lambda d: os.truncate(d / "manifest.json", 100),
