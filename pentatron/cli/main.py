@@ -87,6 +87,13 @@ def _sentences(action: Callable[[], int]) -> int:
             # What another machine lacks (a file, a tokenizer) the first rank does not know.
             complain(f"rank {os.environ['RANK']}: {error}")
         return error.exit_code
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        complain(
+            f"{error.filename} cannot be opened ({error.strerror}); choose another place, or ask its owner"
+        )
+        return UserError.exit_code
     except KeyboardInterrupt:
         if _speaks():
             complain("stopped at once; checkpoints that were saved before are intact")
