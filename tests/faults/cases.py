@@ -1,0 +1,106 @@
+"""What a case of the fault matrix is, and how it is judged."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tests.faults.commands import Ran
+
+if TYPE_CHECKING:
+    from tests.faults.lab import Lab
+
+GROUPS = (
+    "killed rank", "preemption", "frozen or slow", "storage", "damaged checkpoint", "damaged data", "numbers", "other layout", "other",
+)  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What became of a fault. `detected`: somebody was told of it, in words that fit; `named`: the rank or the file is the right one.
+
+    None: the question does not arise.
+    """
+
+    detected: bool = False
+    detected_after: float | None = None
+    steps_lost: int | None = None
+    exit_code: int | None = None
+    named: bool | None = None
+    equal: bool | None = None
+    remark: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.problems.append(otherwise)
+
+    def told(self, ran: Ran, pattern: str, since: float | None = None, within: float | None = None) -> None:
+        """Some line must fit the pattern, which has the right rank or file in it."""
+        line = ran.find(pattern)
+        self.named = line is not None
+        self.detected = self.detected or self.named
+        if line is None:
+            self.problems.append(
+                f"no line has {pattern!r}; the last ones:\n" + "\n".join(ran.text.splitlines()[-12:])
+            )
+            return
+        self.detected_after = max(0.0, line.time - (ran.started if since is None else since))
+        if within is not None:
+            self.expect(
+                self.detected_after <= within,
+                f"told after {self.detected_after:.1f} s, later than {within:g}",
+            )
+
+    def ended(self, ran: Ran, *codes: int) -> None:
+        self.exit_code = ran.code
+        self.detected = self.detected or ran.code != 0
+        self.expect(
+            ran.code in codes,
+            f"exit codes are {ran.codes}, not {' or '.join(map(str, codes))}:\n"
+            + "\n".join(ran.text.splitlines()[-12:]),
+        )
+        self.expect(
+            "Traceback" not in ran.text, "a traceback was shown:\n" + "\n".join(ran.text.splitlines()[-25:])
+        )
+        self.expect(not ran.orphans, f"processes are left: {ran.orphans}")
+
+    def lost(self, steps: int, at_most: int) -> None:
+        self.steps_lost = steps
+        self.expect(0 <= steps <= at_most, f"{steps} steps were lost, of {at_most} allowed")
+
+    def same_state(self, equal: bool) -> None:
+        self.equal = equal
+        self.expect(equal, "the state is not that of the undisturbed run")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`control`: the protection is switched off, and the fault must go unnoticed: so the table can show it."""
+
+    group: str
+    fault: str
+    run: "Callable[[Lab], Outcome]"
+    quick: bool = False
+    control: bool = False
+
+    @property
+    def name(self) -> str:
+        words = "".join(c if c.isalnum() else " " for c in f"{self.group}: {self.fault}".lower()).split()
+        return "-".join(words)
+
+
+@dataclass
+class Series:
+    """The cases of one group."""
+
+    group: str
+    cases: list[Case] = field(default_factory=list)
+
+    def case(
+        self, fault: str, quick: bool = False, control: bool = False
+    ) -> "Callable[[Callable[[Lab], Outcome]], Callable[[Lab], Outcome]]":
+        def add(run: "Callable[[Lab], Outcome]") -> "Callable[[Lab], Outcome]":
+            self.cases.append(Case(self.group, fault, run, quick, control))
+            return run
+
+        return add

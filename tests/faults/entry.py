@@ -1,0 +1,28 @@
+"""`python -m tests.faults.entry FAULT... -- WORDS...`: `pentatron train WORDS...`, whose workers suffer the faults meant for them."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pentatron.cli.main import train_by
+from pentatron.config.entry import TRAIN
+from tests.faults.injection import ALONE, Fault, Injector
+
+if TYPE_CHECKING:
+    from pentatron.train.program import Program
+
+RESTART = ("-m", "tests.faults.entry")
+
+
+def take_words(words: Sequence[str]) -> "tuple[list[str], Program]":
+    from pentatron.train.program import CONFIGURED
+
+    middle = list(words).index("--")
+    faults = [Fault.parse(word) for word in words[:middle]]
+    Injector(faults, int(os.environ.get("RANK", ALONE))).install()
+    return list(words[middle + 1 :]), CONFIGURED
+
+
+if __name__ == "__main__":
+    sys.exit(train_by(take_words, TRAIN, RESTART))

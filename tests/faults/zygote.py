@@ -1,0 +1,160 @@
+"""Forks processes that train from one that has imported everything: a start costs tenths of a second instead of seconds.
+
+It reads requests from its input, one JSON object a line, and tells of every start and end on its output. Like the harness's, it
+computes nothing and starts no thread.
+"""
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import selectors
+import shutil
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.faults.entry import RESTART, take_words
+from tests.harness import processes
+from tests.harness.zygote import preload
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_CAPABILITY_VERSION_3 = 0x20080522
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+
+
+class _InChild(Exception):
+    """Unwinds a forked process out of the zygote's loop."""
+
+
+def main() -> None:
+    preload()
+    import pentatron.cli.train  # noqa: F401 - every child needs it
+
+    # Collections in children would otherwise touch, and so copy, every page of the objects imported here.
+    gc.collect()
+    gc.freeze()
+    processes.collapse_memory()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    try:
+        _serve(reader)
+    except _InChild as child:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _end(_live, child.args[0])
+
+
+def _end(live: Callable[[Mapping[str, Any]], int], request: Mapping[str, Any]) -> NoReturn:
+    """What ends with a process ends here as well, but the memory of everything imported is not taken apart, which takes longer."""
+    code = 1
+    try:
+        code = live(request)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(doorbell: int) -> None:
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    selector.register(doorbell, selectors.EVENT_READ)
+    numbers: dict[int, int] = {}
+    unread = b""
+    while True:
+        for key, _ in selector.select():
+            if key.fd == doorbell:
+                os.read(doorbell, 4096)
+                continue
+            received = os.read(sys.stdin.fileno(), 1 << 16)
+            if not received:
+                return
+            *lines, unread = (unread + received).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    raise _InChild(request)
+                numbers[pid] = request["number"]
+                _tell({"number": request["number"], "pid": pid})
+        while numbers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            _tell({"number": numbers.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+
+
+def _tell(message: Mapping[str, Any]) -> None:
+    os.write(sys.__stdout__.fileno(), (json.dumps(message) + "\n").encode())  # type: ignore[union-attr]
+
+
+def _live(request: Mapping[str, Any]) -> int:
+    from pentatron.cli.main import train_by
+    from pentatron.config.entry import TRAIN
+
+    processes.die_with_parent(os.getppid())
+    null = os.open(os.devnull, os.O_RDONLY)
+    out, err = (
+        os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for name in ("out", "err")
+    )
+    for source, target in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    for place in request["mounts"]:
+        _mount(**place)
+    if request["plain"]:
+        _give_up_rights()
+    sys.argv = ["pentatron", *request["faults"], "--", *request["words"]]
+    code = train_by(take_words, TRAIN, RESTART)
+    if request["rescue"]:
+        # What lies on a file system of this process's own is gone with it.
+        shutil.copytree(*request["rescue"], dirs_exist_ok=True)
+    return code
+
+
+def _give_up_rights() -> None:
+    """Root may write everywhere, unless it gives up all capabilities."""
+    header, none = struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
+    if ctypes.CDLL(None, use_errno=True).capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "capset failed")
+
+
+def _mount(at: str, kib: int | None) -> None:
+    """For this process alone: a file system of so many KiB, or, without a number, the folder itself but read-only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.geteuid(), os.getegid()
+
+    def call(name: str, *given: Any) -> None:
+        if getattr(libc, name)(*given) != 0:
+            raise OSError(ctypes.get_errno(), f"{name} failed")
+
+    call("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if user else 0))
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    place = at.encode()
+    call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+    if kib is not None:
+        call("mount", b"tmpfs", place, b"tmpfs", 0, f"size={kib}k".encode())
+    else:
+        call("mount", place, place, None, _MS_BIND, None)
+        call("mount", place, place, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY, None)
+
+
+if __name__ == "__main__":
+    main()
