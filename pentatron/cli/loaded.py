@@ -1,8 +1,10 @@
 """What a command line leaves to the checkpoint or the folder it starts from: the architecture and the tokenizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pentatron.cli.kept_batch import keep_global_batch
 from pentatron.cli.loaded_step import adopt_layout, nothing_to_load, use_named_step
 from pentatron.config.data_sources import names_files
 from pentatron.config.draft import Draft, Facts
@@ -26,7 +28,8 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
 
         own = find_source(save)
         if own is not None and not own.is_huggingface:
-            _learn(draft, facts, own, "choose another --run-dir, or start anew with --fresh")
+            settings = _learn(draft, facts, own, "choose another --run-dir, or start anew with --fresh")
+            keep_global_batch(draft, facts, settings, str(own.folder))
             return
     if draft["load"] is None:
         return
@@ -74,12 +77,14 @@ def use_hub_folder(draft: Draft, name: str) -> None:
     draft.notices.append(f"{written.value} is in {folder}")
 
 
-def _learn(draft: Draft, facts: Facts, source: "Source", way_out: str) -> None:
+def _learn(draft: Draft, facts: Facts, source: "Source", way_out: str) -> Mapping[str, Any]:
+    """Returns all settings of what is loaded."""
     settings = source.architecture()
     if not source.is_huggingface:
         adopt_layout(draft, settings, str(source.folder))
     adopt(draft, facts, settings, str(source.folder), way_out)
     _learn_tokenizer(draft, source.small_files)
+    return settings
 
 
 def _learn_tokenizer(draft: Draft, folder: Path) -> None:

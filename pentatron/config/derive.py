@@ -6,7 +6,7 @@ from pathlib import Path
 from pentatron.config.derive_layout import derive_layout
 from pentatron.config.derive_positions import derive_positions
 from pentatron.config.derive_schedule import derive_length, plan_so_far, settle_stepwise_batch
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import KEPT, Draft, Facts
 from pentatron.layout.divisors import divisors, either
 
 _HEAD_WIDTHS = (64, 32, 16, 8)
@@ -143,6 +143,9 @@ def _batches(draft: Draft) -> list[str]:
     problems = settle_stepwise_batch(draft)
     if problems:
         return problems
+    if KEPT in draft.source("global_batch_size"):
+        # What a rank was to do is recorded all the same: the next start compares it with what it is told.
+        return _micro_and_global(draft, None)
     if draft["rank_batch_size"] is not None:
         explicit = [n for n in ("micro_batch_size", "global_batch_size") if draft.given(n)]
         if explicit and draft.given("rank_batch_size"):

@@ -5,6 +5,9 @@ from typing import Any
 
 from pentatron.config.flags import Assigned, is_written
 
+# The reason of a derived value that a run has had from its beginning.
+KEPT = "kept from"
+
 
 @dataclass(frozen=True)
 class Facts:

@@ -1,0 +1,78 @@
+"""A run that goes on with more processes or fewer: the same samples in the same steps, and the same loss."""
+
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.prepare import prepare
+from pentatron.config.draft import Facts
+from pentatron.config.entry import PRETRAIN_GPT, STANDARD
+from pentatron.config.errors import UserError
+from pentatron.config.resolve import Resolved
+from pentatron.parallel.world import single_process
+from pentatron.train.session import run_training
+from tests.cli.test_train import finish, losses, start
+
+TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --dataset-size 64 --lr 1e-2 --device cpu"
+RUN = f"{TINY} --train-iters 6 --eval-interval 0 --sample-tokens 0"
+
+
+def on(processes: int, folder: Path, words: str) -> Resolved:
+    said = [*f"{RUN} {words}".split(), "--run-dir", str(folder)]
+    return prepare(said, PRETRAIN_GPT, Facts(processes, processes, 1)).resolved
+
+
+def batch(resolved: Resolved) -> tuple[int | None, int | None, int]:
+    """Samples of a step, of a micro-batch, and how many of those each rank runs."""
+    config = resolved.config
+    return config.train.global_batch_size, config.train.micro_batch_size, config.accumulation
+
+
+def alone(folder: Path, words: str) -> None:
+    run_training(on(1, folder, words), single_process(), True)
+
+
+def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command on two processes, then on one: of a rank it says the same, of a step it would not; but the run keeps its own."""
+    words = "--micro-batch-size 2 --lr-decay-style constant"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    spread = f"pretrain_gpt.py {RUN} --nproc-per-node 2 --threads-per-process 1 --run-dir {cut} {words} --exit-interval 3"
+    code, _, err = finish(start(*spread.split()))
+    assert code == 0, err
+    alone(whole, "--global-batch-size 4 --lr-decay-style constant")
+    capsys.readouterr()
+    alone(cut, words)
+    shown = capsys.readouterr().out
+    kept = "the run keeps its 4 samples a step, which it had on 2 data-parallel ranks; on 1, what is said of a rank would make 2"
+    assert kept in shown
+    assert (
+        "the checkpoint was made on 1 tensor × 1 pipeline × 1 context × 2 data ranks; it goes on on" in shown
+    )
+    assert losses(cut) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in losses(whole)]
+    # Also where its last start had another number; and so on.
+    assert batch(on(1, cut, words)) == (4, 2, 2) and batch(on(2, cut, words)) == (4, 2, 1)
+    # Who says another number wants it; and what cannot be divided is refused with the equation.
+    assert batch(on(1, cut, "--micro-batch-size 1"))[0] == 1
+    assert batch(on(1, cut, f"{words} --global-batch-size 6"))[0] == 6
+    equation = r"global batch size \(4\) is not divisible by micro batch size \(2\) times data parallel size"
+    with pytest.raises(
+        UserError, match=rf"{equation} \(3\) = 6; use --global-batch-size 6 or another number"
+    ):
+        on(3, cut, words)
+    with pytest.raises(UserError, match=rf"{equation} \(4\) = 8; use --micro-batch-size 1$"):
+        on(4, cut, words)
+
+
+def test_what_a_guide_says_of_a_rank_is_divided_anew(tmp_path: Path) -> None:
+    """`--batch_size` of the guides is a rank's: on more ranks than before, each has fewer."""
+    folder = tmp_path / "a"
+    said = f"{TINY} --train-iters 2 --batch_size 4 --sample-tokens 0 --save {folder} --load {folder}".split()
+    run_training(prepare(said, STANDARD, Facts(1, 1, 1)).resolved, single_process(), True)
+    now = prepare(said, STANDARD, Facts(2, 2, 1)).resolved
+    assert batch(now) == (
+        4,
+        2,
+        1,
+    ) and "on 1 data-parallel rank; on 2, what is said of a rank would make 8" in " ".join(now.notices)
