@@ -1,5 +1,8 @@
 """Which layers have experts, as `--moe-layer-freq` says it: every N-th, or a list written with + and *."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pentatron.config.layer_pattern import layer_pattern
 
 
@@ -15,3 +18,13 @@ def moe_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
             f"--moe-layer-freq {frequency} gives no layer experts; write a 1 for each that has them"
         )
     return tuple(bool(entry) for entry in found)
+
+
+def inner_widths(settings: Mapping[str, Any], sparse_layers: int) -> int:
+    """Of the feed-forward parts of all layers together, as one token sees them: of experts, those it is sent to."""
+    dense = settings["num_layers"] * settings["ffn_hidden_size"]
+    if settings["num_experts"] is None:
+        return int(dense)
+    sparse = settings["moe_router_topk"] * settings["moe_ffn_hidden_size"]
+    sparse += settings["moe_shared_expert_intermediate_size"] or 0
+    return int(dense + sparse_layers * (sparse - settings["ffn_hidden_size"]))

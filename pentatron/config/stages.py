@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.config.moe_layers import moe_layers
+from pentatron.config.moe_layers import inner_widths, moe_layers
 from pentatron.layout.ranks import Grid
 from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import Costs, Division
@@ -60,15 +60,13 @@ def costs_of(values: Mapping[str, Any]) -> Costs:
 
 
 def _inner_width(values: Mapping[str, Any]) -> float:
-    """Of a feed-forward part, as one token sees it; the mean, where some layers have experts and some do not."""
-    dense, layers = values["ffn_hidden_size"], values["num_layers"]
-    if values["num_experts"] is None:
-        return float(dense)
-    try:
-        share = sum(moe_layers(values["moe_layer_freq"], layers)) / layers
-    except ValueError:
-        # A rule will say what is wrong with it.
-        share = 1.0
-    sparse = values["moe_router_topk"] * values["moe_ffn_hidden_size"]
-    sparse += values["moe_shared_expert_intermediate_size"] or 0
-    return share * sparse + (1 - share) * dense
+    """Of a feed-forward part; the mean, where some layers have experts and some do not."""
+    layers = values["num_layers"]
+    sparse = 0
+    if values["num_experts"] is not None:
+        try:
+            sparse = sum(moe_layers(values["moe_layer_freq"], layers))
+        except ValueError:
+            # A rule will say what is wrong with it.
+            sparse = layers
+    return inner_widths(values, sparse) / layers

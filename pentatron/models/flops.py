@@ -1,7 +1,7 @@
 """Floating-point operations of a training step: matmuls forward and backward, attention counted causally."""
 
 from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.config.moe_layers import moe_layers
+from pentatron.config.moe_layers import inner_widths, moe_layers
 
 _MULTIPLY_ADD_FORWARD_BACKWARD = 6  # 2 per multiply-add, once forward and twice backward
 
@@ -16,14 +16,8 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
     hidden, attended = config.hidden_size, config.num_attention_heads * config.kv_channels
     keys_and_values = 2 * config.num_query_groups * config.kv_channels
     matrices = 3 if config.gated_linear_unit else 2
-    inner = config.num_layers * config.ffn_hidden_size
-    if moe.num_experts is not None:
-        assert moe.moe_ffn_hidden_size
-        sparse = sum(moe_layers(moe.moe_layer_freq, config.num_layers))
-        of_experts = moe.moe_router_topk * moe.moe_ffn_hidden_size
-        of_experts += moe.moe_shared_expert_intermediate_size or 0
-        inner = (config.num_layers - sparse) * config.ffn_hidden_size + sparse * of_experts
-    mlps = hidden * inner * matrices
+    sparse = 0 if moe.num_experts is None else sum(moe_layers(moe.moe_layer_freq, config.num_layers))
+    mlps = hidden * inner_widths({**vars(config), **vars(moe)}, sparse) * matrices
     projections = hidden * (attended + keys_and_values) + attended * hidden
     per_token = mlps + config.num_layers * projections + hidden * config.padded_vocab_size
     per_token_pair = config.num_layers * attended
