@@ -4,12 +4,11 @@ Without the record, a run that starts at step 0 from weights in its own folder c
 """
 
 import json
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from pentatron.checkpoint.tensor_file import sync_folder, write_text
 from pentatron.config.errors import UserError
+from pentatron.data.atomic import write_file
 
 FILE_NAME = "began-from.json"
 
@@ -33,7 +32,4 @@ def record_bases(folder: Path, steps: Iterable[Path], origin: Path | None) -> No
     folder.mkdir(parents=True, exist_ok=True)
     found = {"from": None if origin is None else str(origin), "steps": sorted(step.name for step in steps)}
     text = json.dumps(found, indent=1) + "\n"
-    temporary = folder / f".{FILE_NAME}.{secrets.token_hex(4)}"
-    write_text(temporary, text)
-    temporary.replace(folder / FILE_NAME)
-    sync_folder(folder)
+    write_file(folder / FILE_NAME, text.encode())

@@ -26,8 +26,9 @@ from pentatron.checkpoint.manifest import (
     verify_files,
 )
 from pentatron.checkpoint.retention import Retention, remove_steps
-from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, sync_folder, write_tensors, write_text
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors, write_text
 from pentatron.config.errors import AgreedError
+from pentatron.data.atomic import sync_folder
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
 from pentatron.parallel.pieces import Fragment
 

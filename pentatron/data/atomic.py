@@ -15,8 +15,12 @@ def commit(temporary: Path, target: Path) -> None:
     """Make `temporary` become `target`, surviving a crash of the machine right after the call."""
     _sync(temporary, os.O_RDWR)
     temporary.replace(target)
-    # The rename itself lives in the folder, which has to reach the disk as well.
-    _sync(target.parent, os.O_RDONLY)
+    sync_folder(target.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames inside a folder survive a power cut: they live in the folder, which has to reach the disk as well."""
+    _sync(path, os.O_RDONLY)
 
 
 def write_file(target: Path, content: bytes) -> None:
