@@ -1,7 +1,9 @@
 """`pentatron data`: looking at prepared data, checking and joining it."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
@@ -89,6 +91,11 @@ def _merge(words: Sequence[str]) -> int:
     output, *sources = map(_stem, prefixes)
     if output in sources:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
+    for source, times in Counter(str(Path(source).resolve()) for source in sources).items():
+        if times > 1:
+            say(
+                f"note: {source} is named {times} times, so each of its documents is in {output} {times} times"
+            )
     facts = merge(sources, output, options["overwrite"])
     say(
         f"{output}: {facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens from {len(sources)} pairs"

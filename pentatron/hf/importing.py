@@ -26,7 +26,7 @@ from pentatron.hf.folder import HuggingFaceFolder, open_folder
 from pentatron.hf.links import Link, check_covered, links_of, logical_shapes
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress, Summary
-from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files
+from pentatron.hf.small_files import FOLDER_NAME, copy_files, doubts_of, small_files
 from pentatron.monitor.display import Display
 from pentatron.parallel.pieces import Shape
 
@@ -61,6 +61,9 @@ def import_folder(
 
     `judge` sees the finished folder before it gets its name, and may raise.
     """
+    files = small_files(source, options.tokenizer)
+    for doubt in doubts_of(files):
+        display.say(f"note: {doubt}")
     with open_folder(source) as folder:
         config = config_for(settings_of(folder.config))
         outlines, values = tensors_of(folder, config, options)
@@ -77,7 +80,7 @@ def import_folder(
                 config=config.nested(),
                 file_bytes=options.file_bytes,
             )
-            copy_files(small_files(source, options.tokenizer), made / FOLDER_NAME)
+            copy_files(files, made / FOLDER_NAME)
             seconds = progress.seconds
             if judge is not None:
                 judge(made)

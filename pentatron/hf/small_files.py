@@ -1,6 +1,8 @@
 """The files of a Hugging Face folder besides its weights: kept beside the steps of a checkpoint, so that an export has them."""
 
 import fnmatch
+import importlib.util
+import json
 import secrets
 import shutil
 from collections.abc import Iterable, Sequence
@@ -8,6 +10,7 @@ from pathlib import Path
 
 from pentatron.config.errors import UserError
 from pentatron.data.atomic import write_file
+from pentatron.data.tokenizer import FileTokenizer
 from pentatron.hf.folder import CONFIG
 
 # Beside the steps.
@@ -38,6 +41,33 @@ def tokenizer_files(place: Path) -> list[Path]:
         raise UserError(
             f"{place} has no tokenizer files such as tokenizer.json; name the folder of a tokenizer"
         )
+    return found
+
+
+def doubts_of(files: Iterable[Path]) -> list[str]:
+    """What to say of files that are carried along: whoever needs them first would notice, perhaps much later.
+
+    One that is not even JSON is an error; of which tokenizers there are, only their library knows.
+    """
+    found = []
+    for path in files:
+        if path.suffix != ".json":
+            continue
+        try:
+            json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{path} is damaged: it is not JSON ({error}); copy or download it again, or carry another tokenizer along with "
+                "--tokenizer DIR"
+            ) from None
+        if path.name == "tokenizer.json" and importlib.util.find_spec("tokenizers") is not None:
+            try:
+                FileTokenizer(path)
+            except UserError:
+                found.append(
+                    f"{path} is carried along, but the package tokenizers here cannot read it: text can be neither prepared nor "
+                    "generated with it; --tokenizer DIR carries another one along"
+                )
     return found
 
 

@@ -47,8 +47,10 @@ class Source:
         found, complaints = store.newest_valid(verify, set_aside)
         if found is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
+            # A run's own steps are the ones that may be set aside; what it was told to load, it cannot begin anew.
+            instead = "train anew with --fresh" if set_aside else "name another folder, or one step of a run"
             raise UserError(
-                f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or train anew with --fresh"
+                f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or {instead}"
             )
         return found, complaints
 

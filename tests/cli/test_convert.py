@@ -30,7 +30,7 @@ GUIDE = """--bf16 --model-type GPT --loader llama_mistral --saver core --target-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = save(theirs("qwen2").bfloat16(), tmp_path_factory.mktemp("folder"))
-    (found / "tokenizer.json").write_text("{}")
+    (found / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
     (found / "tokenizer.model").write_text("its own")
     return found
 
@@ -60,6 +60,25 @@ def test_there_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         "tokenizer.json",
     ]
     assert (tmp_path / "o" / "tokenizer.json").read_text() == "[]"
+
+
+def test_a_broken_tokenizer_is_not_carried_along_in_silence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is not JSON is refused; what the library cannot read is told of."""
+    (tmp_path / "cut").mkdir()
+    cut = tmp_path / "cut" / "tokenizer.json"
+    cut.write_text('{"model": {"vocab"')
+    words = ["import", str(folder), str(tmp_path / "ours")]
+    assert main([*words, "--tokenizer", str(cut.parent)]) == 2
+    assert f"{cut} is damaged: it is not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+    cut.write_text("{}")
+    assert main([*words, "--tokenizer", str(cut.parent)]) == 0
+    assert (
+        "tokenizer.json is carried along, but the package tokenizers here cannot read it"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,14 @@ def test_checkpoints_beside_the_log_are_gone_on_from_by_the_name_they_were_saved
     assert [step for step, _ in losses(tmp_path / "a")] == [1, 2, 3, 4]
 
 
+def test_what_is_loaded_and_damaged_is_not_mended_by_starting_anew(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--train-iters 2")
+    (tmp_path / "a" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="put a good one back, or name another folder") as refused:
+        run(tmp_path / "b", f"--load {tmp_path / 'a'}")
+    assert "--fresh" not in str(refused.value)
+
+
 def test_when_no_checkpoint_is_usable_nothing_is_begun_anew(tmp_path: Path) -> None:
     run(tmp_path / "a", "--train-iters 2")
     (tmp_path / "a" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
