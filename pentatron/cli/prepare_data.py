@@ -109,11 +109,11 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
     for word in words:
         name = word.split("=", 1)[0].lstrip("-").replace("_", "-").lower()
         if word.startswith("--") and name in REFUSED:
-            raise UserError(f"--{name} is not available; {REFUSED[name]}.")
+            raise UserError(f"--{name} is not available; {REFUSED[name]}")
     defaults = {**DEFAULTS, **{name: default for name, (default, _) in IDLE.items()}}
     options, plain = read_options(words, defaults, "pentatron prepare")
     if plain:
-        raise UserError(f"'{plain[0]}' is no flag; write --input {plain[0]}.")
+        raise UserError(f"'{plain[0]}' is no flag; write --input {plain[0]}")
     needed = {
         "input": "name the files with the text",
         "output-prefix": "say where the result goes",
@@ -121,12 +121,12 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
     }
     for name, what in needed.items():
         if not options[name]:
-            raise UserError(f"--{name} is missing; {what}.")
+            raise UserError(f"--{name} is missing; {what}")
     if options["workers"] < 0 or (options["workers"] == 0 and _given(words, "workers")):
-        raise UserError(f"--workers {options['workers']} must be 1 or more.")
+        raise UserError(f"--workers {options['workers']} must be 1 or more")
     if options["text-documents"] not in TEXT_DOCUMENTS:
         raise UserError(
-            f"--text-documents {options['text-documents']} must be one of {', '.join(TEXT_DOCUMENTS)}."
+            f"--text-documents {options['text-documents']} must be one of {', '.join(TEXT_DOCUMENTS)}"
         )
     for name, (default, reason) in IDLE.items():
         if options[name] != default:
@@ -162,7 +162,7 @@ def _found_model(name: str) -> str:
     try:
         folder = resolve_folder(name, files=TOKENIZER_FILES)
     except UserError as error:
-        raise UserError(f"Tokenizer not found: {error}; check --tokenizer-model.") from error
+        raise UserError(f"Tokenizer not found: {error}; check --tokenizer-model") from error
     say(f"note: {name} is in {folder}")
     return str(folder)
 

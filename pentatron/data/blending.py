@@ -86,13 +86,13 @@ def build_blend(
     Without numbers, every sample of every dataset once.
     """
     if len(members) > MOST_DATASETS:
-        raise UserError(f"A blend of {len(members)} datasets is too large; merge some of them.")
+        raise UserError(f"a blend of {len(members)} datasets is too large; merge some of them")
     if len(members) == 1 and weights is None:
         return recipe.build(members[0], *((numbers[0], numbers[1:]) if numbers else (None,)))
     if weights is None:
         return _by_size(members, numbers, recipe)
     if not numbers:
-        raise UserError("A blend with weights has no natural end; leave the weights out to read all of it.")
+        raise UserError("a blend with weights has no natural end; leave the weights out to read all of it")
     return _by_weight(members, normalised(weights), numbers, recipe)
 
 

@@ -187,7 +187,7 @@ def at_line(path: Path, number: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"Line {number} of {path} {str(error).rstrip('.')}.") from None
+        raise UserError(f"line {number} of {path} {str(error).rstrip('.')}") from None
 
 
 def parse_conversation(line: bytes | str) -> Conversation:

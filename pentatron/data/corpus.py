@@ -167,8 +167,8 @@ def _read_sources(max_bytes: int, report: Progress) -> _Sources:
         report(STAGES[0], total, max_bytes)
     if not texts:
         raise UserError(
-            f"No file of the Python standard library in {root} fits into {max_bytes} bytes; allow more, or use a "
-            "Python that ships its library as .py files."
+            f"no file of the Python standard library in {root} fits into {max_bytes} bytes; allow more, or use a "
+            "Python that ships its library as .py files"
         )
     return _Sources(texts, total, digest.hexdigest())
 

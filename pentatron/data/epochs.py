@@ -27,7 +27,7 @@ class EpochShuffle:
 
     def __init__(self, dataset: FiniteDataset, seed: int) -> None:
         if len(dataset) == 0:
-            raise UserError("A dataset without samples cannot be repeated; use more data.")
+            raise UserError("a dataset without samples cannot be repeated; use more data")
         self.dataset = dataset
         self.seed = seed
         # Reading goes forward, so the order of one epoch is enough to keep.

@@ -134,8 +134,8 @@ class GPTDataset:
         if part.min() < 0 or part.max() >= self.vocab_size:
             at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
             raise UserError(
-                f"Token {part[at]} at place {offset + at} of sequence {document} is outside the vocabulary of "
-                f"{self.vocab_size}: the data is damaged or was prepared with another tokenizer."
+                f"token {part[at]} at place {offset + at} of sequence {document} is outside the vocabulary of "
+                f"{self.vocab_size}: the data is damaged or was prepared with another tokenizer"
             )
 
 
@@ -148,7 +148,7 @@ def require_documents(source: IndexedDataset, documents: range, split: str, name
     if not len(documents):
         raise UserError(
             f"--split {split} leaves no document of {source.prefix} ({len(source)} sequences) to the {name} "
-            "set; give it a larger share, or 0 to do without."
+            "set; give it a larger share, or 0 to do without"
         )
 
 

@@ -56,7 +56,7 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise UserError(
-                    f"No data file {path}; give the prefix of a prepared .bin/.idx pair without its ending."
+                    f"no data file {path}; give the prefix of a prepared .bin/.idx pair without its ending"
                 )
         code, sequences, boundaries = _read_header(self.idx_path)
         self.dtype = DTYPES[code]
@@ -135,7 +135,7 @@ class IndexedDataset:
         if self.facts is not None and self.facts.largest_token >= vocab_size:
             raise UserError(
                 f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
-                "prepared with another tokenizer; give that one, or prepare the data again."
+                "prepared with another tokenizer; give that one, or prepare the data again"
             )
 
     def _check_sidecar(self, sidecar: Sidecar, index: npt.NDArray[np.uint8]) -> None:
@@ -147,7 +147,7 @@ class IndexedDataset:
             if expected != found:
                 raise UserError(
                     f"{path} has {found} bytes where {sidecar.path.name} expects {expected}: it is cut short or of another "
-                    f"pair; copy all three files again{self._resealed()}."
+                    f"pair; copy all three files again{self._resealed()}"
                 )
         wrong = first_wrong_block(index, sidecar.idx_sums, range(len(sidecar.idx_sums)))
         if wrong is not None:
@@ -169,7 +169,7 @@ class IndexedDataset:
         begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
         return UserError(
             f"{path} is damaged between bytes {begin} and {end}: their checksum should be {sums[block]:08x}, found "
-            f"{found:08x}; copy the files again or prepare the data again{self._resealed()}."
+            f"{found:08x}; copy the files again or prepare the data again{self._resealed()}"
         )
 
     def _resealed(self) -> str:
@@ -217,7 +217,7 @@ class IndexedDataset:
         if size != end:
             raise UserError(
                 f"{self.bin_path} has {size} bytes where {self.idx_path.name} expects {end}: it is cut short or the "
-                "two files are not a pair; copy both again or prepare the data again."
+                "two files are not a pair; copy both again or prepare the data again"
             )
 
 
@@ -247,5 +247,5 @@ def _read_header(path: Path) -> tuple[int, int, int]:
 def _damaged(path: Path, offset: int, what: str, expected: object, found: object) -> UserError:
     return UserError(
         f"{path} is damaged at byte {offset}: {what} should be {expected}, found {found}; "
-        "copy the file again or prepare the data again."
+        "copy the file again or prepare the data again"
     )

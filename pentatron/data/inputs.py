@@ -54,9 +54,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            raise UserError(
-                f"--input {pattern} is a folder; name its files, for example '{pattern}/*.jsonl'."
-            )
+            raise UserError(f"--input {pattern} is a folder; name its files, for example '{pattern}/*.jsonl'")
         if path.is_file():
             found.append(path)
             continue
@@ -65,14 +63,14 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
         matches = [Path(name) for name in names if Path(name).is_file()]
         if not matches:
             raise UserError(
-                f"No input file {pattern}; --input takes files or patterns such as 'data/*.jsonl'."
+                f"no input file {pattern}; --input takes files or patterns such as 'data/*.jsonl'"
             )
         found += matches
     seen: set[Path] = set()
     for path in found:
         if path.resolve() in seen:
             raise UserError(
-                f"--input names {path} twice, which would double its documents; name every file once."
+                f"--input names {path} twice, which would double its documents; name every file once"
             )
         seen.add(path.resolve())
     return tuple(found)
@@ -88,8 +86,8 @@ def is_json(path: Path) -> bool:
     if name.endswith(TEXT_ENDINGS):
         return False
     raise UserError(
-        f"What {path} holds is not clear from its name; call it .jsonl (one object per line) or .txt, with .gz or .zst behind if it "
-        "is packed."
+        f"what {path} holds is not clear from its name; call it .jsonl (one object per line) or .txt, with .gz or .zst behind if it "
+        "is packed"
     )
 
 
@@ -108,7 +106,7 @@ def read_chunks(
                 yield from _chunks_of(path, raw, number, cut, chunk_bytes, begin, before)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise UserError(
-                    f"{path} cannot be unpacked beyond its byte {raw.tell()} ({error}); it is damaged or cut short: copy it again."
+                    f"{path} cannot be unpacked beyond its byte {raw.tell()} ({error}); it is damaged or cut short: copy it again"
                 ) from error
         before += path.stat().st_size
 
@@ -163,7 +161,7 @@ def _skip(path: Path, stream: _Unpacked, offset: int) -> None:
     while left:
         data = stream.read(min(left, 1 << 20))
         if not data:
-            raise UserError(f"{path} is shorter than before; it has changed: add --overwrite to start over.")
+            raise UserError(f"{path} is shorter than before; it has changed: add --overwrite to start over")
         left -= len(data)
 
 

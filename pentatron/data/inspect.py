@@ -155,7 +155,7 @@ def refuse_other_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> Non
         raise UserError(
             f"{dataset.bin_path} was prepared with another tokenizer ({_in_words(made_by)}) than the one named now "
             f"({_in_words(named)}); name the one it was prepared with, prepare the data again, or, if the ids mean the same, forget "
-            f"which it was: pentatron data seal {dataset.prefix}."
+            f"which it was: pentatron data seal {dataset.prefix}"
         )
 
 
@@ -171,7 +171,7 @@ def _check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
             offset = (at + wrong) * dataset.dtype.itemsize
             raise UserError(
                 f"{dataset.bin_path} holds token {part[wrong]} at byte {offset}, outside the vocabulary of {vocab_size}: it is "
-                "damaged or was prepared with another tokenizer."
+                "damaged or was prepared with another tokenizer"
             )
         at += len(part)
 

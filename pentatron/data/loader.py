@@ -80,8 +80,8 @@ class MicroBatchSampler:
     ) -> None:
         if consumed_samples < 0 or micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise UserError(
-                f"Cannot read micro-batches of {micro_batch_size} samples as data-parallel rank {dp_rank} of {dp_size} "
-                f"after {consumed_samples} samples; sizes must be positive and ranks below their number."
+                f"cannot read micro-batches of {micro_batch_size} samples as data-parallel rank {dp_rank} of {dp_size} "
+                f"after {consumed_samples} samples; sizes must be positive and ranks below their number"
             )
         self.consumed_samples = consumed_samples
         self.micro_batch_size = micro_batch_size
@@ -100,9 +100,9 @@ class MicroBatchSampler:
 
     def exhausted(self) -> UserError:
         return UserError(
-            f"The dataset has {self.total} samples, too few for another micro-step of {self.step} (reading began at "
+            f"the dataset has {self.total} samples, too few for another micro-step of {self.step} (reading began at "
             f"sample {self.consumed_samples}); ask for fewer steps, build it with more samples, or repeat it with "
-            "EpochShuffle."
+            "EpochShuffle"
         )
 
 
@@ -161,8 +161,8 @@ def _death_of_a_reader(readers: Sequence[BaseProcess]) -> UserError | None:
     else:
         cause = "not enough memory is the usual cause"
     return UserError(
-        f"A process that reads data has died ({how}): {cause}; checkpoints are intact, and the same command goes on from the newest "
-        "one, perhaps with fewer --num-workers."
+        f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and the same command goes on from the newest "
+        "one, perhaps with fewer --num-workers"
     )
 
 

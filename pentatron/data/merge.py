@@ -26,7 +26,7 @@ def merge(
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _common_tokenizer(sources)
     if pair_paths(output)[1].exists() and not overwrite:
-        raise UserError(f"{pair_paths(output)[1]} exists already; add --overwrite to replace it.")
+        raise UserError(f"{pair_paths(output)[1]} exists already; add --overwrite to replace it")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     suffix = f".{os.getpid()}{TEMPORARY_SUFFIX}"
     pair = PairInProgress(Path(output), sources[0].dtype, suffix)
@@ -60,7 +60,7 @@ def _common_tokenizer(sources: Sequence[IndexedDataset]) -> TokenizerIdentity | 
         if source.dtype != sources[0].dtype:
             raise UserError(
                 f"{sources[0].prefix} holds {sources[0].dtype} and {source.prefix} holds {source.dtype}; only pairs of one type can "
-                "be merged: prepare one of them again with the other's tokenizer."
+                "be merged: prepare one of them again with the other's tokenizer"
             )
         made_by = source.facts.tokenizer if source.facts is not None else None
         if made_by is None:
@@ -69,7 +69,7 @@ def _common_tokenizer(sources: Sequence[IndexedDataset]) -> TokenizerIdentity | 
         if first is not None and first.fingerprint != made_by.fingerprint:
             raise UserError(
                 f"{known.prefix if known else ''} and {source.prefix} were prepared with different tokenizers; prepare one of them "
-                "again with the other's."
+                "again with the other's"
             )
         known = known or source
     everywhere = all(source.facts is not None and source.facts.tokenizer is not None for source in sources)

@@ -45,7 +45,7 @@ class PairInProgress:
             path = self.path(part)
             if state is not None and (not path.is_file() or path.stat().st_size < sizes[part]):
                 raise UserError(
-                    f"{path} is shorter than the run that wrote it had noted; delete {path.parent} to start over."
+                    f"{path} is shorter than the run that wrote it had noted; delete {path.parent} to start over"
                 )
             file = path.open("r+b" if state is not None else "wb", buffering=BUFFER)
             self._files[part] = file
@@ -190,7 +190,7 @@ class IndexedDatasetWriter:
             if low < limits.min or largest > limits.max:
                 wrong = low if low < limits.min else largest
                 raise UserError(
-                    f"Token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)."
+                    f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
                 )
         data = ids.astype(self.dtype).tobytes()
         self._pair.append(data, np.asarray(lengths, np.int32), np.array([len(lengths)]), largest)
@@ -217,4 +217,4 @@ def _stored(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
         if known == stored:
             return stored, code
     names = ", ".join(str(known) for known in DTYPES.values())
-    raise UserError(f"Tokens cannot be stored as {stored}; choose one of {names}.")
+    raise UserError(f"tokens cannot be stored as {stored}; choose one of {names}")

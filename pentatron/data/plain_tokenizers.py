@@ -58,7 +58,7 @@ class NullTokenizer:
         if wrong is not None:
             raise UserError(
                 f"NullTokenizer reads numbers below {self.vocab_size}, found '{wrong[:40]}'; "
-                "choose another --tokenizer-type for text."
+                "choose another --tokenizer-type for text"
             )
         return [int(word) for word in words]
 

@@ -104,7 +104,7 @@ def prepare(job: Job, report: Report = lambda counts, total: None, say: Say = la
     except OSError as error:
         raise UserError(
             f"{error.filename or job.prefix.parent} cannot be read or written ({error.strerror}); when that is mended, the same command "
-            "goes on where this one stopped."
+            "goes on where this one stopped"
         ) from error
 
 
@@ -173,7 +173,7 @@ class _Preparation:
         if _stats(job) != sizes:
             self._forget()
             raise UserError(
-                "An input file changed while it was read; run the same command again when it is complete."
+                "an input file changed while it was read; run the same command again when it is complete"
             )
 
     def _append(self, chunk: Chunk, encoded: EncodedChunk) -> None:
@@ -193,7 +193,7 @@ class _Preparation:
     def _refuse_bad_lines(self, chunk: Chunk, encoded: EncodedChunk) -> None:
         if encoded.bad and not self.job.skip_bad_lines:
             raise UserError(
-                f"{self._bad_line(chunk, *encoded.bad[0])}; mend it, or leave such lines out with --skip-bad-lines."
+                f"{self._bad_line(chunk, *encoded.bad[0])}; mend it, or leave such lines out with --skip-bad-lines"
             )
 
     def _bad_line(self, chunk: Chunk, line: int, reason: str) -> str:
@@ -256,17 +256,15 @@ def _check_inputs(job: Job) -> None:
     keys = job.recipe.keys
     for key in keys:
         if "/" in key or "\0" in key or not key:
-            raise UserError(f"The key '{key}' cannot be part of a file's name; rename it in the input.")
+            raise UserError(f"the key '{key}' cannot be part of a file's name; rename it in the input")
     if len(set(keys)) != len(keys):
-        raise UserError(f"--json-keys {' '.join(keys)} names a key twice; name every key once.")
+        raise UserError(f"--json-keys {' '.join(keys)} names a key twice; name every key once")
     plain = next((path for path in job.inputs if not is_json(path)), None)
     if plain is not None and len(keys) > 1:
-        raise UserError(
-            f"{plain} is plain text, which has no keys; give one of --json-keys {' '.join(keys)}."
-        )
+        raise UserError(f"{plain} is plain text, which has no keys; give one of --json-keys {' '.join(keys)}")
     if plain is not None and job.recipe.sentences:
         raise UserError(
-            f"--split-sentences needs lists of sentences in JSON lines, and {plain} is plain text: there is no sentence splitter here."
+            f"--split-sentences needs lists of sentences in JSON lines, and {plain} is plain text: there is no sentence splitter here"
         )
 
 
@@ -299,7 +297,7 @@ def _is_done(job: Job, fingerprint: str) -> bool:
         if sidecar is None or sidecar.facts.job != fingerprint:
             raise UserError(
                 f"{pair_paths(prefix)[1]} exists already, from other inputs or settings; add --overwrite to replace it, or choose "
-                "another --output-prefix."
+                "another --output-prefix"
             )
     return len(there) == len(job.outputs)
 
@@ -327,7 +325,7 @@ def _only_one(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"Another run is preparing {folder} right now; wait for it, or choose another --output-prefix."
+                f"another run is preparing {folder} right now; wait for it, or choose another --output-prefix"
             ) from None
         try:
             yield

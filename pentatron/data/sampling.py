@@ -30,7 +30,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         shares = []
     if not 1 <= len(shares) <= len(SPLIT_NAMES) or sum(shares) == 0:
         raise UserError(
-            f"Cannot read the split '{text}'; give up to three numbers, for example --split 949,50,1."
+            f"cannot read the split '{text}'; give up to three numbers, for example --split 949,50,1"
         )
     shares += [0.0] * (len(SPLIT_NAMES) - len(shares))
     total = sum(shares)
@@ -85,7 +85,7 @@ def build_sample_index(
     """Cut `documents` (indices into `lengths`) into at least `num_samples` samples, or one epoch without a number."""
     if sequence_length < 1 or (num_samples is not None and num_samples < 1):
         raise UserError(
-            f"Samples need a positive length and number, found length {sequence_length}, number {num_samples}."
+            f"samples need a positive length and number, found length {sequence_length}, number {num_samples}"
         )
     tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
     least = 1 if num_samples is not None else sequence_length + 1
@@ -122,8 +122,8 @@ def epoch_samples(lengths: npt.NDArray[np.integer], documents: range, sequence_l
 
 def _too_short(documents: range, tokens: int, least: int) -> UserError:
     return UserError(
-        f"Sequences {documents.start} to {documents.stop} hold {tokens} tokens where {least} are needed; "
-        "use more data or another --split."
+        f"sequences {documents.start} to {documents.stop} hold {tokens} tokens where {least} are needed; "
+        "use more data or another --split"
     )
 
 

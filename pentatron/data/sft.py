@@ -53,7 +53,7 @@ def write_conversations(
             documents += len(lines)
             progress(lines[-1][2], size)
         if documents == 0:
-            raise UserError(f"{path} holds no conversation; it is empty.")
+            raise UserError(f"{path} holds no conversation; it is empty")
 
 
 def _tokens(path: Path, writer: Writer, lines: Sequence[int], texts: Sequence[MarkedText]) -> list[Tokens]:

@@ -114,7 +114,7 @@ def _facts(path: Path, line: bytes) -> tuple[Facts, int]:
     if said.get("format") != FORMAT or said.get("block_bytes") != BLOCK_BYTES:
         raise UserError(
             f"{path} is of the format '{said.get('format')}', which this version does not read; use a newer Pentatron, or "
-            "delete it to open the pair with checks of its structure only."
+            "delete it to open the pair with checks of its structure only"
         )
     tokenizer = said["tokenizer"]
     facts = Facts(
@@ -134,5 +134,5 @@ def _crc_of(file: BinaryIO) -> int:
 def _damaged(path: Path, offset: int, what: str) -> UserError:
     return UserError(
         f"{path} is damaged at byte {offset}: {what}; copy the file again, or delete it to open the pair with checks of its "
-        "structure only."
+        "structure only"
     )

@@ -32,8 +32,8 @@ class SyntheticDataset:
         """Samples `first`, `first` + 1, ... of the walks the seed describes."""
         if min(size, vocab_size, sequence_length) < 1:
             raise UserError(
-                f"Synthetic data needs positive sizes, found {size} samples, vocabulary {vocab_size}, "
-                f"sequence length {sequence_length}."
+                f"synthetic data needs positive sizes, found {size} samples, vocabulary {vocab_size}, "
+                f"sequence length {sequence_length}"
             )
         self.size = size
         self.sequence_length = sequence_length

@@ -78,7 +78,7 @@ class _LibraryTokenizer:
         if self._eod is None:
             raise UserError(
                 f"{self.path} names no token that ends a document; put "
-                '{"eos_token": "..."} into tokenizer_config.json beside it.'
+                '{"eos_token": "..."} into tokenizer_config.json beside it'
             )
         return self._eod
 
@@ -133,13 +133,13 @@ class FileTokenizer(_LibraryTokenizer):
         if not file.is_file():
             raise UserError(
                 f"Tokenizer not found: no file {file}; check --tokenizer-model, which takes a local tokenizer.json or a folder "
-                f"that holds one{_other_kind(file.parent)}."
+                f"that holds one{_other_kind(file.parent)}"
             )
         try:
             tokenizer = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for any malformed file
             raise UserError(
-                f"{file} is not a readable tokenizer ({error}); check --tokenizer-model."
+                f"{file} is not a readable tokenizer ({error}); check --tokenizer-model"
             ) from error
         # Files may carry the settings of an inference pipeline, which would cut or fill up documents.
         tokenizer.no_truncation()
@@ -156,14 +156,14 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         library = _tokenizers_library()
         for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
             if not Path(path).is_file():
-                raise UserError(f"Tokenizer not found: no file {path}; check {flag}.")
+                raise UserError(f"Tokenizer not found: no file {path}; check {flag}")
         from tokenizers import decoders, models, pre_tokenizers
 
         try:
             tokenizer = library.Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
         except Exception as error:  # the library raises bare Exception for any malformed file
             raise UserError(
-                f"{vocab_file} and {merge_file} are not a readable vocabulary ({error}); check --vocab-file and --merge-file."
+                f"{vocab_file} and {merge_file} are not a readable vocabulary ({error}); check --vocab-file and --merge-file"
             ) from error
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -185,13 +185,13 @@ class SentencePieceTokenizer:
         if not self.path.is_file():
             raise UserError(
                 f"Tokenizer not found: no file {self.path}; check --tokenizer-model, which takes a SentencePiece .model file or a "
-                "folder that holds tokenizer.model."
+                "folder that holds tokenizer.model"
             )
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(self.path))
         except (RuntimeError, OSError) as error:
             raise UserError(
-                f"{self.path} is not a readable SentencePiece model ({error}); check --tokenizer-model."
+                f"{self.path} is not a readable SentencePiece model ({error}); check --tokenizer-model"
             ) from error
         self._begin: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
         self.vocab_size: int = self._model.get_piece_size()
@@ -200,7 +200,7 @@ class SentencePieceTokenizer:
     def eod(self) -> int:
         token: int = self._model.eos_id()
         if token < 0:
-            raise UserError(f"{self.path} has no token that ends a document; train it with one (--eos_id).")
+            raise UserError(f"{self.path} has no token that ends a document; train it with one (--eos_id)")
         return token
 
     def vocabulary(self) -> dict[str, int]:
@@ -257,11 +257,11 @@ def load_tokenizer(
         return ByteTokenizer()
     if kind == "NullTokenizer":
         if vocab_size is None:
-            raise UserError("NullTokenizer needs to know how many ids there are; give --vocab-size.")
+            raise UserError("NullTokenizer needs to know how many ids there are; give --vocab-size")
         return NullTokenizer(vocab_size)
     if kind not in TOKENIZER_TYPES:
         raise UserError(
-            f"Unknown tokenizer type '{kind}'; --tokenizer-type is one of {', '.join(TOKENIZER_TYPES)}."
+            f"unknown tokenizer type '{kind}'; --tokenizer-type is one of {', '.join(TOKENIZER_TYPES)}"
         )
     if model is not None and fetch is not None and not Path(model).exists():
         model = fetch(str(model))
@@ -274,13 +274,13 @@ def load_tokenizer(
         if vocab_file is None or merge_file is None:
             raise UserError(
                 "Tokenizer not found: GPT2BPETokenizer needs two files; give --vocab-file vocab.json and --merge-file merges.txt, "
-                "or check --tokenizer-model, which takes the folder that holds both."
+                "or check --tokenizer-model, which takes the folder that holds both"
             )
         return GPT2BPETokenizer(vocab_file, merge_file)
     if model is None:
         raise UserError(
             f"Tokenizer not found: no path was given for {kind}; check --tokenizer-model, which takes a local "
-            f"{'tokenizer.json' if kind.startswith('H') else '.model file'} or a folder that holds one."
+            f"{'tokenizer.json' if kind.startswith('H') else '.model file'} or a folder that holds one"
         )
     return FileTokenizer(model) if kind.startswith("H") else SentencePieceTokenizer(model, kind)
 
@@ -301,7 +301,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
     library = _tokenizers_library()
     least = BYTE_VALUES + 1
     if vocab_size < least:
-        raise UserError(f"A byte-level vocabulary needs {least} ids or more, found {vocab_size}.")
+        raise UserError(f"a byte-level vocabulary needs {least} ids or more, found {vocab_size}")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = library.Tokenizer(models.BPE())
@@ -326,7 +326,7 @@ def _configured_end_token(folder: Path) -> str | None:
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object ({error}); check --tokenizer-model.") from error
+        raise UserError(f"{path} is not a JSON object ({error}); check --tokenizer-model") from error
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -345,5 +345,5 @@ def _tokenizers_library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError("This tokenizer needs the package tokenizers; run: pip install tokenizers") from error
+        raise UserError("this tokenizer needs the package tokenizers; run: pip install tokenizers") from error
     return tokenizers

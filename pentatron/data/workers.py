@@ -90,6 +90,6 @@ class Workers:
         code = process.exitcode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return UserError(
-            f"A worker process {how} (not enough memory is the usual cause); the same command goes on where this one stopped, "
-            "perhaps with fewer --workers."
+            f"a worker process {how} (not enough memory is the usual cause); the same command goes on where this one stopped, "
+            "perhaps with fewer --workers"
         )

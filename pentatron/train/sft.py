@@ -151,7 +151,7 @@ def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | Non
             special_tokens,
         )
     except ImportError as error:
-        raise UserError("Chat templates need the package jinja2; run: pip install jinja2") from error
+        raise UserError("chat templates need the package jinja2; run: pip install jinja2") from error
     folder = getattr(tokenizer, "path", None)
     folder = None if folder is None else Path(folder).parent
     if data.chat_template is not None:

@@ -126,8 +126,8 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
         ("", "--input is missing; name the files"),
         ("--input x.jsonl", "--output-prefix is missing"),
         ("--input x.jsonl --output-prefix o", "--tokenizer-type is missing; it is one of HuggingFaceTokenizer"),
-        ("--input x.jsonl --output-prefix o --tokenizer-type No", "No input file x.jsonl"),
-        ("--input README.md --output-prefix o --tokenizer-type No", "Unknown tokenizer type 'No'"),
+        ("--input x.jsonl --output-prefix o --tokenizer-type No", "no input file x.jsonl"),
+        ("--input README.md --output-prefix o --tokenizer-type No", "unknown tokenizer type 'No'"),
         ("--input README.md --output-prefix o --tokenizer-type HFTokenizer --tokenizer-model /no",
          "Tokenizer not found: no file /no; check --tokenizer-model"),
         ("--input x.jsonl --output-prefix o --tokenizer-type No --workers 0", "--workers 0 must be 1 or more"),
@@ -172,6 +172,12 @@ def test_describe_verify_merge_seal(pairs: list[Path], capsys: pytest.CaptureFix
     merged = f"{first}b"
     assert main(["data", "merge", merged, f"{first}.bin", f"{second}.idx"]) == 0
     assert "ab: 4 documents, 4 sequences, 26 tokens from 2 pairs" in capsys.readouterr().out
+    capsys.readouterr()
+    assert main(["data", "merge", f"{first}c", first, first, second]) == 0
+    assert (
+        f"{first} is named 2 times, so each of its documents is in {first}c 2 times"
+        in capsys.readouterr().out
+    )
     assert main(["data", "merge", merged, first]) == 2
     assert main(["data", "merge", first, first]) == 2
     assert "cannot be merged into itself" in capsys.readouterr().err
@@ -207,7 +213,7 @@ def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
         ("shw x", "unknown command 'data shw' (did you mean show?)"),
         ("descibe x", "unknown command 'data descibe' (did you mean describe?)"),
         ("verify", "say which data to use: pentatron data verify PREFIX"),
-        ("describe /nowhere", "No data file /nowhere.idx"),
+        ("describe /nowhere", "no data file /nowhere.idx"),
     ):
         assert main(["data", *words.split()]) == 2
         assert message in capsys.readouterr().err

@@ -219,11 +219,11 @@ def test_inputs_are_found_once_and_in_order(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["c.txt", "a.jsonl", "b.jsonl"]
     assert [is_json(path) for path in found] == [False, True, True]
     for patterns, message in (
-        (["none-*.jsonl"], "No input file none-"),
+        (["none-*.jsonl"], "no input file none-"),
         ([tmp_path], "is a folder; name its files"),
         ([tmp_path / "a.jsonl", tmp_path / "*.jsonl"], r"names .*a\.jsonl twice"),
     ):
         with pytest.raises(ValueError, match=message):
             expand_inputs([str(pattern) for pattern in patterns])
-    with pytest.raises(ValueError, match=r"What x\.parquet holds is not clear"):
+    with pytest.raises(ValueError, match=r"what x\.parquet holds is not clear"):
         is_json(Path("x.parquet"))

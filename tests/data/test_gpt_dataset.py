@@ -105,7 +105,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_place(tmp_path: Path
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(1), None, 4, seed=0, vocab_size=500)
     at = dataset.index.shuffle.tolist().index(1)
     with pytest.raises(
-        ValueError, match="Token 500 at place 7 of sequence 0 is outside the vocabulary of 500"
+        ValueError, match="token 500 at place 7 of sequence 0 is outside the vocabulary of 500"
     ):
         dataset[at]
     assert dataset[1 - at]["tokens"].tolist() == [4, 5, 6, 7]
@@ -119,7 +119,7 @@ def test_a_negative_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.idx").write_bytes(content)
     (tmp_path / "x.meta").unlink()
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(1), None, 4, seed=0, vocab_size=50000)
-    with pytest.raises(ValueError, match="Token -25536 at place 2"):
+    with pytest.raises(ValueError, match="token -25536 at place 2"):
         dataset[0]
 
 

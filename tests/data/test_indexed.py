@@ -184,13 +184,13 @@ def test_bin_of_another_size_is_refused(prefix: Path, size: int) -> None:
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_missing_file_is_named(prefix: Path, suffix: str) -> None:
     Path(f"{prefix}{suffix}").unlink()
-    with pytest.raises(ValueError, match=rf"No data file .*{suffix}; give the prefix"):
+    with pytest.raises(ValueError, match=rf"no data file .*{suffix}; give the prefix"):
         IndexedDataset(prefix)
 
 
 def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for wrong in (65536, -1):
-        with pytest.raises(ValueError, match=f"Token {wrong} does not fit uint16"):
+        with pytest.raises(ValueError, match=f"token {wrong} does not fit uint16"):
             write(tmp_path / "x", [[1, wrong]])
     with pytest.raises(ValueError, match="cannot be stored as float32"):
         IndexedDatasetWriter(tmp_path / "x", "float32")
@@ -238,7 +238,7 @@ with pair_writer.IndexedDatasetWriter({str(prefix)!r}, "uint16") as writer:
     if when == "after":
         assert IndexedDataset(prefix).get(0).tolist() == [9, 9, 9]
     else:
-        with pytest.raises(ValueError, match="No data file"):
+        with pytest.raises(ValueError, match="no data file"):
             IndexedDataset(prefix)
     write(prefix, DOCUMENTS)
     assert IndexedDataset(prefix).get(0).tolist() == DOCUMENTS[0]

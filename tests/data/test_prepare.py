@@ -246,7 +246,7 @@ def test_a_dead_worker_is_reported(tmp_path: Path, source: Path) -> None:
             assert child.pid is not None
             os.kill(child.pid, signal.SIGKILL)
 
-    with pytest.raises(ValueError, match=r"A worker process was killed by signal 9 .*fewer --workers"):
+    with pytest.raises(ValueError, match=r"a worker process was killed by signal 9 .*fewer --workers"):
         prepare(job(source, tmp_path), report)
     assert [path.name for path in tmp_path.iterdir()] == [".out.preparing"]
 
@@ -297,6 +297,6 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, source: Path) -> 
     given = Job((text,), tmp_path / "o", Recipe(choice, ("text",), True, False), 1)
     with (
         prepare_module._only_one(given.folder),
-        pytest.raises(ValueError, match="Another run is preparing"),
+        pytest.raises(ValueError, match="another run is preparing"),
     ):
         prepare(given)

@@ -115,7 +115,7 @@ def test_empty_documents_hold_no_start() -> None:
     ("documents", "samples", "length", "message"),
     [
         (range(2, 2), 5, 8, "hold 0 tokens where 1 are needed"),
-        (range(1, 2), None, 8, "Sequences 1 to 2 hold 3 tokens where 9 are needed"),
+        (range(1, 2), None, 8, "sequences 1 to 2 hold 3 tokens where 9 are needed"),
         (range(5), 0, 8, "positive length and number"),
         (range(5), 5, 0, "positive length and number"),
     ],

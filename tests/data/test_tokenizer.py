@@ -154,7 +154,7 @@ def test_load_by_type(folder: Path, kind: str) -> None:
         ("HFTokenizer", "absent", r"^Tokenizer not found: no file .*absent; check --tokenizer-model"),
         ("HFTokenizer", "", r"^Tokenizer not found: no file .*tokenizer\.json; check --tokenizer-model"),
         ("NullTokenizer", None, "give --vocab-size"),
-        ("Megabyte", None, "Unknown tokenizer type 'Megabyte'.*HuggingFaceTokenizer"),
+        ("Megabyte", None, "unknown tokenizer type 'Megabyte'.*HuggingFaceTokenizer"),
     ],
 )
 def test_what_is_not_found(tmp_path: Path, kind: str, model: str | None, message: str) -> None:

@@ -109,7 +109,7 @@ def test_files_of_its_own_to_test_with(prefix: Path) -> None:
     assert found.valid is None
     # What a run is tested with may change while it goes on.
     assert opened("").identity == opened(f"--test-data-path {other}").identity
-    with pytest.raises(UserError, match=r"No data file .*absent"):
+    with pytest.raises(UserError, match=r"no data file .*absent"):
         opened("--test-data-path absent")
     with pytest.raises(UserError, match="--test-data-path needs --train-data-path"):
         opened(f"--test-data-path {other} --data-path {prefix} --train-data-path=")

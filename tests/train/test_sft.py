@@ -245,15 +245,15 @@ def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:
 def test_mistakes_name_their_line(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text('{"input": "a", "output": "b"}\n\n{"input": "a"}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"Line 3 of .*chats.jsonl has the keys input"):
+    with pytest.raises(UserError, match=r"line 3 of .*chats.jsonl has the keys input"):
         build(path, tmp_path / "data")
     assert not list((tmp_path / "data").glob("sft-*"))
     write(path, [{"input": "a", "output": "b"}, {"input": "\ud800", "output": "b"}])
-    with pytest.raises(UserError, match=r"Line 2 of .*chats.jsonl holds half a surrogate pair"):
+    with pytest.raises(UserError, match=r"line 2 of .*chats.jsonl holds half a surrogate pair"):
         build(path, tmp_path / "data")
     folder = tokenizer_folder(tmp_path / "model", "{{ raise_exception('never') }}")
     with pytest.raises(
-        UserError, match=r"Line 1 of .* cannot be written as text: the chat template of .*jinja says: never"
+        UserError, match=r"line 1 of .* cannot be written as text: the chat template of .*jinja says: never"
     ):
         build(path, tmp_path / "data", "--tokenizer-model", str(folder), "--vocab-size", "400")
     bare = tokenizer_folder(tmp_path / "bare", None)
@@ -261,7 +261,7 @@ def test_mistakes_name_their_line(tmp_path: Path) -> None:
         build(path, tmp_path / "data", "--tokenizer-model", str(bare), "--vocab-size", "400")
     write(path, [{"input": "1", "output": " 2"}, {"messages": [{"role": "assistant", "content": "3"}] * 2}])
     with pytest.raises(
-        UserError, match=r"Line 2 of .* cannot be tokenized: it has more than a question and an answer"
+        UserError, match=r"line 2 of .* cannot be tokenized: it has more than a question and an answer"
     ):
         build(path, tmp_path / "data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9")
     path.write_text("\n", encoding="utf-8")
