@@ -18,6 +18,7 @@ LEVELS = {
     "monitor": 3,
     "models": 4,
     "hf": 5,
+    "interchange": 5,
     "plan": 5,
     "train": 6,
     "bench": 7,

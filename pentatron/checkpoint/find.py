@@ -6,8 +6,10 @@ from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_man
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 
-# What Megatron-LM leaves in a folder of checkpoints, or in one of them.
-_OF_MEGATRON = ("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*", "*.distcp", ".metadata")
+# Where Megatron-LM says which iteration is the newest.
+TRACKER = "latest_checkpointed_iteration.txt"
+# What it leaves in one checkpoint, by the value of --ckpt-format that stands for it.
+_OF_MEGATRON = {"torch_dist": (".metadata", "*.distcp"), "torch": ("mp_rank_*",)}
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -41,12 +43,45 @@ def read_step(folder: Path, verify: bool) -> Found:
     return Found(folder, manifest)
 
 
+def megatron_step(path: Path) -> tuple[Path, str] | None:
+    """The checkpoint of Megatron-LM that a path means, and its format; nothing of it is read but the tracker."""
+    for folder in (path, _newest_iteration(path)):
+        if folder is None or not folder.is_dir():
+            continue
+        for name, patterns in _OF_MEGATRON.items():
+            if any(next(folder.glob(pattern), None) for pattern in patterns):
+                return folder, name
+    return None
+
+
+def _newest_iteration(path: Path) -> Path | None:
+    try:
+        said = (path / TRACKER).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        said = ""
+    if said.isdecimal():
+        return path / f"iter_{int(said):07d}"
+    if said == "release":
+        return path / said
+    return max(path.glob("iter_" + "[0-9]" * 7), default=None)
+
+
 def refuse_other_formats(path: Path) -> None:
-    """Names what a folder holds that somebody may take for a checkpoint of ours."""
-    if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _OF_MEGATRON):
+    """Names what a folder holds that somebody may take for a checkpoint of ours, and what permits to read it."""
+    found = megatron_step(path)
+    if found is not None:
+        kind = (
+            "in its format torch_dist"
+            if found[1] == "torch_dist"
+            else "in its older format, one file for each rank"
+        )
         raise UserError(
-            f"{path} holds checkpoints in a format of Megatron-LM, which is not read here; convert them to a Hugging Face folder with "
-            f"its tools, and load that (--load HF_DIR) or import it (pentatron import HF_DIR OUT)"
+            f"{found[0]} is a checkpoint of Megatron-LM {kind}; such files hold pickle, so reading them must be permitted: add "
+            f"--ckpt-format {found[1]} (they are read by a process apart that runs nothing of them)"
+        )
+    if (path / TRACKER).is_file():
+        raise UserError(
+            f"{path / TRACKER} is of Megatron-LM, but {_newest_iteration(path)} holds no checkpoint; name the folder of one"
         )
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, StoredPiece, TensorRecord
-from pentatron.checkpoint.tensor_file import DTYPES, blocks, holds
+from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, blocks, holds
+from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Fragment, Shape, overlap, region
 
@@ -65,7 +66,7 @@ class StepReader:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._closing = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[Path, Any] = {}
         self._found: tuple[str, _Overlaps] | None = None
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
@@ -91,12 +92,12 @@ class StepReader:
             return _slice(stored, piece, dtype, start, size)
 
     def _open(self, path: Path) -> Any:
-        if path.name not in self._files:
+        if path not in self._files:
             if len(self._files) >= _OPEN_FILES:
                 self._closing.close()
                 self._files.clear()
-            self._files[path.name] = self._closing.enter_context(_library().safe_open(path, framework="pt"))
-        return self._files[path.name]
+            self._files[path] = self._closing.enter_context(_opened(path))
+        return self._files[path]
 
     def __enter__(self) -> "StepReader":
         return self
@@ -175,9 +176,14 @@ class _Overlaps:
 
 def _read_file(path: Path, reads: Sequence[_Read]) -> None:
     advice = "resume with --verify-checkpoint to fall back to an older step"
-    with _told_if_damaged(path, advice), _library().safe_open(path, framework="pt") as file, torch.no_grad():
+    with _told_if_damaged(path, advice), _opened(path) as file, torch.no_grad():
         for piece, of_piece in itertools.groupby(reads, key=attrgetter("piece")):
             _read_piece(file.get_slice(piece.key), piece, of_piece)
+
+
+def _opened(path: Path) -> Any:
+    """A file of tensors, ours or one that torch has written."""
+    return TorchFile(path) if path.suffix in TORCH_FILES else _library().safe_open(path, framework="pt")
 
 
 def _library() -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_NUMBER = re.compile(r"step-(\d{8,})(?:-again\d+)?")
+# The second is the name of a step in the format torch_dist.
+_NUMBER = re.compile(r"(?:step-(\d{8,})(?:-again\d+)?|iter_(\d{7,}))")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Retention:
 def number_of(step: Path) -> int | None:
     """Which step a folder says it is by its name; None: it has another kind of name."""
     match = _NUMBER.fullmatch(step.name)
-    return int(match[1]) if match else None
+    return int(match[1] or match[2]) if match else None
 
 
 def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
@@ -42,7 +43,7 @@ def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
     for step in steps:
         # Hidden first: a deletion cut short must not leave half a step under a step's name.
         step.rename(folder / f".{step.name}.{secrets.token_hex(4)}")
-    for leftover in folder.glob(".step-*"):
+    for leftover in (*folder.glob(".step-*"), *folder.glob(".iter_*")):
         if leftover.is_symlink():
             leftover.unlink()
         else:

@@ -32,7 +32,7 @@ from pentatron.data.atomic import sync_folder
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
 from pentatron.parallel.pieces import Fragment
 
-_STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?")
+_STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 _DAMAGED = ".damaged"
 
 
@@ -169,9 +169,7 @@ class CheckpointStore:
         """Finished steps, oldest first; of a step saved again, the last one last."""
         if not self.folder.is_dir():
             return []
-        return sorted(
-            (p for p in self.folder.iterdir() if _STEP_NAME.fullmatch(p.name) and p.is_dir()), key=_order
-        )
+        return sorted((p for p in self.folder.iterdir() if _is_finished(p)), key=_order)
 
     def newest_valid(self, verify: bool, set_aside: bool) -> tuple[Found | None, list[str]]:
         """The newest step that passes its checks, and a sentence about each one that did not.
@@ -214,11 +212,17 @@ class CheckpointStore:
         remove_steps(self.folder, Retention(self.keep).outdated(steps, just_saved))
 
 
+def _is_finished(path: Path) -> bool:
+    """Others write steps called iter_0000100 as well: such a one is ours if it has our manifest."""
+    match = _STEP_NAME.fullmatch(path.name)
+    return match is not None and path.is_dir() and (match[3] is None or (path / FILE_NAME).is_file())
+
+
 def _order(folder: Path) -> tuple[int, int]:
     """(step, how often it was saved again) of a step's folder."""
     match = _STEP_NAME.fullmatch(folder.name)
     assert match is not None
-    return int(match[1]), int(match[2] or 0)
+    return int(match[1] or match[3]), int(match[2] or 0)
 
 
 def _write(path: Path, fragments: Sequence[Fragment]) -> _Written:

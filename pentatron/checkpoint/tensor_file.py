@@ -45,6 +45,9 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPE_NAMES}
 # The types a weight may have, by safetensors' names.
 WEIGHT_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items() if dtype.is_floating_point}
 
+# Files that torch has written; `torch_file.py` reads them.
+TORCH_FILES = (".distcp", ".pt")
+
 # What can hold every value of a type, beside the type itself.
 _WIDER = {
     torch.float16: (torch.float32, torch.float64),

@@ -27,7 +27,7 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
         from pentatron.train.sources import find_source
 
         own = find_source(save)
-        if own is not None and not own.is_huggingface:
+        if own is not None and not own.is_foreign:
             settings = _learn(draft, facts, own, "choose another --run-dir, or start anew with --fresh")
             keep_global_batch(draft, facts, settings, str(own.folder))
             return
@@ -37,8 +37,12 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
         # It may be a model of others that the run will save beside; steps of its own are seen to above.
         from pentatron.train.sources import find_source
 
-        there = find_source(save)
-        if there is None or not there.is_huggingface:
+        there = find_source(save, megatron=draft["ckpt_format"] is not None)
+        if there is None or not there.is_foreign:
+            if draft.given("load"):
+                from pentatron.checkpoint.find import refuse_other_formats
+
+                refuse_other_formats(save)
             nothing_to_load(draft)
             return
     learn_from_named(draft, facts)
@@ -53,11 +57,12 @@ def learn_from_named(draft: Draft, facts: Facts) -> bool:
         return False
     from pentatron.train.sources import find_source, named_source
 
-    if draft["load"] == draft["save"] and find_source(Path(draft["load"])) is None:
+    megatron = draft["ckpt_format"] is not None
+    if draft["load"] == draft["save"] and find_source(Path(draft["load"]), megatron) is None:
         # A run may load what it will save; at first there is nothing.
         return False
     use_hub_folder(draft, "load")
-    _learn(draft, facts, named_source(draft["load"]), "or load another model")
+    _learn(draft, facts, named_source(draft["load"], megatron), "or load another model")
     return True
 
 

@@ -25,14 +25,19 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
     number = draft["ckpt_step"]
     if number is None or not draft.given("load"):
         return
-    from pentatron.checkpoint.find import steps_at
-    from pentatron.checkpoint.store import CheckpointStore, step_name
+    from pentatron.checkpoint.find import megatron_step, steps_at
+    from pentatron.checkpoint.retention import number_of
+    from pentatron.checkpoint.store import CheckpointStore
 
     load = draft.values["load"]
     folder = steps_at(Path(load.value))
     steps = [] if folder is None else CheckpointStore(folder, keep=None).steps()
     # A step that was saved again has a name with an ending; the last one counts.
-    chosen = [step for step in steps if step.name.split("-again")[0] == step_name(number)]
+    chosen = [step for step in steps if number_of(step) == number]
+    theirs = Path(load.value) / f"iter_{number:07d}"
+    if not chosen and draft["ckpt_format"] is not None and megatron_step(theirs):
+        draft.values["load"] = Assigned(str(theirs), load.source)
+        return
     if not chosen:
         known = ", ".join(step.name for step in steps) or "none"
         raise UserError(f"--ckpt-step {number}: {load.value} has no such step, but {known}; name one of them")

@@ -262,6 +262,14 @@ def _nothing_saved(draft: Draft, facts: Facts) -> str:
     return "" if draft["save_checkpoints"] else "nothing is saved (--no-save-checkpoints)"
 
 
+def _read_only(draft: Draft, facts: Facts) -> str:
+    if draft["ckpt_format"] != "torch":
+        return ""
+    return (
+        "checkpoints of that kind are read; what this run saves is in our own format, which any layout loads"
+    )
+
+
 def _no_progress_file(draft: Draft, facts: Facts) -> str:
     return "" if draft["log_progress"] else "it is written to progress.txt, which --log-progress asks for"
 
@@ -315,6 +323,7 @@ IDLE: dict[str, Reason] = {
     **IDLE_OF_DATA,
     **IDLE_OF_THE_LOOP,
     **dict.fromkeys(("save", "save_interval", "keep_checkpoints"), _nothing_saved),
+    "ckpt_format": _read_only,
     **IDLE_OF_SCHEDULES,
     "ddp_bucket_size": _bucketless,
     "num_distributed_optimizer_instances": _instances,

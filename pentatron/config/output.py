@@ -74,9 +74,9 @@ class CheckpointConfig:
     )
     ckpt_format: str | None = setting(
         None,
-        "format of the files",
+        "read Megatron-LM's checkpoints too, which hold pickle (torch_dist: and save in its format; torch: its older files, one for "
+        "each rank)",
         choices=("torch_dist", "torch"),
-        notice="there is one format of checkpoints here, which any layout loads, so this changes nothing",
     )
     non_persistent_ckpt_type: str | None = setting(
         None, "local checkpoints", choices=("global", "local"), not_yet="non-persistent checkpoints"

@@ -22,10 +22,11 @@ from pentatron.hf.architecture import config_of
 from pentatron.hf.convert import reads_theirs
 from pentatron.hf.dtypes import common_dtype, require_room
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE
-from pentatron.hf.links import Link, links_of, logical_shapes, their_shapes
+from pentatron.hf.links import Link, links_of, their_shapes
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress, Summary
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files
+from pentatron.models.shapes import logical_shapes
 from pentatron.monitor.display import Display
 
 _METADATA = {"format": "pt"}

@@ -23,10 +23,11 @@ from pentatron.hf.architecture import model_type_of, settings_of
 from pentatron.hf.convert import reads_ours
 from pentatron.hf.dtypes import common_dtype, require_room
 from pentatron.hf.folder import HuggingFaceFolder, open_folder
-from pentatron.hf.links import Link, check_covered, links_of, logical_shapes
+from pentatron.hf.links import Link, check_covered, links_of
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress, Summary
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, doubts_of, small_files
+from pentatron.models.shapes import logical_shapes
 from pentatron.monitor.display import Display
 from pentatron.parallel.pieces import Shape
 

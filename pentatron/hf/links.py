@@ -17,10 +17,8 @@ from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.hf.name_tables import NAME_TABLES, NameTable, Row, Source
-from pentatron.layout.stages import StagePart
-from pentatron.models.causal_lm import CausalLM
-from pentatron.parallel.axes import Axes
-from pentatron.parallel.pieces import Shape, held_parameters
+from pentatron.models.shapes import logical_shapes
+from pentatron.parallel.pieces import Shape
 
 _FIRST_PROBLEMS = 5
 
@@ -112,14 +110,6 @@ PARTS: dict[str, Callable[[TransformerConfig, int], list[Run]]] = {
     "values": _values,
     "queries, keys, values": _queries_keys_values,
 }
-
-
-def logical_shapes(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
-    """Every tensor of a model of ours, as one process would hold it, without making it."""
-    part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
-    with torch.device("meta"):
-        whole = CausalLM(model, moe, part, Axes())
-    return {held.tensor: held.declared.shape for held in held_parameters(whole)}
 
 
 def links_of(

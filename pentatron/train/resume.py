@@ -80,11 +80,12 @@ class _Start:
         load = self.config.checkpoint.load
         if not self.resolved.given("load") or load is None:
             return self._from_scratch()
-        own = self._first_rank(lambda: find_source(Path(load))) if self._loads_itself() else None
-        if self._loads_itself() and (own is None or not own.is_huggingface):
+        megatron = self.config.checkpoint.ckpt_format is not None
+        own = self._first_rank(lambda: find_source(Path(load), megatron)) if self._loads_itself() else None
+        if self._loads_itself() and (own is None or not own.is_foreign):
             # A run may load what it will save; at first there is nothing.
             return self._from_scratch()
-        source = own or self._first_rank(lambda: named_source(load))
+        source = own or self._first_rank(lambda: named_source(load, megatron))
         if source.is_huggingface:
             return self._from_huggingface(source)
         # Only in our own folder may anything be renamed: another run may be using the other one.

@@ -14,6 +14,7 @@ from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.interchange.store import store_for
 from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.memory_samples import MemorySampler
@@ -206,7 +207,7 @@ class Session:
             self.model.stages, world, config.optim, config.parallel, model_dtype(config)
         )
         self.moments.mark("build_optimizer_finish")
-        self.store = CheckpointStore(Path(config.checkpoint.save), config.checkpoint.keep_checkpoints)
+        self.store = store_for(config)
         began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
         require_fitting_batches(config, began.state)
         notes = [

@@ -6,21 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.described import saved_settings
-from pentatron.checkpoint.find import is_step, read_step, refuse_other_formats, steps_at
+from pentatron.checkpoint.find import is_step, megatron_step, read_step, refuse_other_formats, steps_at
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import CONFIG, open_folder
 from pentatron.hf.small_files import FOLDER_NAME
+from pentatron.interchange.found import read_megatron
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder with steps of ours, of which one may be named, or with a model as Hugging Face stores it."""
+    """A folder with steps of ours, of which one may be named, or with a model as Hugging Face or Megatron-LM stores it."""
 
     folder: Path
     is_huggingface: bool
     step: Path | None = None
+    # A checkpoint of Megatron-LM's.
+    megatron: Path | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.is_huggingface or self.megatron is not None
 
     @property
     def small_files(self) -> Path:
@@ -41,6 +48,8 @@ class Source:
 
         None only if there was never any.
         """
+        if self.megatron is not None:
+            return read_megatron(self.megatron)
         if self.step is not None:
             return read_step(self.step, verify), []
         store = CheckpointStore(self.folder, keep=None)
@@ -55,18 +64,24 @@ class Source:
         return found, complaints
 
 
-def find_source(path: Path) -> Source | None:
-    """What lies in a folder: a step, several, a run that has them, or a Hugging Face model; None: nothing of that kind."""
+def find_source(path: Path, megatron: bool = False) -> Source | None:
+    """What lies in a folder: a step, several, a run that has them, or a model of others; None: nothing of that kind.
+
+    `megatron`: checkpoints of Megatron-LM count too, as they may be read.
+    """
     if is_step(path):
         return Source(path.resolve().parent, is_huggingface=False, step=path)
     if (steps := steps_at(path)) is not None:
         return Source(steps, is_huggingface=False)
-    return Source(path, is_huggingface=True) if (path / CONFIG).is_file() else None
+    if (path / CONFIG).is_file():
+        return Source(path, is_huggingface=True)
+    found = megatron_step(path) if megatron else None
+    return None if found is None else Source(path, is_huggingface=False, megatron=found[0])
 
 
-def named_source(name: str) -> Source:
+def named_source(name: str, megatron: bool = False) -> Source:
     """What `--load` names, or why it cannot be started from."""
-    found = find_source(Path(name))
+    found = find_source(Path(name), megatron)
     if found is not None:
         return found
     if not Path(name).exists():

@@ -36,8 +36,8 @@ def test_what_is_outdated(keep: int | None, every: int | None, gone: list[str]) 
 
 
 def test_a_number_is_read_from_whole_names_alone() -> None:
-    names = ("step-00000030-again2", "step-00000030.damaged", "step-3", "iter_0000030")
-    assert [number_of(Path(name)) for name in names] == [30, None, None, None]
+    names = ("step-00000030-again2", "step-00000030.damaged", "step-3", "iter_0000030", "iter_30")
+    assert [number_of(Path(name)) for name in names] == [30, None, None, 30, None]
 
 
 def steps_in(folder: Path) -> list[int | None]:

@@ -199,11 +199,14 @@ def test_flags_for_experts(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_a_checkpoint_of_megatron_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    command = f"config --load {tmp_path} --mock-data --train-iters 1".split()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("500")
-    assert main(f"config --load {tmp_path} --mock-data --train-iters 1".split()) == 2
-    assert "a format of Megatron-LM, which is not read here; convert them to a Hugging Face folder" in (
-        capsys.readouterr().err
-    )
+    assert main(command) == 2
+    assert "iter_0000500 holds no checkpoint" in capsys.readouterr().err
+    (tmp_path / "iter_0000500" / "mp_rank_00").mkdir(parents=True)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "one file for each rank" in error and "add --ckpt-format torch (" in error
 
 
 @pytest.mark.parametrize(

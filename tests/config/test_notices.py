@@ -450,6 +450,7 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ("save", "--no-save-checkpoints --save x", "--save x", ONE, ONE),
     ("save_interval", "--no-save-checkpoints --save-interval 2", "--save-interval 2", ONE, ONE),
     ("keep_checkpoints", "--no-save-checkpoints --keep-checkpoints 2", "--keep-checkpoints 2", ONE, ONE),
+    ("ckpt_format", "--ckpt-format torch", "--ckpt-format torch_dist", ONE, ONE),
 ]
 
 

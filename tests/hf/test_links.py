@@ -13,8 +13,9 @@ from torch import Tensor
 from pentatron.config.errors import UserError
 from pentatron.hf import links
 from pentatron.hf.folder import SINGLE, open_folder
-from pentatron.hf.links import links_of, logical_shapes, their_shapes
+from pentatron.hf.links import links_of, their_shapes
 from pentatron.hf.weights import load_weights
+from pentatron.models.shapes import logical_shapes
 from pentatron.parallel.pieces import Fragment, overlap, region
 from tests.hf.support import EXPERTS, batch, gap, ours, ours_from, save, targets_of, theirs
 

@@ -1,0 +1,110 @@
+"""Tensors in files that torch has written, opened like a safetensors file: any rectangle by a key, no more read than is asked for.
+
+A key says where a tensor lies and which rectangle of it is meant, as `place|start|size|shape`: `shape` is what we see, the
+same numbers with other axes of length one. In `.distcp` files the place is that of one tensor of torch.save, which torch loads
+as weights alone; in `.pt` files it is that of the plain numbers.
+"""
+
+import io
+import math
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentatron.checkpoint.manifest import DamagedCheckpoint
+from pentatron.checkpoint.tensor_file import DTYPES
+from pentatron.parallel.pieces import Shape, region
+
+
+def saved_place(offset: int, length: int) -> str:
+    """Of what torch.save has written into a part of a file."""
+    return f"saved:{offset}:{length}"
+
+
+def plain_place(offset: int, dtype: str, shape: Shape) -> str:
+    """Of numbers that lie one after the other from a byte on."""
+    return f"plain:{offset}:{dtype}:{_written(shape)}"
+
+
+def rectangle_key(place: str, start: Shape, size: Shape, seen_as: Shape) -> str:
+    return "|".join((place, *map(_written, (start, size, seen_as))))
+
+
+def _written(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _numbers(text: str) -> Shape:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+class TorchFile:
+    """To be used in a `with`; gives slices as safetensors' files do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last: tuple[str, Tensor] | None = None
+
+    def __enter__(self) -> "TorchFile":
+        with self.path.open("rb") as file:
+            # Writable for us alone, which torch wants of memory that it looks at.
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Views of the memory may live on; it goes with the last of them.
+        self._last = None
+
+    def get_slice(self, key: str) -> "_Rectangle":
+        place, start, size, shape = key.split("|")
+        if self._last is None or self._last[0] != place:
+            self._last = place, self._tensor(place)
+        whole, at, extent = self._last[1], _numbers(start), _numbers(size)
+        fits = len(at) == whole.dim() and all(i + n <= m for i, n, m in zip(at, extent, whole.shape))
+        if not fits:
+            raise DamagedCheckpoint(
+                f"{place} is {list(whole.shape)} there, and {list(extent)} from {list(at)} on are wanted"
+            )
+        return _Rectangle(region(whole, at, extent).reshape(_numbers(shape)))
+
+    def _tensor(self, place: str) -> Tensor:
+        kind, offset, *rest = place.split(":")
+        return self._saved(int(offset), int(rest[0])) if kind == "saved" else self._plain(int(offset), *rest)
+
+    def _saved(self, offset: int, length: int) -> Tensor:
+        if offset + length > len(self._memory):
+            raise DamagedCheckpoint(f"it ends before byte {offset + length}")
+        data = io.BytesIO(memoryview(self._memory)[offset : offset + length])
+        try:
+            found = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise DamagedCheckpoint(f"no tensor can be read at byte {offset}: {reason}") from None
+        if not isinstance(found, Tensor):
+            raise DamagedCheckpoint(
+                f"a {type(found).__name__} lies at byte {offset}, where a tensor should be"
+            )
+        return found.detach()
+
+    def _plain(self, offset: int, dtype: str, shape: str) -> Tensor:
+        size, kind = _numbers(shape), DTYPES[dtype]
+        count = math.prod(size)
+        if offset + count * kind.itemsize > len(self._memory):
+            raise DamagedCheckpoint(f"it ends before byte {offset + count * kind.itemsize}")
+        return torch.frombuffer(self._memory, dtype=kind, count=count, offset=offset).view(size)
+
+
+class _Rectangle:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def get_shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def __getitem__(self, where: Any) -> Tensor:
+        found: Tensor = self.values[where]
+        return found

@@ -1,0 +1,103 @@
+"""What `common.pt` says besides arguments: where a run stands, for Megatron-LM and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# As Megatron-LM counts the versions of its checkpoints.
+CHECKPOINT_VERSION = 3.0
+# The optimizer's state has the shapes of the weights, so that any layout can take it.
+_SHARDING = "fully_reshardable"
+
+
+def common_state(
+    step: int, state: Mapping[str, Any], config: Mapping[str, Any], stacked: bool
+) -> dict[str, Any]:
+    flat = {name: value for section in config.values() for name, value in section.items()}
+    groups = [_optimizer(state, flat, of_experts=False)]
+    if flat.get("num_experts"):
+        groups.append(_optimizer(state, flat, of_experts=True))
+    return {
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": step,
+        "num_floating_point_operations_so_far": state.get("flops", 0.0),
+        "optimizer": groups[0] if len(groups) == 1 else dict(enumerate(groups)),
+        "opt_param_scheduler": _scheduler(state),
+        "content_metadata": {
+            "singleton_local_shards": False,
+            "non_homogeneous_layers": not stacked,
+            "distrib_optim_sharding_type": _SHARDING,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "chained_optim_avoid_prefix": True,
+        },
+    }
+
+
+def _optimizer(state: Mapping[str, Any], flat: Mapping[str, Any], of_experts: bool) -> dict[str, Any]:
+    """Two groups of parameters, with and without weight decay, as Megatron-LM forms them."""
+    each = {
+        "lr_mult": 1.0,
+        "is_expert_parallel": of_experts,
+        "is_decoupled_lr": False,
+        "lr": flat.get("lr"),
+        "max_lr": flat.get("lr"),
+        "min_lr": flat.get("min_lr"),
+        "weight_decay": flat.get("weight_decay"),
+        "betas": (flat.get("adam_beta1"), flat.get("adam_beta2")),
+        "eps": flat.get("adam_eps"),
+        "bias_correction": True,
+        "step": state.get("updates", 0),
+    }
+    return {
+        "optimizer": {"param_groups": [{**each, "wd_mult": decays} for decays in (1.0, 0.0)]},
+        "param_state_sharding_type": _SHARDING,
+    }
+
+
+def _scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
+    schedule = state.get("schedule") or {}
+    rate, decay = schedule.get("learning_rate", {}), schedule.get("weight_decay", {})
+    return {
+        "max_lr": rate.get("peak"),
+        "min_lr": rate.get("floor"),
+        "lr_warmup_steps": rate.get("warmup_samples"),
+        "lr_decay_steps": rate.get("decay_samples"),
+        "lr_decay_style": rate.get("style"),
+        "num_steps": state.get("scheduled_samples", 0),
+        "start_wd": decay.get("start"),
+        "end_wd": decay.get("end"),
+        "wd_incr_style": decay.get("style"),
+        "wd_incr_steps": decay.get("samples"),
+    }
+
+
+def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """Where a run of Megatron-LM stood, in the words of a manifest."""
+    scheduler = common.get("opt_param_scheduler")
+    steps = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
+    consumed = int(arguments.get("consumed_train_samples") or 0)
+    return {
+        "step": iteration,
+        "consumed_samples": consumed,
+        "consumed_valid_samples": int(arguments.get("consumed_valid_samples") or 0),
+        "skipped_samples": int(arguments.get("skipped_train_samples") or 0),
+        "scheduled_samples": int(steps) if steps is not None else consumed,
+        "updates": _updates(common.get("optimizer"), iteration),
+        "flops": float(common.get("num_floating_point_operations_so_far") or 0.0),
+    }
+
+
+def _updates(optimizer: Any, iteration: int) -> int:
+    """How many updates the moments have seen: `step` stands in one of several places, by the kind of optimizer."""
+    if isinstance(optimizer, Mapping):
+        if isinstance(step := optimizer.get("step", optimizer.get("common_step")), (int, float)):
+            return int(step)
+        for part in optimizer.values():
+            found = _updates(part, -1)
+            if found >= 0:
+                return found
+    if isinstance(optimizer, list):
+        for part in optimizer:
+            found = _updates(part, -1)
+            if found >= 0:
+                return found
+    return iteration

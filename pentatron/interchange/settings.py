@@ -1,0 +1,131 @@
+"""Megatron-LM's arguments as our settings, and ours as its arguments. Most have the same names: our flags are its flags."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pentatron.config.errors import UserError
+from pentatron.config.run import table
+from pentatron.config.setting import Setting
+
+# Theirs for ours, where the names differ; the first that is there counts.
+_OTHER_NAMES = {
+    "gated_linear_unit": ("swiglu",),
+    "layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon"),
+    "num_experts": ("num_experts", "num_moe_experts"),
+}
+# The sections that a checkpoint's arguments may speak of; the rest is the business of a run.
+_TAKEN = frozenset({"model", "moe", "parallel", "optim", "train"})
+# What changes a model and has no counterpart here: if one of these acts, the weights mean something else.
+_FOREIGN = {
+    "multi_latent_attention": False,
+    "apply_layernorm_1p": False,
+    "squared_relu": False,
+    "openai_gelu": False,
+    "onnx_safe": False,
+    "apply_residual_connection_post_layernorm": False,
+    "mtp_num_layers": None,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "linear_attention_freq": None,
+    "heterogeneous_layers_config_path": None,
+    "encoder_num_layers": None,
+    "quick_geglu": False,
+    "moe_latent_size": None,
+}
+
+
+def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Every setting of ours that Megatron-LM's arguments say something of."""
+    _refuse_foreign(args, origin)
+    found: dict[str, Any] = {}
+    for name, item in table().items():
+        if item.section not in _TAKEN:
+            continue
+        for theirs in _OTHER_NAMES.get(name, (name,)):
+            if theirs in args and _is_like(args[theirs], item):
+                found[name] = _converted(args[theirs], item)
+                break
+    if args.get("use_rope_scaling"):
+        found["rope_scaling_type"] = "llama3"
+    else:
+        found["rope_scaling_factor"] = None
+    if args.get("rotary_seq_len_interpolation_factor"):
+        found["rope_scaling_type"] = "linear"
+        found["rope_scaling_factor"] = float(args["rotary_seq_len_interpolation_factor"])
+    if args.get("use_rotary_position_embeddings") and "position_embedding_type" not in args:
+        found["position_embedding_type"] = "rope"
+    if not args.get("group_query_attention"):
+        found["num_query_groups"] = args.get("num_attention_heads")
+    if isinstance(args.get("moe_layer_freq"), list):
+        found["moe_layer_freq"] = str(args["moe_layer_freq"]).replace(" ", "")
+    if found.get("vocab_size") is None:
+        found["vocab_size"] = args.get("padded_vocab_size")
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not found.get(name)]
+    if missing:
+        raise UserError(f"{origin} does not say what its model is: its arguments lack {', '.join(missing)}")
+    heads = found["num_attention_heads"]
+    found["kv_channels"] = found.get("kv_channels") or found["hidden_size"] // heads
+    if found.get("num_experts") is None:
+        found["num_experts"] = None
+    elif found.get("moe_ffn_hidden_size") is None:
+        found["moe_ffn_hidden_size"] = found.get("ffn_hidden_size")
+    return found
+
+
+def _refuse_foreign(args: Mapping[str, Any], origin: str) -> None:
+    acting = [name for name, idle in _FOREIGN.items() if args.get(name, idle) not in (idle, None, False)]
+    if args.get("swiglu") is False and args.get("gated_linear_unit"):
+        acting.append("gated_linear_unit")
+    if acting:
+        shown = ", ".join(f"{name} = {args[name]}" for name in acting)
+        raise UserError(f"{origin} holds a model that is not built here: it was made with {shown}")
+
+
+def _is_like(value: Any, item: Setting) -> bool:
+    """Whether a value can be one of the setting's: stand-ins for objects cannot, nor what is not offered here."""
+    if value is None:
+        return item.optional
+    if isinstance(value, list) or item.is_list:
+        return isinstance(value, list) and item.is_list and all(isinstance(v, item.base_type) for v in value)
+    if item.choices and value not in item.choices:
+        return False
+    if isinstance(value, bool) or item.base_type is bool:
+        return isinstance(value, bool) and item.base_type is bool
+    return (
+        isinstance(value, (item.base_type, int))
+        if item.base_type in (float, str)
+        else isinstance(value, item.base_type)
+    )
+
+
+def _converted(value: Any, item: Setting) -> Any:
+    if value is None:
+        return None
+    return tuple(value) if isinstance(value, list) else item.base_type(value)
+
+
+def their_arguments(config: Mapping[str, Any], state: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """What Megatron-LM finds in `args` of a checkpoint: our settings under its names, and where the run stands."""
+    flat = {name: value for section in config.values() for name, value in section.items()}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
+    pattern = flat.get("moe_layer_freq") or "1"
+    return {
+        **plain,
+        "swiglu": flat["gated_linear_unit"],
+        "norm_epsilon": flat["layernorm_epsilon"],
+        "group_query_attention": flat["num_query_groups"] != flat["num_attention_heads"],
+        "use_rope_scaling": flat["rope_scaling_type"] == "llama3",
+        "moe_layer_freq": int(pattern) if pattern.isdecimal() else pattern,
+        "add_position_embedding": flat["position_embedding_type"] == "learned_absolute",
+        "iteration": step,
+        "consumed_train_samples": state.get("consumed_samples", 0),
+        "consumed_valid_samples": state.get("consumed_valid_samples", 0),
+        "skipped_train_samples": state.get("skipped_samples", 0),
+        "data_parallel_random_init": False,
+        # Random states are of our own kind and lie beside; this keeps Megatron-LM from looking for its own.
+        "no_save_rng": True,
+        "no_save_optim": False,
+        "use_distributed_optimizer": bool(flat.get("zero_stage")),
+        "ckpt_format": "torch_dist",
+        "phase_transition_iterations": None,
+    }

@@ -1,0 +1,316 @@
+"""Steps that are Megatron-LM's checkpoints and ours at once: its files in the format torch_dist, and our manifest beside them.
+
+The manifest says where every rectangle lies in the `.distcp` files, so that a run goes on from such a step as from any other:
+checked by its sums, in any layout, with no pickled file read. What Megatron-LM has no place for lies in files of our own.
+"""
+
+import dataclasses
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentatron.checkpoint.cover import cover_problem
+from pentatron.checkpoint.find import TRACKER
+from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
+from pentatron.checkpoint.torch_file import rectangle_key, saved_place
+from pentatron.config.run import RunConfig
+from pentatron.data.atomic import write_file
+from pentatron.interchange.common import common_state
+from pentatron.interchange.index import KEPT, MASTER, STATE
+from pentatron.interchange.links import VOCABULARY, Link, is_stacked, their_shapes, written_links
+from pentatron.interchange.names import (
+    EXTRA_IN_LAYERS,
+    EXTRA_OF_EXPERTS,
+    EXTRA_OUTSIDE,
+    EXTRA_STATE,
+)
+from pentatron.interchange.settings import their_arguments
+from pentatron.interchange.writing import (
+    HashedFile,
+    Place,
+    save_rectangle,
+    write_common,
+    write_index,
+)
+from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
+from pentatron.parallel.pieces import Fragment, Shape
+
+_ROUTERS = "routers/"
+
+
+def iteration_name(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+@dataclass(frozen=True)
+class _Wrote:
+    """What one rank put into the temporary folder, or why it could not."""
+
+    files: tuple[FileRecord, ...] = ()
+    places: tuple[Place, ...] = ()
+    records: tuple[tuple[str, TensorRecord], ...] = ()
+    failure: str = ""
+    mistake: str = ""
+
+
+@dataclass
+class _RankFile:
+    """The `.distcp` file of a rank while it is written, and what it is to be called."""
+
+    file: HashedFile
+    places: list[Place] = field(default_factory=list)
+
+    def add(
+        self, links: Sequence[Link], kinds: Sequence[str], at: Shape, values: Tensor, dtype: torch.dtype
+    ) -> Place:
+        """Writes a rectangle of ours once, under all its names."""
+        start, size = links[0].to_theirs(at, tuple(values.shape))
+        offset, length = save_rectangle(self.file, values, size, dtype)
+        name = str(dtype).removeprefix("torch.")
+        made = [
+            Place(f"{kind}{link.theirs}", start, size, name, self.file.path.name, offset, length)
+            for link in links
+            for kind in kinds
+        ]
+        self.places += made
+        return made[0]
+
+
+class TorchDistStore(CheckpointStore):
+    """Saves what `CheckpointStore` saves, as Megatron-LM has it."""
+
+    def __init__(self, folder: Path, keep: int | None, config: RunConfig) -> None:
+        super().__init__(folder, keep)
+        self.config = config
+        self.links = written_links(config.model, config.moe)
+        vocabulary = config.model.padded_vocab_size or config.model.vocab_size
+        assert vocabulary is not None
+        self.vocabulary = vocabulary
+        self.shapes = their_shapes(self.links, config.model.num_layers, vocabulary)
+        precision = config.precision
+        self.dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+
+    def save(
+        self,
+        step: int,
+        fragments: Iterable[Fragment],
+        own: Mapping[str, Tensor],
+        run_state: Mapping[str, Any],
+        config: Mapping[str, Any],
+        group: Group,
+    ) -> Path:
+        """As the store of our own format; the same promises, other files."""
+        temporary = self._agree_on_temporary(step, group)
+        whole = (Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in own.items())
+        everyone = gather_objects(self._write_own(temporary, group.rank, (*fragments, *whole)), group)
+        failure = mistake = ""
+        final = temporary
+        if group.rank == 0:
+            mistake = next((f"rank {r}: {w.mistake}" for r, w in enumerate(everyone) if w.mistake), "")
+            failure = next((f"rank {r}: {w.failure}" for r, w in enumerate(everyone) if w.failure), "")
+            if not (mistake or failure):
+                try:
+                    final = self.commit(
+                        temporary, self._complete(temporary, step, everyone, run_state, config)
+                    )
+                except OSError as error:
+                    failure = f"rank 0: {error.strerror or error}"
+                except (ValueError, TypeError) as error:
+                    mistake = str(error)
+            if mistake or failure:
+                shutil.rmtree(temporary, ignore_errors=True)
+        final, failure, mistake = broadcast_object((final, failure, mistake), group)
+        if mistake:
+            raise ValueError(f"the checkpoint of step {step} would be wrong: {mistake}")
+        if failure:
+            raise self._not_saved(step, failure)
+        if group.rank == 0:
+            self._remove_old(step)
+        return Path(final)
+
+    def _write_own(self, temporary: Path, rank: int, fragments: Sequence[Fragment]) -> _Wrote:
+        """This rank's files; errors come back as text, so that the other ranks hear of them."""
+        named = _RankFile(HashedFile(temporary / f"__{rank}_0.distcp"))
+        beside: dict[str, Tensor] = {}
+        records: list[tuple[str, TensorRecord]] = []
+        path = temporary / f"rank-{rank:05d}.safetensors"
+        try:
+            for fragment in fragments:
+                if fragment.values.numel() == 0:
+                    continue
+                kind, _, ours = fragment.tensor.partition("/")
+                if kind in ("weights", *KEPT):
+                    records.append((fragment.tensor, self._add(named, kind, ours, fragment)))
+                    continue
+                if fragment.tensor.startswith(_ROUTERS) and ours in self.links:
+                    named.add(self.links[ours], [""], fragment.start, fragment.values, torch.float32)
+                key = piece_key(
+                    fragment.tensor, tuple(fragment.shape), fragment.start, tuple(fragment.values.shape)
+                )
+                beside[key] = fragment.values
+                piece = StoredPiece(path.name, key, tuple(fragment.start), tuple(fragment.values.shape))
+                records.append((fragment.tensor, _one_piece(fragment, piece, fragment.values.dtype)))
+            files = [named.file.finish()]
+            if beside:
+                files.append(write_tensors(path, beside))
+            return _Wrote(tuple(files), tuple(named.places), tuple(records))
+        except OSError as error:
+            return _Wrote(failure=error.strerror or str(error))
+        except (ValueError, KeyError, RuntimeError) as error:
+            return _Wrote(mistake=f"{type(error).__name__}: {error}")
+        finally:
+            named.file.close()
+
+    def _add(self, named: _RankFile, kind: str, ours: str, fragment: Fragment) -> TensorRecord:
+        """Weights twice where the run computes with others than it keeps; once under both names where they are the same."""
+        links, at, values = self.links[ours], fragment.start, fragment.values
+        if kind != "weights":
+            place = named.add(links, [f"{STATE}{kind}."], at, values, values.dtype)
+        elif self.dtype == values.dtype:
+            place = named.add(links, ["", MASTER], at, values, values.dtype)
+        else:
+            named.add(links, [""], at, values, self.dtype)
+            place = named.add(links, [MASTER], at, values, values.dtype)
+        size = tuple(values.shape)
+        key = rectangle_key(saved_place(place.offset, place.length), (0,) * len(place.size), place.size, size)
+        return _one_piece(fragment, StoredPiece(place.file, key, tuple(at), size), values.dtype)
+
+    def _complete(
+        self,
+        temporary: Path,
+        step: int,
+        everyone: Sequence[_Wrote],
+        run_state: Mapping[str, Any],
+        config: Mapping[str, Any],
+    ) -> Manifest:
+        """Rank 0 adds what belongs to no rank, once it is sure that the parts make up every tensor exactly."""
+        tensors = _collected(record for wrote in everyone for record in wrote.records)
+        places = [place for wrote in everyone for place in wrote.places]
+        files = [file for wrote in everyone for file in wrote.files]
+        rest = _RankFile(HashedFile(temporary / f"__{len(everyone)}_0.distcp"))
+        try:
+            self._add_padding(rest, {place.theirs: place.dtype for place in places})
+            offset, length = rest.file.save([None])
+            nothing = Place("", None, (), "", rest.file.path.name, offset, length)
+            places += rest.places
+            places += [dataclasses.replace(nothing, theirs=name) for name in self._extra_states()]
+            files.append(rest.file.finish())
+        finally:
+            rest.file.close()
+        shapes = {
+            place.theirs: self.shapes[_bare(place.theirs)] for place in places if place.start is not None
+        }
+        _require_whole(shapes, places)
+        files += write_index(temporary, shapes, places)
+        stacked = is_stacked(self.config.model, self.config.moe)
+        arguments = their_arguments(config, run_state, step)
+        files.append(write_common(temporary, common_state(step, run_state, config, stacked), arguments))
+        return Manifest(step, {f.name: f for f in files}, tensors, dict(run_state), dict(config))
+
+    def _add_padding(self, rest: _RankFile, dtypes: Mapping[str, str]) -> None:
+        """Rows of the vocabulary that belong to no token: zeros, which Megatron-LM's loader wants to find."""
+        for ours in VOCABULARY:
+            for link in self.links.get(ours, ()):
+                rows = self.vocabulary - link.size[0]
+                for name, dtype in dtypes.items():
+                    if _bare(name) == link.theirs and rows:
+                        zeros = torch.zeros(rows, link.size[1], dtype=DTYPES[dtype])
+                        start, kind = (link.size[0], 0), name.removesuffix(link.theirs)
+                        rest.add([link], [kind], start, zeros, zeros.dtype)
+
+    def _extra_states(self) -> Iterable[str]:
+        """The names of what layers keep besides tensors, for each layer and each expert."""
+        layers, experts = self.config.model.num_layers, self.config.moe.num_experts or 0
+        stacked = is_stacked(self.config.model, self.config.moe)
+        for layer in range(layers):
+            prefix, at, of = (
+                ("decoder.layers.", str(layer), str(layers))
+                if stacked
+                else (f"decoder.layers.{layer}.", "0", "1")
+            )
+            for name in EXTRA_IN_LAYERS:
+                yield f"{prefix}{name}.{EXTRA_STATE}/shard_{at}_{of}"
+            for name in EXTRA_OF_EXPERTS:
+                for expert in range(experts):
+                    where = f"{at}.{expert}_{of}.{experts}" if stacked else f"{expert}_{experts}"
+                    yield f"{prefix}{name}.{EXTRA_STATE}/shard_{where}"
+        for name in EXTRA_OUTSIDE:
+            yield f"{name}.{EXTRA_STATE}/shard_0_1"
+
+    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """The tracker comes last: until then Megatron-LM reads the step before."""
+        final = super().commit(temporary, manifest)
+        write_file(self.folder / TRACKER, f"{manifest.step}".encode())
+        return final
+
+    def _free_step(self, step: int) -> Path:
+        """The name that Megatron-LM looks for. A step of ours of that name, saved before a rollback, makes way; others' are kept."""
+        final = self.folder / iteration_name(step)
+        if not final.exists():
+            return final
+        ending = secrets.token_hex(4)
+        own = (final / FILE_NAME).is_file()
+        final.rename(final.with_name(f".{final.name}.{ending}" if own else f"{final.name}.before-{ending}"))
+        return final
+
+
+def store_for(config: RunConfig) -> CheckpointStore:
+    """Where a run saves, in the format it asks for."""
+    folder, keep = config.checkpoint.save, config.checkpoint.keep_checkpoints
+    assert folder is not None
+    if config.checkpoint.ckpt_format == "torch_dist":
+        return TorchDistStore(Path(folder), keep, config)
+    return CheckpointStore(Path(folder), keep)
+
+
+def _bare(theirs: str) -> str:
+    """A name without what says that it is the optimizer's."""
+    if not theirs.startswith(STATE):
+        return theirs
+    return theirs.removeprefix(STATE).partition(".")[2]
+
+
+def _one_piece(fragment: Fragment, piece: StoredPiece, dtype: torch.dtype) -> TensorRecord:
+    return TensorRecord(str(dtype).removeprefix("torch."), tuple(fragment.shape), (piece,))
+
+
+def _collected(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    found: dict[str, TensorRecord] = {}
+    for name, record in records:
+        known = found.get(name)
+        if known is None:
+            found[name] = record
+        elif (known.dtype, known.shape) != (record.dtype, record.shape):
+            raise ValueError(
+                f"{name} is {known.dtype} {list(known.shape)} in one part and {record.dtype} in another"
+            )
+        else:
+            found[name] = dataclasses.replace(known, pieces=(*known.pieces, *record.pieces))
+    made = {}
+    for name, record in sorted(found.items()):
+        record = dataclasses.replace(record, pieces=tuple(sorted(record.pieces, key=lambda p: p.start)))
+        problem = record.problem(name)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
+        made[name] = record
+    return made
+
+
+def _require_whole(shapes: Mapping[str, Shape], places: Iterable[Place]) -> None:
+    """Every tensor of theirs, each element once."""
+    parts: dict[str, list[tuple[Shape, Shape]]] = {}
+    for place in places:
+        if place.start is not None:
+            parts.setdefault(place.theirs, []).append((place.start, place.size))
+    for name, of_tensor in parts.items():
+        problem = cover_problem(shapes[name], of_tensor)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")

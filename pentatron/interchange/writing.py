@@ -1,0 +1,132 @@
+"""Files of the format torch_dist, as `torch.distributed.checkpoint` and megatron-core lay them out.
+
+A rank's `.distcp` file is one torch.save after the other; `.metadata` says which tensor each of them is a rectangle of.
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
+from pentatron.interchange.torch_dist import COMMON, FORMAT, INDEX
+from pentatron.parallel.pieces import Shape
+
+_FORMAT_TEXT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rectangle of a tensor of theirs, or an object (no `start`), in a file."""
+
+    theirs: str
+    start: Shape | None
+    size: Shape
+    dtype: str
+    file: str
+    offset: int
+    length: int
+
+
+class HashedFile:
+    """A new file that is hashed while it is written, and on the disk when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
+        self._file: BinaryIO = path.open("xb")
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._digest.update(view)
+        self.bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is kept back here; torch asks for it after each tensor."""
+
+    def save(self, value: Any) -> tuple[int, int]:
+        """Adds what torch.save makes of a value: (first byte, bytes)."""
+        before = self.bytes
+        torch.save(value, self)  # type: ignore[arg-type]
+        return before, self.bytes - before
+
+    def finish(self) -> FileRecord:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(self.path.name, self.bytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def save_rectangle(file: HashedFile, values: Tensor, size: Shape, dtype: torch.dtype) -> tuple[int, int]:
+    """A copy of its own: torch.save would write all of the memory that a view belongs to."""
+    return file.save(values.detach().to("cpu", dtype, copy=True).contiguous().reshape(size))
+
+
+def write_whole(path: Path, write: bytes) -> FileRecord:
+    file = HashedFile(path)
+    try:
+        file.write(write)
+        return file.finish()
+    finally:
+        file.close()
+
+
+def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Place]) -> list[FileRecord]:
+    """`.metadata`, of everything that lies in the folder's `.distcp` files, and `metadata.json`."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    described: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    for place in places:
+        info = _StorageInfo(place.file, place.offset, place.length)
+        if place.start is None:
+            described[place.theirs] = BytesStorageMetadata()
+            stored[MetadataIndex(place.theirs)] = info
+            continue
+        record = described.get(place.theirs)
+        if record is None:
+            properties = TensorProperties(dtype=DTYPES[place.dtype])
+            record = TensorStorageMetadata(properties, torch.Size(shapes[place.theirs]), [])
+            described[place.theirs] = record
+        index = len(record.chunks)
+        record.chunks.append(ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
+        stored[MetadataIndex(place.theirs, place.start, index)] = info
+    metadata = Metadata(described, planner_data=None, storage_data=stored)
+    # Protocol 2, as torch's own writer of these files has it.
+    return [
+        write_whole(folder / INDEX, pickle.dumps(metadata, protocol=2)),
+        write_whole(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
+    ]
+
+
+def write_common(folder: Path, common: Mapping[str, Any], arguments: Mapping[str, Any]) -> FileRecord:
+    """`common.pt`: what is the same for all ranks, with the arguments as Megatron-LM has them."""
+    buffer = io.BytesIO()
+    torch.save({"args": Namespace(**arguments), **common}, buffer)
+    return write_whole(folder / COMMON, buffer.getvalue())

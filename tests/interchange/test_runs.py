@@ -1,0 +1,107 @@
+"""Runs that save as Megatron-LM does, and runs that begin from its checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pentatron.checkpoint.digest import state_digest
+from pentatron.checkpoint.find import find_step
+from pentatron.checkpoint.load import load_tensor
+from pentatron.config.errors import UserError
+from pentatron.interchange.found import read_megatron
+from tests.harness import run_distributed
+from tests.train.test_loaded import losses, train, train_on_a_rank
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61"
+TORCH_DIST = f"--ckpt-format torch_dist --save-interval 2 --train-iters 4 {MODEL}"
+
+
+def without_manifest(run: Path, out: Path) -> Path:
+    """A run's checkpoints as another program would have left them: nothing of ours in them."""
+    shutil.copytree(run / "checkpoints", out)
+    for ours in (*out.glob("*/manifest.json"), *out.glob("*/*.safetensors"), out / "latest"):
+        ours.unlink()
+    return out
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended, in the format torch_dist."""
+    folder = tmp_path_factory.mktemp("torch_dist") / "run"
+    train(folder, TORCH_DIST)
+    return folder
+
+
+def test_a_run_that_goes_on_ends_like_one_that_never_stopped(saved: Path, tmp_path: Path) -> None:
+    """In the other layout, too, losses are those of the undisturbed run."""
+    train(tmp_path / "run", f"{TORCH_DIST} --exit-interval 2")
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("iter_*")] == ["iter_0000002"]
+    shutil.copytree(tmp_path / "run", tmp_path / "tp2")
+    train(tmp_path / "run", TORCH_DIST)
+    whole, resumed = (find_step(run)[0] for run in (saved, tmp_path / "run"))
+    assert resumed.folder.name == "iter_0000004"
+    assert state_digest(whole.folder, whole.manifest) == state_digest(resumed.folder, resumed.manifest)
+    assert losses(tmp_path / "run") == losses(saved)
+    run_distributed(train_on_a_rank, 2, folder=tmp_path / "tp2", words=f"{TORCH_DIST} --tp 2")
+    assert losses(tmp_path / "tp2") == pytest.approx(losses(saved), rel=1e-5)
+
+
+def test_a_checkpoint_of_others_is_gone_on_from(saved: Path, tmp_path: Path) -> None:
+    """Weights, moments, step and schedule are taken from it; what is known of the data is told."""
+    theirs = without_manifest(saved, tmp_path / "theirs")
+    step = theirs / "iter_0000002"
+    words = f"{TORCH_DIST} --load {step} --allow-changed-data"
+    train(tmp_path / "on", words)
+    assert losses(tmp_path / "on") == pytest.approx(losses(saved)[2:], rel=1e-6)
+    log = (tmp_path / "on" / "train.log").read_text()
+    assert "read by a process apart" in log and "resuming at step 2 of 4" in log
+
+
+def test_weights_alone_start_a_new_run(saved: Path, tmp_path: Path) -> None:
+    theirs = without_manifest(saved, tmp_path / "theirs")
+    words = (
+        f"--ckpt-format torch_dist --load {theirs} --finetune --no-load-optim --no-load-rng --train-iters 0"
+    )
+    train(tmp_path / "new", words)
+    before, now = find_step(saved)[0], find_step(tmp_path / "new")[0]
+    assert now.manifest.step == 0 and now.folder.name == "iter_0000000"
+    name = "weights/layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(*(load_tensor(f.folder, f.manifest, name) for f in (before, now)))
+    assert not load_tensor(now.folder, now.manifest, "exp_avg/" + name.partition("/")[2]).any()
+
+
+def test_without_the_flag_nothing_is_read(saved: Path, tmp_path: Path) -> None:
+    theirs = without_manifest(saved, tmp_path / "theirs")
+    with pytest.raises(
+        UserError,
+        match=r"iter_0000004 is a checkpoint of Megatron-LM in its format torch_dist.*--ckpt-format torch_dist",
+    ):
+        train(tmp_path / "new", f"--load {theirs} --train-iters 1")
+    with pytest.raises(UserError, match="--ckpt-format torch_dist"):
+        train(tmp_path / "new", f"--load {theirs} --save {theirs} --train-iters 1")
+
+
+def test_a_damaged_step_is_seen_by_its_sum(saved: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    file = run / "checkpoints" / "iter_0000004" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    train(run, f"{TORCH_DIST} --train-iters 5")
+    assert "set aside as iter_0000004.damaged" in (run / "train.log").read_text()
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 5
+
+
+def test_others_steps_are_never_removed(saved: Path, tmp_path: Path) -> None:
+    """A run in the folder of another program keeps that program's steps, also one of a name that it needs itself."""
+    theirs = without_manifest(saved, tmp_path / "theirs")
+    before = (theirs / "iter_0000002" / ".metadata").read_bytes()
+    train(tmp_path / "run", f"{TORCH_DIST} --load {theirs} --save {theirs} --finetune --keep-checkpoints 1")
+    kept = next(theirs.glob("iter_0000002.before-*"))
+    assert (kept / ".metadata").read_bytes() == before
+    assert (theirs / "iter_0000004" / "manifest.json").exists()
+    assert read_megatron(theirs)[0].manifest.step == 4

@@ -1,0 +1,226 @@
+"""Checkpoints in the format torch_dist, held against megatron-core itself: it reads ours, we read its own, bit for bit."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentatron.checkpoint.load import load_fragments, load_tensor
+from pentatron.checkpoint.store import Found
+from pentatron.hf.verify import _ours
+from pentatron.interchange.found import read_megatron
+from pentatron.interchange.store import store_for
+from pentatron.optim.build import build_optimizer
+from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.world import connect
+from pentatron.train.parallel_model import build_parallel_model
+from pentatron.train.random_state import random_state
+from pentatron.train.router_loads import kept_by_routers, loads_of
+from pentatron.train.state import TrainState
+from tests.harness import run_distributed
+from tests.interchange.megatron_core_process import FAMILIES, LENGTH, TOKENS, VOCABULARY
+from tests.support import LLAMA, resolved
+
+PROCESS = Path(__file__).with_name("megatron_core_process.py")
+SHAPE = f"--vocab-size {VOCABULARY} --seq-length {LENGTH} --ckpt-format torch_dist --init-method-std 0.2"
+MODERN = f"{LLAMA} --group-query-attention --num-query-groups 2 --norm-epsilon 1e-6 --untie-embeddings-and-output-weights"
+OURS = {
+    "gpt": "--ffn-hidden-size 128",
+    "qwen": f"{MODERN} --ffn-hidden-size 64 --add-qkv-bias --qk-layernorm",
+    "mixture": f"{MODERN} --ffn-hidden-size 64 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-dtype fp32 "
+    "--moe-shared-expert-intermediate-size 40 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+}
+# What megatron-core calls the parts of a layer, in its modules; written down here once more, apart from the tables.
+PARTS = {
+    "input_layernorm": "input_norm",
+    "self_attention.linear_qkv": "attention.linear_qkv",
+    "self_attention.linear_proj": "attention.linear_proj",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.shared_experts": "mlp.shared.mlp",
+    "mlp.router.expert_bias": "mlp.router.bias",
+}
+OUTSIDE = {
+    "embedding.word_embeddings.weight": "embedding.word.weight",
+    "embedding.position_embeddings.weight": "embedding.position.weight",
+    "decoder.final_layernorm.weight": "final_norm.weight",
+    "decoder.final_layernorm.bias": "final_norm.bias",
+    "output_layer.weight": "head.weight",
+}
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core.dist_checkpointing") is None,
+    reason="megatron-core is not installed",
+)
+
+
+def ours_by_their_names(found: Found, kind: str, their: str) -> Tensor:
+    """The tensor of ours that a parameter of megatron-core's modules is."""
+    if their in OUTSIDE:
+        return whole(found, f"{kind}/{OUTSIDE[their]}")
+    layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", their).groups()  # type: ignore[union-attr]
+    if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest):
+        return whole(found, f"{kind}/layers.{layer}.mlp.experts.{expert[2]}")[int(expert[1])]
+    for theirs, name in PARTS.items():
+        rest = rest.replace(theirs, name)
+    return whole(found, f"{'routers' if rest.endswith('router.bias') else kind}/layers.{layer}.{rest}")
+
+
+def whole(found: Found, name: str) -> Tensor:
+    return load_tensor(found.folder, found.manifest, name)
+
+
+def require_equal(found: Found, theirs: dict[str, Any]) -> None:
+    for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        assert len(theirs[kind]) > 10
+        for name, value in theirs[kind].items():
+            mine = ours_by_their_names(found, kind, name)
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                value = value[:VOCABULARY] if mine.shape[0] == VOCABULARY else value
+            assert torch.equal(mine, value), (kind, name)
+
+
+def our_logits(found: Found) -> Tensor:
+    model = _ours(found, None)
+    load_fragments(
+        found.folder,
+        found.manifest,
+        (f for f in kept_by_routers(loads_of(model)) if f.tensor in found.manifest.tensors),
+    )
+    with torch.no_grad():
+        return model(TOKENS, torch.arange(LENGTH).expand_as(TOKENS))[..., :VOCABULARY]
+
+
+def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
+    """What a run saves after its first step, without one: moments of some values, routers that have counted."""
+    for family, folder in families.items():
+        settings = resolved(f"{SHAPE} {OURS[family]} {layout} --save {folder}", dist.get_world_size())
+        config, rank = settings.config, dist.get_rank()
+        world = connect(config.grid, rank, rank, torch.device("cpu"))
+        model = build_parallel_model(config, world)
+        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, torch.float32)
+        for fragment in optimizer.fragments(owned_only=False):
+            if not fragment.tensor.startswith("weights/"):
+                fragment.values.copy_(numbers(fragment))
+        for fragment in model.routers.fragments(owned_only=False):
+            fragment.values.copy_(numbers(fragment))
+        optimizer.loaded(5)
+        fragments = [*optimizer.fragments(owned_only=True), *model.routers.fragments(owned_only=True)]
+        state = TrainState(step=5, consumed_samples=40, updates=5).to_json()
+        store_for(config).save(5, fragments, random_state(world), state, config.nested(), world.everyone)
+
+
+def numbers(fragment: Fragment) -> Tensor:
+    """Others for every tensor and every element, the same in every layout."""
+    generator = torch.Generator().manual_seed(sum(map(ord, fragment.tensor)))
+    values = torch.rand(fragment.shape, generator=generator)
+    at = tuple(slice(i, i + n) for i, n in zip(fragment.start, fragment.values.shape))
+    return values[at]
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """For each family: what we wrote on four ranks and megatron-core read; what it wrote itself."""
+    base = tmp_path_factory.mktemp("exchange")
+    ours = {family: base / "ours" / family for family in FAMILIES}
+    run_distributed(save_on_a_rank, 4, families=ours, layout="--tp 2 --pp 2 --sequence-parallel")
+    jobs = []
+    for family, folder in ours.items():
+        jobs.append(
+            {"do": "load", "family": family, "folder": str(folder / "iter_0000005"), "out": f"{folder}.pt"}
+        )
+        arguments = arguments_of(family)
+        theirs = base / "theirs" / family
+        jobs.append(
+            {
+                "do": "save",
+                "family": family,
+                "folder": str(theirs / "iter_0000007"),
+                "out": f"{theirs}.pt",
+                "arguments": arguments,
+            }
+        )
+    (base / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, PROCESS, base / "jobs.json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for family in FAMILIES:
+        (base / "theirs" / family / "latest_checkpointed_iteration.txt").write_text("7")
+    return {
+        family: {
+            "ours": ours[family],
+            "read": torch.load(f"{ours[family]}.pt", weights_only=True),
+            "theirs": base / "theirs" / family,
+            "written": torch.load(base / "theirs" / f"{family}.pt", weights_only=True),
+        }
+        for family in FAMILIES
+    }
+
+
+def arguments_of(family: str) -> dict[str, Any]:
+    """As Megatron-LM has them in `args`, written out as its users know them."""
+    same = {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 8, "max_position_embeddings": 16,
+        "seq_length": 16, "padded_vocab_size": 128, "vocab_size": None, "make_vocab_size_divisible_by": 128, "iteration": 7,
+        "consumed_train_samples": 56, "consumed_valid_samples": 0, "train_iters": 20, "global_batch_size": 8, "optimizer": "adam",
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "swiglu": False, "normalization": "LayerNorm",
+        "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False, "group_query_attention": False, "num_query_groups": 1,
+        "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False, "norm_epsilon": 1e-5,
+        "ffn_hidden_size": 128, "num_experts": None, "rotary_base": 10000, "rotary_percent": 1.0, "moe_layer_freq": 1,
+        "moe_router_topk": 2, "multi_latent_attention": False, "squared_relu": False,
+    }  # fmt: skip
+    modern = {
+        "swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "group_query_attention": True, "num_query_groups": 2,
+        "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True, "norm_epsilon": 1e-6, "ffn_hidden_size": 64,
+    }  # fmt: skip
+    experts = {
+        "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_score_function": "sigmoid", "moe_router_dtype": "fp32",
+        "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 40,
+    }  # fmt: skip
+    return {
+        "gpt": same,
+        "qwen": {**same, **modern, "add_qkv_bias": True, "qk_layernorm": True},
+        "mixture": {**same, **modern, **experts},
+    }[family]
+
+
+@needs_megatron
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatron_core_reads_what_four_ranks_wrote(family: str, exchanged: dict[str, dict[str, Any]]) -> None:
+    mine, read = exchanged[family]["ours"], exchanged[family]["read"]
+    assert (mine / "latest_checkpointed_iteration.txt").read_text() == "5"
+    # Ours without the manifest: read as any other program's would be.
+    (mine / "iter_0000005" / "manifest.json").rename(mine / "manifest.json")
+    found, _ = read_megatron(mine)
+    require_equal(found, read)
+    assert not read["weights"]["embedding.word_embeddings.weight"][VOCABULARY:].any(), "padding is zeros"
+    logits = our_logits(found)
+    torch.testing.assert_close(read["logits"][..., :VOCABULARY], logits, atol=1e-4, rtol=1e-4)
+    assert logits.abs().max() > 0.5
+    assert read["iteration"] == 5 and read["args"]["consumed_train_samples"] == 40
+    assert read["args"]["num_layers"] == 2 and read["args"]["padded_vocab_size"] == 256
+
+
+@needs_megatron
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_megatron_core_wrote_is_read(family: str, exchanged: dict[str, dict[str, Any]]) -> None:
+    found, _ = read_megatron(exchanged[family]["theirs"])
+    written = exchanged[family]["written"]
+    require_equal(found, written)
+    torch.testing.assert_close(our_logits(found), written["logits"][..., :VOCABULARY], atol=1e-4, rtol=1e-4)
+    assert found.manifest.run_state["step"] == 7 and found.manifest.run_state["updates"] == 1
+    assert found.manifest.run_state["consumed_samples"] == 56
