@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures plan-check slurm faults bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision clean
+.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ slurm: $(READY) ## the written Slurm scripts on a real Slurm of two nodes on thi
 
 faults: $(READY) ## processes killed, frozen and cut off, files damaged: what becomes of it, write docs/faults.md; ARGS="--only storage"
 	@$(BIN)/python scripts/faults.py $(ARGS)
+
+chaos: $(READY) ## N (50) random kills of ranks and launcher over one TP2×PP2×DP2 run: the same end, bit for bit; ARGS="--seed 2"
+	@$(BIN)/python scripts/chaos.py --kills $(if $(filter file,$(origin N)),50,$(N)) $(ARGS)
 
 plan-check: $(READY) ## bytes that pentatron plan foresees against those of real steps, in 29 layouts; some: ARGS="--only PP"
 	@$(BIN)/python scripts/plan_check.py $(ARGS)

@@ -87,7 +87,12 @@ def goes_on_from_the_one_before(damage: Callable[[Path], None], named: str) -> C
 
 
 # Those whose kin is among the quick ones.
-SLOW = ("a shard cut by one byte", "a shard cut to 0 bytes", "the manifest cut to half", "a shard of another step")
+SLOW = (
+    "a shard cut by one byte",
+    "a shard cut to 0 bytes",
+    "the manifest cut to half",
+    "a shard of another step",
+)
 for _name, (_damage, _named) in DAMAGES.items():
     SERIES.case(_name, quick=_name not in SLOW)(goes_on_from_the_one_before(_damage, _named))
 
