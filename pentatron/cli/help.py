@@ -55,7 +55,8 @@ def _notes(item: Setting, default: Any) -> list[str]:
     if default is True:
         notes.append("default on")
     elif default not in (None, False, ()) or (default == 0 and default is not False):
-        notes.append(f"default {default}")
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        notes.append(f"default {shown}")
     if item.notice:
         notes.append("accepted, changes nothing")
     if item.not_yet:

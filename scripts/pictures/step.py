@@ -3,8 +3,11 @@ actions that the executor walks."""
 
 from __future__ import annotations
 
-from pentatron.layout.actions import Kind
-from pentatron.layout.check import check
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pentatron.layout.actions import Action, Kind
+from pentatron.layout.check import Checked, check
 from pentatron.layout.schedules import training_schedule
 from pictures.canvas import FAINT, GREY, Canvas
 
@@ -18,92 +21,111 @@ _INK = {
     "host": "#8a8a8a",
 }
 _FORWARD, _BACKWARD = "#4c78a8", "#59a14f"
+# Units of time before and after the schedule; pixels of a lane, and of all that is above the first rank.
+_BEFORE, _AFTER, _LANE, _HEAD = 7, 8, 24, 84
+_BLOCK = len(_LANES) * _LANE + 40
+_SENDS = {Kind.SEND_ACTIVATION: Kind.FORWARD, Kind.SEND_GRADIENT: Kind.BACKWARD}
+_TAKES = {Kind.RECEIVE_ACTIVATION: (Kind.FORWARD, 1), Kind.RECEIVE_GRADIENT: (Kind.BACKWARD, -1)}
 
 
 def step_lanes(ranks: int, micro_batches: int) -> str:
     schedule = training_schedule("1f1b", ranks, 1, micro_batches)
     checked = check(schedule)
-    before, after = 7, 8
-    units = before + checked.time + after
-    lane, block = 24, len(_LANES) * 24 + 40
+    units = _BEFORE + checked.time + _AFTER
     canvas = Canvas(
         _LEFT + units * _UNIT + 16,
-        84 + ranks * block + 30,
+        _HEAD + ranks * _BLOCK + 30,
         f"A step of 1F1B: {ranks} pipeline ranks, {micro_batches} micro-batches, tensor and data parallel",
     )
-    for words, first, length in (
-        ("read, agree", 0, 3.5),
-        ("count tokens", 3.5, 3.5),
-        ("forward and backward", before, checked.time),
-        ("reduce, norm", before + checked.time, 4),
-        ("update, gather", before + checked.time + 4, 4),
-    ):
-        x = _LEFT + first * _UNIT
-        canvas.line(x, 44, x + length * _UNIT - 6, 44, GREY)
-        canvas.text(x, 60, words, 11, GREY)
+    _phases(canvas, checked.time)
     for rank in range(ranks):
-        top = 84 + rank * block
+        top = _HEAD + rank * _BLOCK
+        rows = {name: top + 18 + i * _LANE for i, name in enumerate(_LANES)}
+        lanes = _Lanes(canvas, rows, _times(checked, rank))
         canvas.text(12, top + 10, f"pipeline rank {rank}", 12, bold=True)
-        rows = {name: top + 18 + i * lane for i, name in enumerate(_LANES)}
-
-        def box(
-            row: str, start: float, length: float, fill: str, label: str = "", rows: dict[str, int] = rows
-        ) -> None:
-            canvas.box(_LEFT + start * _UNIT, rows[row], length * _UNIT - 2, lane - 5, fill, label, size=11)
-
         for name, y in rows.items():
             canvas.text(_LEFT - 10, y + 14, name, 11, GREY, "end")
-            canvas.box(_LEFT, y, units * _UNIT - 2, lane - 5, "#f4f4f4")
-        box("compute", 0, 2, _INK["host"], "read")
-        box("everyone", 2, 1.5, _INK["everyone"], "go on?")
-        box("replicas", 3.5, 2, _INK["replicas"], "tokens")
-        ends = {slot.action: before + slot.end for slot in checked.timeline[rank]}
-        starts = {slot.action: before + slot.start for slot in checked.timeline[rank]}
-        for action, start in starts.items():
-            forward = action.kind is Kind.FORWARD
-            length = ends[action] - start
-            box(
-                "compute",
-                start,
-                length,
-                _FORWARD if forward else _BACKWARD,
-                f"{action.kind}{action.micro_batch}",
-            )
-            for quarter in range(4 if forward else 8):
-                x = _LEFT + (start + (quarter + 0.5) * length / (4 if forward else 8)) * _UNIT - 2
-                canvas.box(x, rows["tensor"] + 3, 2.5, lane - 11, _INK["tensor"])
-        for action in schedule.actions[rank]:
-            sends = {Kind.SEND_ACTIVATION: Kind.FORWARD, Kind.SEND_GRADIENT: Kind.BACKWARD}
-            takes = {Kind.RECEIVE_ACTIVATION: (Kind.FORWARD, 1), Kind.RECEIVE_GRADIENT: (Kind.BACKWARD, -1)}
-            if action.kind in sends:
-                made = next(
-                    a
-                    for a in ends
-                    if (a.kind, a.stage, a.micro_batch)
-                    == (sends[action.kind], action.stage, action.micro_batch)
-                )
-                x = _LEFT + ends[made] * _UNIT
-                canvas.box(x - 12, rows["pipeline"] + 2, 11, lane - 9, _INK["pipeline"], "▸", size=10)
-            elif action.kind in takes:
-                kind, way = takes[action.kind]
-                used = next(
-                    a
-                    for a in starts
-                    if (a.kind, a.stage, a.micro_batch) == (kind, action.stage + way, action.micro_batch)
-                )
-                x = _LEFT + starts[used] * _UNIT
-                canvas.box(x + 1, rows["pipeline"] + 2, 11, lane - 9, FAINT, "◂", GREY, GREY, 10)
-        end = max(ends.values())
-        box("replicas", end, 2, _INK["replicas"], "reduce")
-        box("everyone", before + checked.time + 2, 2, _INK["everyone"], "norm")
-        box("compute", before + checked.time + 4, 2, _INK["host"], "update")
-        box("replicas", before + checked.time + 6, 2, _INK["replicas"], "gather")
-    y = 84 + ranks * block + 14
+            canvas.box(_LEFT, y, units * _UNIT - 2, _LANE - 5, "#f4f4f4")
+        lanes.beginning()
+        lanes.computed()
+        lanes.messages(schedule.actions[rank])
+        lanes.ending(_BEFORE + checked.time)
     canvas.text(
         12,
-        y,
+        _HEAD + ranks * _BLOCK + 14,
         "▸ sent, ◂ received; gather only with ZeRO 1 and 2; a tick on the tensor axis stands for collectives inside layers, not for one of them",
         11,
         GREY,
     )
     return canvas.drawn()
+
+
+def _phases(canvas: Canvas, time: int) -> None:
+    """The names of what follows each other, above all ranks."""
+    for words, first, length in (
+        ("read, agree", 0, 3.5),
+        ("count tokens", 3.5, 3.5),
+        ("forward and backward", _BEFORE, time),
+        ("reduce, norm", _BEFORE + time, 4),
+        ("update, gather", _BEFORE + time + 4, 4),
+    ):
+        x = _LEFT + first * _UNIT
+        canvas.line(x, 44, x + length * _UNIT - 6, 44, GREY)
+        canvas.text(x, 60, words, 11, GREY)
+
+
+def _times(checked: Checked, rank: int) -> dict[Action, tuple[float, float]]:
+    """When a rank begins and ends each of its computations."""
+    return {slot.action: (_BEFORE + slot.start, _BEFORE + slot.end) for slot in checked.timeline[rank]}
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """What one rank does, lane by lane."""
+
+    canvas: Canvas
+    rows: dict[str, int]
+    times: dict[Action, tuple[float, float]]
+
+    def box(self, row: str, start: float, length: float, fill: str, label: str = "") -> None:
+        x = _LEFT + start * _UNIT
+        self.canvas.box(x, self.rows[row], length * _UNIT - 2, _LANE - 5, fill, label, size=11)
+
+    def beginning(self) -> None:
+        self.box("compute", 0, 2, _INK["host"], "read")
+        self.box("everyone", 2, 1.5, _INK["everyone"], "go on?")
+        self.box("replicas", 3.5, 2, _INK["replicas"], "tokens")
+
+    def computed(self) -> None:
+        """Each computation, with the collectives inside its layers."""
+        for action, (start, end) in self.times.items():
+            forward = action.kind is Kind.FORWARD
+            fill = _FORWARD if forward else _BACKWARD
+            self.box("compute", start, end - start, fill, f"{action.kind}{action.micro_batch}")
+            ticks = 4 if forward else 8
+            for tick in range(ticks):
+                x = _LEFT + (start + (tick + 0.5) * (end - start) / ticks) * _UNIT - 2
+                self.canvas.box(x, self.rows["tensor"] + 3, 2.5, _LANE - 11, _INK["tensor"])
+
+    def messages(self, actions: Sequence[Action]) -> None:
+        y = self.rows["pipeline"] + 2
+        for action in actions:
+            if action.kind in _SENDS:
+                _, end = self._of(_SENDS[action.kind], action.stage, action.micro_batch)
+                self.canvas.box(_LEFT + end * _UNIT - 12, y, 11, _LANE - 9, _INK["pipeline"], "▸", size=10)
+            elif action.kind in _TAKES:
+                kind, way = _TAKES[action.kind]
+                start, _ = self._of(kind, action.stage + way, action.micro_batch)
+                self.canvas.box(_LEFT + start * _UNIT + 1, y, 11, _LANE - 9, FAINT, "◂", GREY, GREY, 10)
+
+    def ending(self, last: float) -> None:
+        """`last`: when the last rank has computed; the replicas of this one need not wait for it."""
+        own = max(end for _, end in self.times.values())
+        self.box("replicas", own, 2, _INK["replicas"], "reduce")
+        self.box("everyone", last + 2, 2, _INK["everyone"], "norm")
+        self.box("compute", last + 4, 2, _INK["host"], "update")
+        self.box("replicas", last + 6, 2, _INK["replicas"], "gather")
+
+    def _of(self, kind: Kind, stage: int, micro_batch: int) -> tuple[float, float]:
+        wanted = (kind, stage, micro_batch)
+        return next(times for a, times in self.times.items() if (a.kind, a.stage, a.micro_batch) == wanted)

@@ -194,3 +194,9 @@ def test_the_guides_scripts_have_the_same_help(script: str) -> None:
     done = python(str(ROOT / script), "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout == entry_help(ENTRY_POINTS[script]) + "\n"
+
+
+def test_lists_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "moe"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "one or several; default aux_loss " in shown and "('" not in shown
