@@ -127,7 +127,7 @@ def test_the_questions_of_the_guides_are_answered(heading: str) -> None:
 
 # Of torchrun, of entry points and of commands beside `pentatron train`.
 OTHERS = set(
-    "batch-size draw gpus gpu gpu-memory efficiency allow-narrowing checkpoint-type dtype load-dir loader loader-transformer-impl max-shard-size model-size "
+    "batch-size draw gpus gpu gpu-memory host-memory efficiency allow-narrowing checkpoint-type dtype load-dir loader loader-transformer-impl max-shard-size model-size "
     "append-eod input interval local-dir master-addr model-path nnodes node-rank num-gpus output-prefix prompt "
     "target-pipeline-parallel-size workers model-type no-check save-dir saver target-tensor-parallel-size tokenizer verify".split()
 )

@@ -24,7 +24,7 @@ _PARTS = {
     "activations": "kept for backward",
     "logits": "of the last layer, in fp32",
     "buffers": "messages and collectives",
-    "working": "for a moment in backward: what runs again, gradients of logits and of one matrix",
+    "working": "for a moment in backward: what runs again, gradients of the loss or of one matrix",
 }
 _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
 
@@ -370,7 +370,7 @@ def _assumptions(report: Report) -> str:
         f"small; {device.link / 1e9:.0f} GB/s between GPUs of a machine, {device.network / 1e9:.0f} GB/s between machines",
         "  tensor and expert parallelism wait for what they send; messages of the pipeline are hidden; gradients are hidden behind the "
         "last backward with --overlap-grad-reduce",
-        "  5 % of the memory and 1 GiB are left for torch, driver and NCCL; attention keeps no scores (flash); experts are equally busy",
+        "  5 % of the memory and 1 GiB are left for the driver, NCCL, workspaces of cuBLAS and torch's gaps between tensors; attention keeps no scores (flash); experts are equally busy",
         "  bytes are within 5 % of what was measured in make plan-check; times are estimates, good for comparing layouts: measure "
         "with pentatron bench",
     ]

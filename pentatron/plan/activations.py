@@ -83,9 +83,15 @@ def logits(shape: Shape) -> int:
     return _FP32 * shape.tokens * words
 
 
-def logits_in_backward(shape: Shape) -> int:
-    """Beside the log-probabilities, while the loss is differentiated: their gradient in fp32 and in the model's precision."""
-    return (_FP32 + shape.width) * shape.tokens * shape.words
+def loss_in_backward(shape: Shape) -> int:
+    """Beside the log-probabilities, while the loss is differentiated: their gradient and that of the logits, in fp32; where ranks
+    share the words, also the latter in the model's precision."""
+    model = shape.config.model
+    assert model.vocab_size
+    if shape.grid.tensor == 1:
+        return 2 * _FP32 * shape.tokens * model.vocab_size
+    cast = shape.width if shape.width != _FP32 else 0
+    return (2 * _FP32 + cast) * shape.tokens * shape.words
 
 
 def layer(shape: Shape, sparse: bool, modules: frozenset[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pentatron.config.run import RunConfig
+from pentatron.layout.stages import StagePart
 from pentatron.plan import activations
 from pentatron.plan.held import Held, held, shards_parameters
 from pentatron.plan.schedule import peak
@@ -19,8 +20,8 @@ class RankMemory:
     """Bytes on the device of one pipeline rank; `held.host` are in the machine's memory.
 
     `activations` and `logits` are kept between forward and backward, where most of it lives at once, `micro_batches` of them.
-    `buffers` are for messages and collectives; `working` is what backward needs for a moment: what runs again, the gradient of
-    the logits, the gradient of the largest parameter.
+    `buffers` are for messages and collectives; `working` is what backward needs for a moment: what runs again and the gradient
+    of a matrix, or gradients of the loss and the logits.
     """
 
     held: Held
@@ -66,19 +67,31 @@ def memory_of_shape(shape: Shape) -> Memory:
 def _of_rank(shape: Shape, rank: int) -> RankMemory:
     parts = shape.parts(rank)
     most = peak(shape, rank, parts)
-    largest_gradient = max(p.elements for part in parts.values() for p in shape.stage(part))
-    in_backward = max(
-        [activations.rerun(shape, part) for part in parts.values()]
-        + [activations.logits_in_backward(shape) for part in parts.values() if part.head]
-    )
     return RankMemory(
         held(shape, rank),
         most.activations.layers,
         most.activations.logits,
         _messages(shape) + _collectives(shape, rank),
-        in_backward + shape.width * largest_gradient,
+        max(_in_backward(shape, part) for part in parts.values()),
         most.micro_batches,
     )
+
+
+def _in_backward(shape: Shape, part: StagePart) -> int:
+    """The most that a stage's backward needs at once beside what was kept, of which it lets go on its way."""
+    table = shape.width * shape.words * shape.hidden
+    # A table used at both ends has its gradient of the head wait for that of the embedding.
+    waiting = table if shape.tied and part.embedding and part.head else 0
+    inside = [p.elements for number in part.layers for p in shape.layer(number)]
+    moments = [activations.rerun(shape, part) + shape.width * max(inside, default=0) + waiting]
+    kept = activations.kept(shape, part)
+    if part.head:
+        of_logits = shape.width * shape.tokens * shape.words
+        moments += [activations.loss_in_backward(shape), of_logits + table - kept.logits]
+    if part.embedding:
+        # The two are added up into a third.
+        moments.append(table + 2 * waiting - kept.total)
+    return max(moments)
 
 
 def _messages(shape: Shape) -> int:

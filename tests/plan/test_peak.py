@@ -1,0 +1,80 @@
+"""The most memory a step needs beside what is held between steps, counted over every tensor that is made on the way."""
+
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pentatron.optim.build import build_optimizer
+from pentatron.plan.memory import memory_of
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches
+from tests.harness import run_distributed
+from tests.parity.trajectory import here
+from tests.support import LLAMA, resolved
+
+SHAPE = f"{LLAMA} --num-layers 2 --hidden-size 128 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 2"
+
+
+class Living(TorchDispatchMode):
+    """Counts the memory behind what operations return, from then until nobody holds it. What kernels need inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in {*given, *self.sizes}:
+                self._take(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._let_go, storage._cdata).atexit = False
+
+    def _let_go(self, place: int) -> None:
+        self.now -= self.sizes.pop(place)
+
+
+def peak_of_a_step(words: str) -> int:
+    config = resolved(words, dist.get_world_size() if dist.is_initialized() else 1).config
+    world = here(config)
+    model = build_parallel_model(config, world)
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
+    with Living() as living:
+        train_step(model, optimizer, chunk, 1e-3, step=0)
+    return living.peak
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("--bf16 --seq-length 128 --vocab-size 4000", 1),
+        ("--seq-length 128 --vocab-size 4000 --untie-embeddings-and-output-weights", 1),
+        ("--bf16 --seq-length 8 --vocab-size 4000", 1),
+        ("--bf16 --seq-length 128 --vocab-size 4000 --tensor-model-parallel-size 2", 2),
+    ],
+    ids=["loss", "loss, fp32", "the table at both ends", "loss of shared words"],
+)
+def test_the_peak_of_a_step_is_the_planned_one(words: str, ranks: int) -> None:
+    command = f"{SHAPE} {words}"
+    planned = memory_of(resolved(command, ranks).config).largest
+    if ranks == 1:
+        measured = peak_of_a_step(command)
+    else:
+        measured = max(run_distributed(peak_of_a_step, world=ranks, words=command))
+    assert measured == pytest.approx(planned.total - planned.held.on_device, rel=0.05)
