@@ -51,7 +51,7 @@ class Outcome:
                 f"told after {self.detected_after:.1f} s, later than {within:g}",
             )
 
-    def ended(self, ran: Ran, *codes: int) -> None:
+    def ended(self, ran: Ran, *codes: int, tracebacks: int = 0) -> None:
         self.exit_code = ran.code
         self.detected = self.detected or ran.code != 0
         self.expect(

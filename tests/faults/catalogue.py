@@ -1,9 +1,18 @@
 """Every case, in the order of the matrix."""
 
-from tests.faults import damaged_checkpoint, damaged_data, numbers, other, other_layout, storage
+from tests.faults import (
+    damaged_checkpoint,
+    damaged_data,
+    killed,
+    numbers,
+    other,
+    other_layout,
+    preemption,
+    storage,
+)
 from tests.faults.cases import GROUPS, Case
 
-ALL = (storage, damaged_checkpoint, damaged_data, numbers, other_layout, other)
+ALL = (killed, preemption, storage, damaged_checkpoint, damaged_data, numbers, other_layout, other)
 
 
 def cases() -> list[Case]:

@@ -200,8 +200,7 @@ class Running:
         self.kill()
         self.followed.finish()
         if hung:
-            told = "\n".join(line.text for line in self.followed.lines[-15:])
-            raise Hung(f"still running after {seconds:.0f} s; its last lines:\n{told}")
+            raise self.hung(f"still running after {seconds:.0f} s")
         codes = [code for code, _ in (end for end in ends if end is not None)]
         last = max(moment for _, moment in (end for end in ends if end is not None))
         return Ran(codes, self.started, last, self.followed.lines, orphans)
@@ -212,12 +211,20 @@ class Running:
             for line in list(self.followed.lines):
                 if re.search(pattern, line.text):
                     return line
-            if all(wait(0) is not None for wait in self._waits):
+            if not self.is_alive:
                 break
             time.sleep(_PAUSE)
-        told = "\n".join(line.text for line in self.followed.lines[-15:])
+        raise self.hung(f"nothing said {pattern!r}")
+
+    @property
+    def is_alive(self) -> bool:
+        return any(wait(0) is None for wait in self._waits)
+
+    def hung(self, what: str) -> "Hung":
+        """Ends what is left of the command."""
         self.kill()
-        raise Hung(f"nothing said {pattern!r}; the last lines:\n{told}")
+        told = "\n".join(line.text for line in self.followed.lines[-15:])
+        return Hung(f"{what}; the last lines:\n{told}")
 
     def members(self) -> list[int]:
         """All processes of this command, workers and their readers too."""

@@ -3,12 +3,15 @@
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.cases import Outcome, Series
+from tests.faults.commands import environment
 from tests.faults.injection import Fault
-from tests.faults.lab import Lab, write_corpus
+from tests.faults.lab import LAST, Lab, state_of, step_folder, write_corpus
 
 SERIES = Series("damaged data")
 LAYOUT = "files"
@@ -156,6 +159,30 @@ SERIES.case("the data changed between two starts")(
 SERIES.case("the blend changed between two starts")(
     change_refused(another_blend, r"the data is not what .* was trained on \(.*second is new")
 )
+
+
+@SERIES.case("the tokenizer changed between two starts")
+def another_tokenizer(lab: Lab) -> Outcome:
+    """Its name is kept with the files that it made."""
+    text = lab.folder / "text.jsonl"
+    text.write_text("".join(f'{{"text": "document {n} of a few words"}}\n' for n in range(60)))
+    prepare = "-m pentatron prepare --input text.jsonl --tokenizer-type ByteTokenizer --output-prefix text --workers 1"
+    subprocess.run(
+        [sys.executable, *prepare.split()], cwd=lab.folder, env=environment(), check=True, capture_output=True
+    )
+    words = "--vocab-size 300 --data-path text_text_document --tokenizer-type ByteTokenizer"
+    whole = lab.folder / "whole"
+    begun = [lab.fork(LAYOUT, words, run=whole), lab.fork(LAYOUT, f"{words} --exit-interval 6")]
+    ran, outcome = lab.fork(LAYOUT, f"{words} --tokenizer-type NullTokenizer"), Outcome()
+    outcome.told(
+        ran, r"text_text_document\.bin was prepared with another tokenizer \(ByteTokenizer .*NullTokenizer"
+    )
+    outcome.ended(ran, 2)
+    begun.append(lab.fork(LAYOUT, words))
+    outcome.expect(not any(b.code for b in begun), "\n".join(b.text for b in begun if b.code))
+    outcome.lost(6 - begun[-1].resumed_at[-1], 0)
+    outcome.same_state(state_of(step_folder(lab.run, LAST)) == state_of(step_folder(whole, LAST)))
+    return outcome
 
 
 @SERIES.case("a data worker dies")

@@ -268,6 +268,30 @@ class Lab:
         folder = self.newest(step, run)
         return folder is not None and state_of(folder) == self.references.state(layout, step)
 
+    def all_equal(self, layout: str) -> bool:
+        """The same of every step that was saved: none is a mixture of two."""
+        return all(self.is_equal(layout, step) for step in range(SAVE_INTERVAL, LAST + 1, SAVE_INTERVAL))
+
+    def last_step(self, run: Path | None = None) -> int:
+        """The last one that the run's metrics have."""
+        path = (run or self.run) / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return len(lines)
+
+    def wait_for_step(self, running: Running, step: int, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while self.last_step() < step:
+            if time.monotonic() > deadline or not running.is_alive:
+                raise running.hung(f"step {step} was not reached")
+            time.sleep(0.02)
+
+    def wait_for_fault(self, running: Running, name: str = "happened", seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not (self.folder / name).exists():
+            if time.monotonic() > deadline or not running.is_alive:
+                raise running.hung("the fault did not come about")
+            time.sleep(0.02)
+
     def weights_equal(self, step: Path, other: StateDigest) -> bool:
         return state_of(step).weights == other.weights
 

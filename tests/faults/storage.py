@@ -21,7 +21,9 @@ def refused(lab: Lab, pattern: str, layout: str = "alone", code: int = 2, **give
 def too_small(lab: Lab) -> Outcome:
     """A file system of 200 KiB for checkpoints of a few hundred."""
     lab.run.mkdir()
-    return refused(lab, r"needs? .*[KM]iB.* free|free.* needs? ", mounts=[{"at": str(lab.run), "kib": 200}])
+    return refused(
+        lab, r"a checkpoint takes \d+ KiB and \S+ has \d+ KiB free", mounts=[{"at": str(lab.run), "kib": 200}]
+    )
 
 
 @SERIES.case("the disk fills up during the run")

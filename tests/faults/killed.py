@@ -1,0 +1,149 @@
+"""A rank is killed: it is named, the others end within seconds, and the job goes on from its last step to the undisturbed end."""
+
+import signal
+import time
+from collections.abc import Callable
+
+from tests.faults.cases import Outcome, Series
+from tests.faults.commands import Ran
+from tests.faults.damaged_checkpoint import flipped
+from tests.faults.injection import Fault, happened
+from tests.faults.lab import LAST, LAYOUTS, SAVE_INTERVAL, Lab
+
+SERIES = Series("killed rank")
+# Until the others have ended and the dead one is named; on a machine with nothing else to do it is about three.
+SECONDS = 15.0
+STEP, SAVED = 6, 6
+
+
+def judged(
+    lab: Lab, ran: Ran, layout: str, rank: int, done: int, by: str = "SIGKILL", name: str = "happened"
+) -> Outcome:
+    """`done`: the steps that were done when it happened."""
+    outcome = Outcome()
+    since, ranks = lab.when(name), LAYOUTS[layout].ranks
+    outcome.told(ran, rf"rank {rank} of {ranks} was killed by {by}", since, SECONDS)
+    outcome.expect(ran.find(r"restarting from step \d+ \(1 of 3\)") is not None, "no restart was announced")
+    outcome.ended(ran, 0)
+    outcome.lost(done - ran.resumed_at[-1] if ran.resumed_at else -1, SAVE_INTERVAL)
+    outcome.same_state(lab.all_equal(layout))
+    return outcome
+
+
+def in_step(layout: str, rank: int, at: str, do: str = "kill") -> Callable[[Lab], Outcome]:
+    def run(lab: Lab) -> Outcome:
+        ran = lab.launch(layout, faults=[Fault(at, do, rank, STEP, once=lab.marker())]).wait()
+        return judged(lab, ran, layout, rank, STEP - 1)
+
+    return run
+
+
+IN_STEP = {
+    "in the forward": ("dp2", 1, "forward", "kill"),
+    "in the backward": ("dp2", 1, "backward", "kill"),
+    "in the optimizer's step, half the weights updated": ("dp2", 1, "update", "kill after"),
+    "sending to the next stage": ("pp2", 0, "send", "kill"),
+    "receiving from the stage before": ("pp2", 1, "receive", "kill"),
+    "in the experts' all-to-all": ("ep2", 1, "all-to-all", "kill"),
+    "rank 0, where the others meet": ("dp2", 0, "forward", "kill"),
+}
+for _name, _words in IN_STEP.items():
+    SERIES.case(_name)(in_step(*_words))
+
+HALF_WRITTEN = f"*/.step-{SAVED:08d}.*/"
+
+
+def in_save(
+    rank: int,
+    at: str,
+    do: str = "kill",
+    done: int = SAVED,
+    expected: int = SAVED - SAVE_INTERVAL,
+    **given: float,
+) -> Callable[[Lab], Outcome]:
+    """`done`: the step that was being saved; `expected`: the one that can be gone on from."""
+
+    def run(lab: Lab) -> Outcome:
+        fault = Fault(at, do, rank, once=lab.marker(), **given)  # type: ignore[arg-type]
+        ran = lab.launch("dp2", faults=[fault]).wait()
+        outcome = judged(lab, ran, "dp2", rank, done, "SIGXFSZ" if "write" in do else "SIGKILL")
+        outcome.expect(
+            ran.resumed_at == [0, expected], f"it went on from {ran.resumed_at}, not from step {expected}"
+        )
+        left = [
+            path.name
+            for path in (lab.run / "checkpoints").glob(".*")
+            if "step" in path.name or "latest" in path.name
+        ]
+        outcome.expect(not left, f"what was half written is still there: {left}")
+        return outcome
+
+    return run
+
+
+SHARD = "rank-00001.safetensors"
+SERIES.case("in the middle of its shard")(
+    in_save(1, f"open {HALF_WRITTEN}{SHARD}", do="kill in the next write", bytes=60_000)
+)
+SERIES.case("between two shards")(in_save(1, f"open {HALF_WRITTEN}{SHARD}", seconds=0.5))
+SERIES.case("before the manifest")(in_save(0, f"open {HALF_WRITTEN}manifest.json"))
+SERIES.case("between manifest and rename")(in_save(0, f"rename */step-{SAVED:08d}"))
+SERIES.case("between rename and pointer")(in_save(0, "open */.latest.*", done=2, expected=2))
+
+
+@SERIES.case("saving a step again after a rollback")
+def resaved(lab: Lab) -> Outcome:
+    """The newest step is damaged, so the run goes back; it is killed when it comes there again."""
+    flipped(SHARD)(lab.interrupted("dp2", SAVED))
+    ran = lab.launch(
+        "dp2", faults=[Fault(f"open {HALF_WRITTEN}{SHARD}", "kill", 1, once=lab.marker())]
+    ).wait()
+    outcome = judged(lab, ran, "dp2", 1, SAVED)
+    before = SAVED - SAVE_INTERVAL
+    outcome.expect(
+        ran.resumed_at == [before, before], f"it went on from {ran.resumed_at}, not twice from step {before}"
+    )
+    return outcome
+
+
+@SERIES.case("the launcher")
+def launcher(lab: Lab) -> Outcome:
+    """Nobody is left to name anybody: the workers end in good order, and the same command goes on."""
+    running = lab.launch("dp2", faults=[Fault("forward", "dawdle", 1, seconds=0.2)])
+    lab.wait_for_step(running, 5)
+    killed_at = time.time()
+    running.signal(signal.SIGKILL)
+    ran = running.wait()
+    outcome = Outcome(exit_code=ran.code, remark="workers save and end")
+    lived = time.time() - killed_at
+    outcome.expect(
+        not ran.orphans and lived <= SECONDS, f"workers lived for {lived:.1f} s, and are left: {ran.orphans}"
+    )
+    done = lab.last_step()
+    again = lab.fork("dp2")
+    outcome.told(again, rf"^resuming at step {done} of {LAST}")
+    outcome.detected_after = lived
+    outcome.expect(again.code == 0, again.text)
+    outcome.lost(done - again.resumed_at[-1], 0)
+    outcome.same_state(lab.is_equal("dp2"))
+    return outcome
+
+
+@SERIES.case("five times in one run, any rank")
+def five_times(lab: Lab) -> Outcome:
+    """Each time at another step and place, until restarts are used up; `make chaos` does so fifty times."""
+    points = (("forward", 0, 3), ("backward", 1, 4), ("update", 1, 6), ("forward", 1, 7), ("backward", 0, 9))
+    faults = [
+        Fault(at, "kill", rank, step, once=lab.marker(f"fault-{number}"))
+        for number, (at, rank, step) in enumerate(points)
+    ]
+    ran, outcome = lab.launch("dp2", "--max-restarts 5", faults).wait(), Outcome()
+    for number, (_, rank, _) in enumerate(points):
+        outcome.told(ran, rf"rank {rank} of 2 was killed by SIGKILL", lab.when(f"fault-{number}"))
+    outcome.detected_after = None
+    outcome.ended(ran, 0)
+    lost = [happened(lab.folder / f"fault-{n}")[1] - 1 - at for n, at in enumerate(ran.resumed_at[1:])]
+    outcome.expect(len(lost) == len(points), f"it was started {len(lost)} times again")
+    outcome.lost(sum(lost), SAVE_INTERVAL * len(points))
+    outcome.same_state(lab.all_equal("dp2"))
+    return outcome
