@@ -1,5 +1,6 @@
 """A worker of our own launcher: it ends with its launcher, and tells it why it failed."""
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -15,12 +16,15 @@ from pathlib import Path
 from pentatron.config.entry import EntryPoint
 from pentatron.launch.failure import crash_path, write_record
 from pentatron.launch.local import JOB, LAUNCHER, RESTART
+from pentatron.launch.watch import STACKS, stacks_path
 from pentatron.parallel.meeting import lost_contact
 from pentatron.parallel.whereabouts import Whereabouts
-from pentatron.train.heartbeat import Heart, beat_path
+from pentatron.train.heartbeat import Heart, beat_path, read_beat
 
 _PR_SET_PDEATHSIG = 1
 _PULSE_SECONDS = 0.5
+# In which a rank without a launcher must get on: a save may be under way.
+_STUCK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,15 @@ class Supervised:
             sys.exit(128 + signal.SIGTERM)
         # Not closed before the process ends.
         faulthandler.enable(crash_path(self.folder, self.rank).open("w", encoding="utf-8"))
+        faulthandler.register(STACKS, stacks_path(self.folder, self.rank).open("w", encoding="utf-8"))
 
     def heart(self, where: Whereabouts) -> Heart:
         """Tells the launcher where this rank is."""
         path = beat_path(self.folder, self.rank)
-        return Heart(path, self.rank, socket.gethostname(), where, _PULSE_SECONDS)
+        orphan = _Orphan(self, where)
+        return Heart(
+            path, self.rank, socket.gethostname(), where, _PULSE_SECONDS, at_pulse=orphan.end_if_stuck
+        )
 
     def lost(self, sentence: str) -> None:
         """The end of a rank that only met the end of another: worth a place in its file, not on the terminal."""
@@ -67,6 +75,34 @@ class Supervised:
         """Without a launcher nobody else removes the job's folder."""
         if os.getppid() != self.launcher:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Orphan:
+    """Whose launcher is gone, the rank ends by itself at the next step; unless it hangs, and then nobody else would end it."""
+
+    def __init__(self, place: Supervised, where: Whereabouts) -> None:
+        self.place, self.where = place, where
+        self._at: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def end_if_stuck(self) -> None:
+        """Called now and then, by another thread than the one that may hang."""
+        if os.getppid() == self.place.launcher:
+            return
+        at = (self.where.step, self.where.calls)
+        if at != self._at:
+            self._at, self._since = at, time.monotonic()
+        elif time.monotonic() - self._since > _STUCK_SECONDS:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """The other ranks too: one that is stopped cannot end itself."""
+        beats = [read_beat(path) for path in self.place.folder.glob("*.beat")]
+        shutil.rmtree(self.place.folder, ignore_errors=True)
+        for pid in [beat.pid for beat in beats if beat is not None and beat.pid != os.getpid()]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def this_worker() -> Supervised | None:

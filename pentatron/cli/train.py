@@ -167,9 +167,11 @@ def _work(
 
 def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: EntryPoint) -> int:
     """Starts this program once for every rank, waits for them, and starts them again when they crash."""
+    from pentatron.launch.hang import Limits
     from pentatron.launch.local import run_workers
     from pentatron.launch.processes import listening
     from pentatron.launch.supervise import Supervisor
+    from pentatron.launch.watch import JobWatch
 
     config, ranks = prepared.resolved.config, prepared.facts.world_size
     assert config.launch.threads_per_process is not None and config.run.run_dir is not None
@@ -179,12 +181,13 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: Entry
     folder.create()
     variables = prepare_for_workers(config.launch.threads_per_process)
     inherited = f" with {', '.join(variables)}" if variables else ""
+    limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
     say(f"starting {ranks} process{'es' if ranks > 1 else ''}{inherited} ...")
     with listening(WATCHED) as told:
 
         def attempt(restart: int) -> "Ended":
             place = (ranks, config.launch.master_port, os.environ, os.getpid())
-            return run_workers(python_words, *place, told, None, restart)
+            return run_workers(python_words, *place, told, JobWatch(limits, folder.path), restart)
 
         resumes = (entry.resumes or prepared.resolved.given("load")) and not config.run.fresh
         ended = Supervisor(

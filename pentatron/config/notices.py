@@ -225,6 +225,12 @@ def _restarts(draft: Draft, facts: Facts) -> str:
     return f"{facts.launcher} starts the processes, so it must start them again (torchrun: --max-restarts)"
 
 
+def _unwatched(draft: Draft, facts: Facts) -> str:
+    if facts.world_size > 1 or draft["max_restarts"]:
+        return ""
+    return "one process runs in place, and nobody watches it; --max-restarts N starts it under a launcher"
+
+
 def _meeting_point(draft: Draft, facts: Facts) -> str:
     if facts.launcher and facts.has_meeting_point:
         return f"{facts.launcher} has said where to meet (MASTER_ADDR), which counts"
@@ -330,6 +336,7 @@ IDLE: dict[str, Reason] = {
     "distributed_timeout_minutes": _alone,
     "master_port": _port,
     "max_restarts": _restarts,
+    "heartbeat_timeout": _unwatched,
     "init_method": _meeting_point,
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), _nothing_recomputed),
     "recompute_modules": _modules_not_recomputed,

@@ -162,6 +162,11 @@ class LaunchConfig:
         None,
         "how often a job that crashed is started again, from its last checkpoint (3; 0 for one process, which then runs in place)",
     )
+    heartbeat_timeout: float | None = setting(
+        None,
+        "seconds without a sign of life, or in one place of a step, after which a rank counts as hung (60, and 10 times the longest step; 0: "
+        "never)",
+    )
     check_memory: bool = setting(
         True, "before starting, compare the memory a run will need with what the device has"
     )

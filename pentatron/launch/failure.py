@@ -25,6 +25,11 @@ class Failure:
     at: float
     kind: str = ""
     text: str = ""
+    # Of a hang: all that is to be said of it.
+    story: str = ""
+
+    def sentence(self, ranks: int, when: str) -> str:
+        return self.story or f"rank {self.rank} of {ranks} {self.how} {when}"
 
     @property
     def is_consequence(self) -> bool:
@@ -33,6 +38,8 @@ class Failure:
 
     @property
     def how(self) -> str:
+        if self.kind == "hung":
+            return "hung, or others waited for it"
         if self.kind == "early":
             return "ended before the others were done, without an error"
         if self.code >= 0:

@@ -50,8 +50,8 @@ class Ended:
         return bool(self.failures) and self.exit_code not in TOLD and not by_wish
 
 
-# Looks at the running processes now and then; ends them where they hang.
-Watch = Callable[[Sequence[Process], Path], None]
+# Looks at the running processes now and then; tells who is at fault where they hang.
+Watch = Callable[[Sequence[Process], Path], Failure | None]
 
 
 def refuse_used_port(port: int) -> None:
@@ -110,21 +110,20 @@ def run_workers(
         }
         of_each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
         with started(python_words, environment, of_each) as running:
-            _follow(running, signals, job, watch)
-        return _ended(running, signals, job)
+            hang = _follow(running, signals, job, watch)
+            end_all(running)
+            return _ended(running, signals, job, hang)
 
 
-def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Watch | None) -> None:
-    """Returns when all have ended, or when those that are left must be."""
+def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Watch | None) -> Failure | None:
+    """Returns when all have ended, or when those that are left must be; with what is wrong, where they hang."""
     passed_on, deadline = False, None
     while True:
         for process in processes:
             process.look()
         codes = [process.code for process in processes]
-        if None not in codes:
-            return
-        if signals.is_impatient:
-            return
+        if None not in codes or signals.is_impatient:
+            return None
         if signals.received and not passed_on:
             # Once: whoever asks a second time means the first.
             passed_on = True
@@ -134,9 +133,10 @@ def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Wa
             agreed = signals.received or all(_is_agreed(code) for code in codes if code)
             deadline = time.monotonic() + (_AFTER_AN_END if agreed else _AFTER_A_CRASH)
         if deadline is not None and time.monotonic() > deadline:
-            return
-        if watch is not None and deadline is None:
-            watch(processes, job)
+            return None
+        hang = watch(processes, job) if watch is not None and deadline is None else None
+        if hang is not None:
+            return hang
         time.sleep(_PAUSE)
 
 
@@ -144,8 +144,7 @@ def _is_agreed(code: int) -> bool:
     return code in TOLD or code - 128 in WATCHED
 
 
-def _ended(processes: Sequence[Process], signals: Signals, job: Path) -> Ended:
-    end_all(processes)
+def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Failure | None) -> Ended:
     stopped_by = signals.first
     if signals.is_impatient:
         sys.stderr.write("pentatron: stopped at once; checkpoints that were saved before are intact\n")
@@ -154,9 +153,13 @@ def _ended(processes: Sequence[Process], signals: Signals, job: Path) -> Ended:
     codes = [process.code for process in processes]
     if not any(codes):
         return Ended(0)
-    failures = failures_of(processes, job)
+    failures = [*([hang] if hang else []), *failures_of(processes, job)]
     code = failures[0].code
-    if stopped_by is not None and all(c in (0, -stopped_by, 128 + stopped_by) for c in codes):
+    if (
+        hang is None
+        and stopped_by is not None
+        and all(c in (0, -stopped_by, 128 + stopped_by) for c in codes)
+    ):
         # Also of ranks that had not yet begun to listen, or listened no more.
         return Ended(128 + stopped_by, stopped_by=stopped_by)
     beats = [b for p in processes if (b := read_beat(beat_path(job, p.rank))) is not None]

@@ -67,7 +67,7 @@ class Supervisor:
         kept = self._keep(ended.failures, restarts)
         when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
         others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(kept) > 1 else ""
-        sentence = f"rank {first.rank} of {self.ranks} {first.how} {when}"
+        sentence = first.sentence(self.ranks, when)
         if first.text:
             self.tell(f"{sentence}:\n{first.text.rstrip()}\n(rank {first.rank} failed first{others})")
         else:

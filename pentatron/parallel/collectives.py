@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.parallel.waiting import Cause, Waits
+from pentatron.parallel.whereabouts import Call
 
 T = TypeVar("T")
 
@@ -37,7 +38,8 @@ class Group:
     """Some ranks that talk to each other, and this rank's place among them.
 
     `through_host`: messages between two ranks must lie in host memory (gloo cannot send a GPU's).
-    `waits`: where the time is counted that this rank stands still for the others.
+    `waits`: where the time is counted that this rank stands still for the others. `name`: for whoever looks where a rank
+    hangs.
     """
 
     rank: int
@@ -45,10 +47,23 @@ class Group:
     process_group: Any = None
     through_host: bool = False
     waits: Waits | None = field(default=None, compare=False, repr=False)
+    name: str = field(default="a group", compare=False)
 
-    def standing(self, tensor: Tensor, cause: Cause = "collective") -> AbstractContextManager[None]:
+    def begins(self, what: str, tensor: Tensor | None = None) -> Call | None:
+        """Counts a collective: its number is the same on all ranks, unless one of them leaves one out."""
+        if self.waits is None:
+            return None
+        return self.waits.whereabouts.enter(what, self.name, 0 if tensor is None else tensor.numel())
+
+    def standing(
+        self, tensor: Tensor, cause: Cause = "collective", call: Call | None = None
+    ) -> AbstractContextManager[None]:
         """Around whatever may have to wait for the other ranks."""
-        return nullcontext() if self.waits is None else self.waits.standing(tensor.device, cause)
+        return nullcontext() if self.waits is None else self.waits.standing(tensor.device, cause, call)
+
+    def exchanging(self, what: str) -> AbstractContextManager[None]:
+        """Around an exchange of Python values, whose time is not counted."""
+        return nullcontext() if self.waits is None else self.waits.whereabouts.inside(self.begins(what))
 
 
 @dataclass(frozen=True)
@@ -58,20 +73,21 @@ class Counted:
     work: Pending
     group: Group
     tensor: Tensor
+    call: Call | None = None
 
     def wait(self) -> None:
-        with self.group.standing(self.tensor):
+        with self.group.standing(self.tensor, call=self.call):
             self.work.wait()
 
 
-def _counted(work: Pending | None, group: Group, tensor: Tensor) -> Pending | None:
-    return None if work is None else Counted(work, group, tensor)
+def _counted(work: Pending | None, group: Group, tensor: Tensor, call: Call | None) -> Pending | None:
+    return None if work is None else Counted(work, group, tensor, call)
 
 
 def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
     """Sums in place over the group."""
     if group.size > 1:
-        with group.standing(tensor):
+        with group.standing(tensor, call=group.begins("all-reduce", tensor)):
             dist.all_reduce(tensor, group=group.process_group)
     return tensor
 
@@ -80,7 +96,8 @@ def start_all_reduce_(tensor: Tensor, group: Group) -> Pending | None:
     """Sums in place over the group while the caller goes on; None when there is nothing to wait for."""
     if group.size == 1:
         return None
-    return _counted(dist.all_reduce(tensor, group=group.process_group, async_op=True), group, tensor)
+    call = group.begins("all-reduce", tensor)
+    return _counted(dist.all_reduce(tensor, group=group.process_group, async_op=True), group, tensor, call)
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
@@ -96,8 +113,8 @@ def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> Pending 
         if part.data_ptr() != whole.data_ptr():
             whole.copy_(part.view_as(whole))
         return None
-    gather = getattr(dist, _GATHER_NAME)
-    return _counted(gather(whole, part, group=group.process_group, async_op=True), group, whole)
+    gather, call = getattr(dist, _GATHER_NAME), group.begins("all-gather", whole)
+    return _counted(gather(whole, part, group=group.process_group, async_op=True), group, whole, call)
 
 
 def reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> None:
@@ -113,8 +130,8 @@ def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pend
         if part.data_ptr() != whole.data_ptr():
             part.copy_(whole.view_as(part))
         return None
-    scatter = getattr(dist, _SCATTER_NAME)
-    return _counted(scatter(part, whole, group=group.process_group, async_op=True), group, part)
+    scatter, call = getattr(dist, _SCATTER_NAME), group.begins("reduce-scatter", whole)
+    return _counted(scatter(part, whole, group=group.process_group, async_op=True), group, part, call)
 
 
 def all_to_all_into(
@@ -133,7 +150,7 @@ def all_to_all_into(
         return
     # Host memory where messages need it: gloo exchanges parts as messages between two ranks.
     place = torch.empty_like(received, device="cpu") if group.through_host else received
-    with group.standing(received):
+    with group.standing(received, call=group.begins("all-to-all", sent)):
         dist.all_to_all_single(
             place,
             sent.cpu() if group.through_host else sent,
@@ -154,10 +171,11 @@ class Passing:
     works: Sequence[Pending]
     device: torch.device
     group: Group
+    call: Call | None = None
 
     def wait(self) -> Tensor:
         """What arrived. Only then may the tensor that was passed on be changed."""
-        with self.group.standing(self.arriving):
+        with self.group.standing(self.arriving, call=self.call):
             for work in self.works:
                 work.wait()
         return self.arriving.to(self.device)
@@ -168,6 +186,7 @@ def start_passing_on(tensor: Tensor, group: Group, tag: int) -> Passing:
 
     `tag` tells apart what travels at the same time.
     """
+    call = group.begins("exchange of neighbours", tensor)
     leaving = (tensor.cpu() if group.through_host else tensor).contiguous()
     arriving = torch.empty_like(leaving)
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -178,13 +197,13 @@ def start_passing_on(tensor: Tensor, group: Group, tag: int) -> Passing:
             dist.P2POp(_RECEIVE, arriving, group=group.process_group, tag=tag, group_peer=preceding),
         ]
     )
-    return Passing(arriving, leaving, works, tensor.device, group)
+    return Passing(arriving, leaving, works, tensor.device, group, call)
 
 
 def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
     """Takes the maximum in place over the group."""
     if group.size > 1:
-        with group.standing(tensor):
+        with group.standing(tensor, call=group.begins("all-reduce (largest)", tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group.process_group)
     return tensor
 
@@ -203,7 +222,7 @@ def earliest(moment: float, group: Group) -> float:
 def broadcast_(tensor: Tensor, group: Group, source: int) -> Tensor:
     """Overwrites the tensor with what rank `source` of the group has in its own."""
     if group.size > 1:
-        with group.standing(tensor):
+        with group.standing(tensor, call=group.begins("broadcast", tensor)):
             dist.broadcast(tensor, group=group.process_group, group_src=source)
     return tensor
 
@@ -214,7 +233,8 @@ def broadcast_object(value: Any, group: Group) -> Any:
         return value
     box = [value]
     source = dist.get_global_rank(group.process_group, 0)
-    dist.broadcast_object_list(box, src=source, group=group.process_group)
+    with group.exchanging("broadcast of a value"):
+        dist.broadcast_object_list(box, src=source, group=group.process_group)
     return box[0]
 
 
@@ -223,7 +243,8 @@ def gather_objects(value: Any, group: Group) -> Sequence[Any]:
     if group.size == 1:
         return [value]
     found: list[Any] = [None] * group.size
-    dist.all_gather_object(found, value, group=group.process_group)
+    with group.exchanging("gathering of values"):
+        dist.all_gather_object(found, value, group=group.process_group)
     return found
 
 

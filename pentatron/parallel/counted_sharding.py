@@ -30,7 +30,9 @@ class _Counted:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _group(self, process_group: Any) -> Group:
-        return Group(process_group.rank(), process_group.size(), process_group, waits=self.waits)
+        return Group(
+            process_group.rank(), process_group.size(), process_group, waits=self.waits, name="the shards"
+        )
 
 
 class _Gather(_Counted):

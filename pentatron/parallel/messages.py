@@ -22,6 +22,7 @@ from torch import Tensor
 from pentatron.layout.actions import Action, Kind, Schedule
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Shape
+from pentatron.parallel.whereabouts import Call
 from pentatron.parallel.world import World
 
 # What a message carries, whichever end speaks of it: whether it is a gradient, the stage it comes from, the micro-batch.
@@ -57,9 +58,10 @@ class Arrival:
     work: dist.Work
     device: torch.device
     group: Group
+    call: Call | None = None
 
     def wait(self) -> Tensor:
-        with self.group.standing(self.buffer, "message"):
+        with self.group.standing(self.buffer, "message", self.call):
             self.work.wait()
         return self.buffer.to(self.device)
 
@@ -115,7 +117,14 @@ class Messages:
         buffer = torch.empty(shape, dtype=dtype, device=place)
         channel = self._process_group(action, peer < self._group.rank)
         work = _start_receive(buffer, channel, peer, tag_of(parcel_of(action)))
-        return Arrival(buffer, work, device, self._group)
+        what = "gradients" if action.kind in GRADIENTS else "activations"
+        call = Call(
+            f"{what} of micro-batch {action.micro_batch} from pipeline rank {peer}",
+            self._group.name,
+            0,
+            buffer.numel(),
+        )
+        return Arrival(buffer, work, device, self._group, call)
 
     def delivered(self, parcel: Parcel) -> None:
         """Lets go of a sent tensor that is known to have arrived."""
@@ -130,7 +139,7 @@ class Messages:
             self._wait_for(*self._announcements.pop())
 
     def _wait_for(self, tensor: Tensor, work: dist.Work) -> None:
-        with self._group.standing(tensor, "message"):
+        with self._group.standing(tensor, "message", Call("a message", self._group.name, 0, tensor.numel())):
             work.wait()
 
     def agree(self, sends: Mapping[int, Announced], receives: Mapping[int, Announced]) -> None:

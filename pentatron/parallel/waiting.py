@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from pentatron.parallel.whereabouts import Call, Whereabouts
+
 # Messages are those between the stages of a pipeline; waiting for one includes the bubble.
 Cause = Literal["collective", "message"]
 
@@ -31,9 +33,13 @@ class Waited:
 
 
 class Waits:
-    """Counts between `begin` and `end`; at other times nothing is measured and nothing is kept."""
+    """Counts between `begin` and `end`; at other times nothing is measured and nothing is kept.
 
-    def __init__(self) -> None:
+    `whereabouts` is told of every wait, at all times: somebody may want to know for whom this rank waits.
+    """
+
+    def __init__(self, whereabouts: Whereabouts | None = None) -> None:
+        self.whereabouts = whereabouts or Whereabouts()
         self._counting = False
         # Inside a wait that is counted already.
         self._inside = False
@@ -55,11 +61,19 @@ class Waits:
         return Waited(self._seconds["collective"], self._seconds["message"])
 
     @contextmanager
-    def standing(self, device: torch.device, cause: Cause = "collective") -> Iterator[None]:
+    def standing(
+        self, device: torch.device, cause: Cause = "collective", call: Call | None = None
+    ) -> Iterator[None]:
         """Around whatever may have to wait; `device` is where the tensor lies that travels."""
-        if not self._counting or self._inside:
-            yield
-            return
+        with self.whereabouts.inside(call):
+            if self._counting and not self._inside:
+                with self._counted(device, cause):
+                    yield
+            else:
+                yield
+
+    @contextmanager
+    def _counted(self, device: torch.device, cause: Cause) -> Iterator[None]:
         self._inside = True
         try:
             if device.type == "cuda":

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or a message: the `number`th (from 1) of its group, of `size` numbers."""
+    """A collective or a message: the `number`th (from 1) of its group, of `size` numbers; messages have no number."""
 
     what: str
     group: str
@@ -19,7 +19,8 @@ class Call:
     size: int
 
     def __str__(self) -> str:
-        return f"{self.what} #{self.number} of the group {self.group} ({self.size} numbers)"
+        which = f"#{self.number} " if self.number else ""
+        return f"{self.what} {which}of {self.group} ({self.size} numbers)"
 
 
 class Whereabouts:
@@ -56,6 +57,17 @@ class Whereabouts:
         self.counts[group] = number
         self.calls += 1
         return Call(what, group, number, size)
+
+    @contextmanager
+    def inside(self, call: Call | None) -> Iterator[None]:
+        """Around the waiting for a collective or a message."""
+        before = self.waits_in
+        self.waits_in = call or before
+        try:
+            yield
+        finally:
+            self.waits_in = before
+            self.calls += 1
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ A `World` is passed to whoever needs it; nothing is global.
 
 import datetime
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from pentatron.parallel.waiting import Waits
 from pentatron.parallel.whereabouts import Whereabouts
 
 ALONE = Group(0, 1)
+# In the name of a group.
+_SHOWN_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class World:
     timeout: datetime.timedelta | None = None
     # Counts, in all groups, the time this rank stands still for others.
     waits: Waits = field(default_factory=Waits, compare=False)
-    # Where in the run this rank is, for those who watch that it gets on.
-    whereabouts: Whereabouts = field(default_factory=Whereabouts, compare=False)
 
     def group(self, axis: Axis) -> Group:
         return self.groups.get(axis, ALONE)
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """Where in the run this rank is, for those who watch that it gets on."""
+        return self.waits.whereabouts
 
     @property
     def tensor(self) -> Group:
@@ -77,7 +82,7 @@ class World:
 def single_process(device: torch.device | None = None, whereabouts: Whereabouts | None = None) -> World:
     """A world of one, without any process group."""
     where = whereabouts or Whereabouts()
-    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"), whereabouts=where)
+    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"), waits=Waits(where))
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -153,8 +158,8 @@ def connect(
     if grid.world_size == 1:
         return single_process(device, where)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
-    waits = Waits()
-    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits)
+    waits = Waits(where)
+    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, "all ranks")
     # Axes often have the same members (data and replicas, say); such axes share one process group.
     made: dict[tuple[tuple[int, ...], ...], Group | None] = {
         (tuple(range(grid.world_size)),): everyone,
@@ -163,14 +168,15 @@ def connect(
     for axis in typing.get_args(Axis):
         divided = tuple(sorted(m for m in grid.groups(axis) if len(m) > 1))
         if divided and divided not in made:
-            made[divided] = _make(divided, rank, through_host, timeout, waits)
+            made[divided] = _make(axis, divided, rank, through_host, timeout, waits)
         own = made[divided] if divided else None
         if own is not None:
             groups[axis] = own
-    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits, where)
+    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits)
 
 
 def _make(
+    axis: Axis,
     divided: tuple[tuple[int, ...], ...],
     rank: int,
     through_host: bool,
@@ -182,5 +188,13 @@ def _make(
     for members in divided:
         process_group = dist.new_group(list(members), timeout=timeout)
         if rank in members:
-            own = Group(members.index(rank), len(members), process_group, through_host, waits)
+            own = Group(
+                members.index(rank), len(members), process_group, through_host, waits, _name(axis, members)
+            )
     return own
+
+
+def _name(axis: Axis, members: Sequence[int]) -> str:
+    """For people, of which group this is: all its ranks write the same."""
+    ranks = members if len(members) <= _SHOWN_RANKS else (*members[: _SHOWN_RANKS - 1], "…", members[-1])
+    return f"the {axis} ranks {', '.join(map(str, ranks))}"

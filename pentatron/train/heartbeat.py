@@ -7,7 +7,7 @@ writing the same place. Whoever reads takes the time by its own clock, so that c
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +64,20 @@ def read_beat(path: Path) -> Beat | None:
 class Heart:
     """Writes this rank's beats into `path`, every `pause` seconds.
 
-    `synced`: for readers on other machines, who see only what is on the disk.
+    `synced`: for readers on other machines, who see only what is on the disk. `at_pulse` is called each time, by the same thread.
     """
 
     def __init__(
-        self, path: Path, rank: int, host: str, where: Whereabouts, pause: float, synced: bool = False
+        self,
+        path: Path,
+        rank: int,
+        host: str,
+        where: Whereabouts,
+        pause: float,
+        synced: bool = False,
+        at_pulse: Callable[[], None] | None = None,
     ) -> None:
-        self.path, self.where, self.pause, self.synced = path, where, pause, synced
+        self.path, self.where, self.pause, self.synced, self.at_pulse = path, where, pause, synced, at_pulse
         self._about: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": host}
         self._pulse = 0
         self._stop = threading.Event()
@@ -104,6 +111,8 @@ class Heart:
     def _run(self) -> None:
         while not self._stop.wait(self.pause):
             self.beat()
+            if self.at_pulse is not None:
+                self.at_pulse()
 
     def close(self) -> None:
         """A rank that ends in good order leaves no file."""

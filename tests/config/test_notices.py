@@ -298,6 +298,13 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
         Facts(2, 2),
     ),
+    (
+        "heartbeat_timeout",
+        f"{LEAST} --heartbeat-timeout 9.0",
+        f"{LEAST} --heartbeat-timeout 9.0",
+        ONE,
+        Facts(2, 2),
+    ),
     ("max_restarts", f"{LEAST} --max-restarts 9", f"{LEAST} --max-restarts 9", TORCHRUN, Facts(2, 2)),
     ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", ONE, Facts(2, 2)),
     ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", TORCHRUN, Facts(2, 2)),

@@ -1,0 +1,41 @@
+"""A rank that gives no sign of life, one that loops, and one that leaves a collective out: named, written down, ended."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_restarts import SMALL, broken
+from tests.cli.test_train import finish, start
+
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+LOOPING = "while True: pass"
+SKIPPING = "return healthy(model, optimizer, drawn, rate, step, *others) if True else None"
+
+
+def run(folder: Path, how: str) -> tuple[int, str, str, Path]:
+    script, place = broken(folder, how), folder / "run"
+    words = "--nproc-per-node 2 --heartbeat-timeout 4 --max-restarts 1".split()
+    code, out, err = finish(start(script, *SMALL, *words, "--run-dir", str(place)))
+    return code, out, err, place
+
+
+def test_a_stopped_rank_is_named_and_the_job_goes_on_without_it(tmp_path: Path) -> None:
+    code, _, err, folder = run(tmp_path, STOPPED)
+    assert code == 0, err
+    first, second = err.splitlines()
+    assert "after step 7 rank 1 of 2 is frozen (its process is stopped, as by SIGSTOP)" in first
+    assert "and rank 0 waits in the all-reduce" in first
+    assert second == "pentatron: restarting from step 6 (1 of 1); 1 step is lost"
+    dump = (folder / "hang-7.txt").read_text()
+    assert "rank 1 (process" in dump and "<- the others wait for this one" in dump
+    assert "stacks of rank 0" in dump and "compute_gradients" in dump, "the rank that waits tells where"
+    assert "(it did not answer)" in dump
+
+
+@pytest.mark.sweep
+def test_a_rank_in_an_endless_loop_is_named_with_its_stack(tmp_path: Path) -> None:
+    code, _, err, folder = run(tmp_path, LOOPING)
+    assert code == 0, err
+    assert "after step 7 rank 1 of 2 hangs: for" in err and "it computes in step 8, and rank 0 waits" in err
+    dump = (folder / "hang-7.txt").read_text()
+    assert "broken.py" in dump.partition("stacks of rank 1")[2], "where it loops"

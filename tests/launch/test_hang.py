@@ -1,0 +1,96 @@
+"""Who is at fault when a job hangs, from beats alone: no process is needed to tell."""
+
+from dataclasses import replace
+
+import pytest
+
+from pentatron.launch.hang import Hang, HangWatch, Limits
+from pentatron.parallel.whereabouts import Call
+from pentatron.train.heartbeat import Beat
+
+EVERYONE = "all ranks"
+USUAL = Limits(20.0, 600.0)
+
+
+def beat(rank: int, calls: int = 50, waits: bool = True, what: str = "all-reduce", step: int = 7) -> Beat:
+    call = Call(what, EVERYONE, calls, 2) if waits else None
+    return Beat(rank, 1000 + rank, "a", 1, step, 0, "step", calls, {EVERYONE: calls}, call, True, 1.0)
+
+
+def watch_for(seconds: float, beats: list[Beat], limits: Limits = USUAL) -> Hang | None:
+    """The same beats for so long, from processes that live."""
+    watch, ranks = HangWatch(limits), [b.rank for b in beats]
+    for now in range(int(seconds) + 2):
+        hang = watch.look([replace(b, pulse=now) for b in beats], float(now), ranks)
+        if hang is not None:
+            assert now >= seconds
+            return hang
+    return None
+
+
+def test_a_rank_that_computes_while_the_others_wait() -> None:
+    hang = watch_for(20, [beat(0), beat(1), beat(2, 49, waits=False)])
+    assert hang is not None and hang.culprits == [2]
+    assert hang.sentence({}, 3) == (
+        "after step 7 rank 2 of 3 hangs: for 21 seconds it computes in step 8, and ranks 0, 1 wait in the all-reduce #50 of all ranks "
+        "(2 numbers)"
+    )
+    assert watch_for(18, [beat(0), beat(2, 49, waits=False)]) is None, "not yet"
+
+
+def test_a_rank_that_left_a_collective_out() -> None:
+    hang = watch_for(20, [beat(0), beat(1, 49), beat(2)])
+    assert hang is not None and hang.culprits == [1], "it has begun fewer than the others"
+    hang = watch_for(20, [beat(0), beat(1, what="broadcast"), beat(2)])
+    assert hang is not None and hang.culprits == [1], "as many, but another one"
+    hang = watch_for(20, [beat(0), beat(1, what="broadcast", step=8)])
+    assert hang is not None and hang.culprits == [1], "of two, who has come further"
+    assert "rank 1 of 2 is not where the others are, as if a collective had been left out" in hang.sentence(
+        {}, 2
+    )
+
+
+def test_nobody_is_blamed_without_a_reason() -> None:
+    hang = watch_for(20, [beat(0, what="broadcast"), beat(1)])
+    assert hang is not None and hang.culprits == []
+    assert "no rank stands out: rank 0 waits in the broadcast #50" in hang.sentence({}, 2)
+
+
+def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
+    watch, silent = HangWatch(USUAL), replace(beat(1, waits=False), phase="saving")
+    looks = [watch.look([replace(beat(0, 50 + n), pulse=n), silent], float(n), [0, 1]) for n in range(23)]
+    assert looks[20] is None
+    hang = looks[-1]
+    assert hang is not None and hang.culprits == [1]
+    assert "rank 1 of 2 is frozen (stopped): no sign of life for 22 seconds" in hang.sentence(
+        {1: "stopped"}, 2
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"phase": "saving"}, {"phase": "evaluating"}, {"phase": "building the model"}, {"began": 7}],
+)
+def test_what_may_take_long_is_left_alone(change: dict[str, object]) -> None:
+    """Saving, evaluating, starting, and the first step, which compiles; a collective's own limit ends them."""
+    beats = [beat(0), replace(beat(1, waits=False), **change)]
+    assert watch_for(300, beats) is None
+    assert watch_for(100, beats, Limits(20.0, 100.0)) is not None
+
+
+def test_steps_that_take_long_are_given_long() -> None:
+    slow = [replace(beat(rank, waits=False), longest_step=40.0) for rank in (0, 1)]
+    assert watch_for(300, slow, Limits(None, 600.0)) is None, "ten times the longest"
+    assert watch_for(61, [beat(0), beat(1, waits=False)], Limits(None, 600.0)) is not None, (
+        "a minute at least"
+    )
+    assert watch_for(300, [beat(0), beat(1, waits=False)], Limits(0.0, 100.0)) is None, "0 is never"
+
+
+def test_ranks_that_have_ended_and_a_launcher_that_slept_are_no_hang() -> None:
+    watch = HangWatch(USUAL)
+    for now in range(40):
+        # Rank 1 has ended; rank 0 still writes its results.
+        own = [replace(beat(0, 50 + now), pulse=now), *([beat(1)] if now < 2 else [])]
+        assert watch.look(own, float(now), [0, 1] if now < 2 else [0]) is None
+    assert watch.look([beat(0)], 1000.0, [0]) is None, "nobody looked for a long time"
