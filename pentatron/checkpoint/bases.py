@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import write_file
 
 FILE_NAME = "began-from.json"
@@ -17,7 +18,7 @@ def read_bases(folder: Path) -> frozenset[str] | None:
     """The names of the steps that were there when the run began; None: nothing was recorded."""
     path = folder / FILE_NAME
     try:
-        return frozenset(map(str, json.loads(path.read_text(encoding="utf-8"))["steps"]))
+        return frozenset(map(str, parse_json(path.read_text(encoding="utf-8"))["steps"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from pentatron.checkpoint.store import Found
+from pentatron.checkpoint.untrusted import implausible
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.run import table
@@ -21,7 +22,29 @@ def saved_settings(found: Found) -> dict[str, Any]:
             f"version that saved it"
         )
     flat = {name: value for section in config.values() for name, value in section.items()}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in flat.items()}
+    # What is older or younger than this version is nobody's to judge here.
+    saved = {name: _typed(found, name, value) if name in table() else value for name, value in flat.items()}
+    if problem := implausible(saved, {n: r.shape for n, r in found.manifest.tensors.items()}):
+        raise UserError(
+            f"{found.folder} cannot be the model that it describes ({problem}); name another step"
+        )
+    return saved
+
+
+def _typed(found: Found, name: str, value: Any) -> Any:
+    """A value of the kind that the setting has, however it came into the file."""
+    item = table()[name]
+    right = value is None or (isinstance(value, list) if item.is_list else not isinstance(value, list))
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    kind = (int, float) if item.base_type is float else item.base_type
+    if not right or not all(
+        isinstance(one, kind) and isinstance(one, bool) == (item.base_type is bool) for one in items
+    ):
+        raise UserError(
+            f"{found.folder} has {name} {value!r:.60}, which is no value of that setting; use the version that saved it, or name "
+            f"another step"
+        )
+    return tuple(value) if isinstance(value, list) else value
 
 
 def architecture_of(found: Found) -> tuple[TransformerConfig, MoEConfig]:

@@ -24,7 +24,7 @@ ROUTERS = "routers/"
 # The states of random generators, one of each rank.
 RANDOM = "rng/"
 # Where data lies, and not what it is (the fingerprint says that); and what the numbers were computed with.
-_NO_STATE = frozenset({"data_files", "environment"})
+NO_STATE = frozenset({"data_files", "environment"})
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _part(name: str) -> str:
 
 
 def _cursor(manifest: Manifest) -> str:
-    state: Mapping[str, Any] = {k: v for k, v in manifest.run_state.items() if k not in _NO_STATE}
+    state: Mapping[str, Any] = {k: v for k, v in manifest.run_state.items() if k not in NO_STATE}
     return _sum([json.dumps({"step": manifest.step, "state": state}, sort_keys=True)])
 
 

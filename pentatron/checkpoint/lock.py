@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 
 FILE_NAME = ".lock"
 # How often the owner says that it lives, and when a silent one on another machine counts as gone.
@@ -117,7 +118,7 @@ def _record(path: Path, owner: Owner) -> None:
 
 def _owner(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
+        return Owner(**parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

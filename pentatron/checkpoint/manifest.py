@@ -6,6 +6,7 @@ case of version 2.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from pentatron.checkpoint.cover import cover_problem
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, hash_file
+from pentatron.checkpoint.untrusted import check_types, is_inside, read_json, too_large
 from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Shape
 
@@ -111,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder whose files have the recorded sizes; their content is not read."""
     path = folder / FILE_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         found = content.pop("sha256")
         if content["format"] == FORMAT and content["version"] > VERSION:
             raise UserError(
@@ -119,8 +121,9 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if content["format"] != FORMAT or found != _digest(content):
             raise DamagedCheckpoint(f"{path} does not match its own checksum")
+        check_types(content)
         manifest = Manifest(
-            step=int(content["step"]),
+            step=content["step"],
             files={name: FileRecord(**record) for name, record in content["files"].items()},
             tensors={name: _tensor(name, record) for name, record in content["tensors"].items()},
             run_state=content["run_state"],
@@ -166,6 +169,15 @@ def _check_tensors(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name}: {problem}")
         if not all(piece.file in manifest.files for piece in record.pieces):
             raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name} lies in a file that is not listed")
+    stored = dict.fromkeys(manifest.files, 0)
+    for record in manifest.tensors.values():
+        for piece in record.pieces:
+            stored[piece.file] += math.prod(piece.shape) * DTYPES[record.dtype].itemsize
+    sizes = {name: file.bytes for name, file in manifest.files.items()}
+    if (file := too_large(stored, sizes)) is not None:
+        raise DamagedCheckpoint(
+            f"{folder / FILE_NAME} says that {file}, of {sizes[file]} bytes, holds {stored[file]} bytes of tensors"
+        )
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> None:
@@ -177,6 +189,8 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> None:
     path = folder / name
     if not path.is_file():
         raise DamagedCheckpoint(f"{path} is missing")
+    if not is_inside(path, folder):
+        raise DamagedCheckpoint(f"{path} is a link that leads out of its step, which is not followed")
     if path.stat().st_size != record.bytes:
         raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, not {record.bytes}")
 

@@ -33,6 +33,7 @@ def diff(words: Sequence[str]) -> int:
     if options["tolerance"] < 0:
         raise UserError(f"--tolerance {options['tolerance']}: it is a part of a number, 0 or more")
     from pentatron.checkpoint.compare import compare_tensor, differing_values
+    from pentatron.checkpoint.digest import NO_STATE
     from pentatron.checkpoint.load import WEIGHTS
     from pentatron.hf.progress import Progress
     from pentatron.monitor.display import Silent, open_display
@@ -51,7 +52,7 @@ def diff(words: Sequence[str]) -> int:
         progress = Progress(display, "comparing", total)
         found = [compare_tensor(name, ours.side, theirs.side, progress.add) for name in common]
     differing = [f for f in found if not f.is_equal]
-    told = {
+    told: dict[str, list[Any]] = {
         "settings": [] if weights_only else list(differing_values(ours.config, theirs.config)),
         "run state": [] if weights_only else list(differing_values(ours.run_state, theirs.run_state)),
         "only in A": sorted(set(names[0]) - set(names[1])),
@@ -59,7 +60,8 @@ def diff(words: Sequence[str]) -> int:
     }
     beyond = [f for f in differing if not f.within(options["tolerance"])]
     # Settings are told of, and decide nothing: the same numbers may come from another layout or another machine.
-    same = not (beyond or told["only in A"] or told["only in B"] or told["run state"])
+    states = [name for name, _, _ in told["run state"] if name.partition(".")[0] not in NO_STATE]
+    same = not (beyond or told["only in A"] or told["only in B"] or states)
     if options["json"]:
         say(json.dumps(_as_data(paths, same, told, differing, beyond, len(common)), indent=1))
     else:
@@ -88,12 +90,12 @@ def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
 def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
     from pentatron.checkpoint.compare import Side
     from pentatron.checkpoint.load import WEIGHTS
-    from pentatron.hf.architecture import settings_of
+    from pentatron.hf.architecture import settings_in
     from pentatron.hf.folder import open_folder
     from pentatron.hf.importing import ImportOptions, config_for, tensors_of
 
     folder = closing.enter_context(open_folder(path))
-    outlines, read = tensors_of(folder, config_for(settings_of(folder.config)), ImportOptions())
+    outlines, read = tensors_of(folder, config_for(settings_in(folder)), ImportOptions())
     side = Side(
         str(path),
         {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},

@@ -111,7 +111,7 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
         "per dataset": _pairs(manifest.run_state.get("drawn")),
         "learning rate": _learning_rate(manifest),
         "loss scale": _pairs(manifest.run_state.get("loss_scaling")),
-        "environment": _pairs(getattr(manifest, "environment", None)),
+        "environment": _environment(manifest.run_state),
     }
     for name, text in rows.items():
         if text:
@@ -175,6 +175,18 @@ def _learning_rate(manifest: "Manifest") -> str:
         return _pairs(saved)
     style, decay = schedule.learning_rate, schedule.weight_decay
     return f"{rate:.3e} ({style.style} from {style.peak:g} to {style.floor:g}), weight decay {decay.end:g}"
+
+
+def _environment(state: Mapping[str, Any]) -> str:
+    """What it was computed with, where that is recorded."""
+    from pentatron.train.environment import told
+
+    saved = state.get("environment")
+    try:
+        return told(saved) if saved else ""
+    except (TypeError, AttributeError):
+        # Somebody has edited it.
+        return str(saved)
 
 
 def _pairs(table: Any) -> str:
@@ -255,7 +267,6 @@ def _step_data(facts: "StepFacts", pattern: str | None, with_statistics: bool) -
         "layout": layout_words(manifest.config),
         "run_state": manifest.run_state,
         "config": manifest.config,
-        "environment": getattr(manifest, "environment", None),
         "files": {name: record.bytes for name, record in manifest.files.items()},
         "tensors": len(manifest.tensors),
     }

@@ -16,6 +16,7 @@ from pentatron.config.draft import Facts
 from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import did_you_mean, is_flag, normal
+from pentatron.config.redaction import redacted
 from pentatron.config.run import RunConfig
 from pentatron.launch.job import Job, problems_of
 from pentatron.launch.script import WRITTEN_BY
@@ -91,6 +92,10 @@ def launch_command(words: Sequence[str]) -> int:
     file = Path(options["write"] or f"{job.name}.{'sbatch' if kind == 'slurm' else 'sh'}")
     _write(file, text)
     say(f"{file}: {equation}")
+    if redacted(text) != text:
+        say(
+            "note: the script holds what looks like a key, so only you can read it; better export that in your shell, jobs inherit it"
+        )
     say(f"it sets what you have not exported: {', '.join(_written(item) for item in job.variables)}")
     if options.get("submit"):
         return _submit(file)
@@ -235,8 +240,13 @@ def _write(file: Path, text: str) -> None:
                 raise UserError(
                     f"{file} is not a script of ours and is kept; choose another name with --write"
                 )
+        private = redacted(text) != text
+        if private:
+            # Before anything of it is there to be read.
+            file.touch(mode=0o600)
+            file.chmod(0o600)
         file.write_text(text, encoding="utf-8")
-        file.chmod(0o755)
+        file.chmod(0o700 if private else 0o755)
     except OSError as error:
         raise UserError(
             f"{file} cannot be written ({error.strerror}); choose another place with --write"

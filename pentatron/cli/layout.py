@@ -10,7 +10,7 @@ from pathlib import Path
 from pentatron.cli.help import section_help
 from pentatron.cli.layout_report import Report, as_data, as_text
 from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.terminal import say
+from pentatron.cli.terminal import paint, say
 from pentatron.cli.timeline import picture, rows
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import LAYOUT
@@ -54,7 +54,7 @@ def layout_command(words: Sequence[str]) -> int:
     if file is not None:
         say(f"\nthe schedule is drawn in {file}: open it in any browser")
     elif draw:
-        say("\n" + "\n".join(rows(report.checked, report.placement, _width(), _has_colours())))
+        paint("\n" + "\n".join(rows(report.checked, report.placement, _width(), _has_colours())))
     elif report.placement.stages > 1:
         say("\nadd --draw to see the schedule")
     return 0

@@ -1,7 +1,6 @@
 """`pentatron monitor [RUN_DIR]`: how a run is doing, from its files; works on a finished or crashed one too."""
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -12,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pentatron.cli.options import read_options
-from pentatron.cli.terminal import say
+from pentatron.cli.terminal import paint, say
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
 from pentatron.config.schedule import plan_of
 from pentatron.monitor.following import Followed, Follower
@@ -71,7 +71,7 @@ def _watch(folder: Path, follower: Follower, interval: float, once: bool) -> Non
     seen = follower.poll()
     run = look(folder, seen)
     if once or run.state in _ENDED:
-        say("\n".join(view(run, seen, _screen())))
+        paint("\n".join(view(run, seen, _screen())))
     elif sys.stdout.isatty():
         _draw_until_it_ends(folder, follower, interval)
     else:
@@ -109,7 +109,7 @@ def _write_until_it_ends(folder: Path, follower: Follower, interval: float) -> N
             shown = seen.step
             say(status_line(run, seen))
         if run.state in _ENDED:
-            say("\n".join(["", *view(run, seen, _screen())]))
+            paint("\n".join(["", *view(run, seen, _screen())]))
             return
         time.sleep(interval)
 
@@ -157,7 +157,7 @@ def _saved_settings(folder: Path) -> dict[str, object]:
         if name in table():
             # A file that somebody edited may hold anything.
             with contextlib.suppress(ValueError):
-                found[name] = json.loads(value.split("  #")[0])
+                found[name] = parse_json(value.split("  #")[0])
     return found
 
 
@@ -211,7 +211,7 @@ def _log_lines(folder: Path) -> list[str]:
 def _is_alive(folder: Path) -> bool | None:
     """Whether the first process of the run is there; None where that cannot be seen, as from another machine."""
     try:
-        owner = json.loads((folder / ".lock").read_text(encoding="utf-8"))
+        owner = parse_json((folder / ".lock").read_text(encoding="utf-8"))
         if owner["host"] != socket.gethostname():
             return None
         os.kill(owner["pid"], 0)

@@ -19,6 +19,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned, is_flag, normal
 from pentatron.config.loaded import adopt
+from pentatron.config.parsing import parse_json
 from pentatron.config.resolve import foreseen, gather
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device, device_named
@@ -221,7 +222,7 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
         learn_from_named(draft, facts)
         return
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); name a Hugging Face folder") from None
     if not isinstance(config, dict):

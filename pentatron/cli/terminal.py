@@ -2,13 +2,21 @@
 
 import sys
 
+from pentatron.config.printable import spoken
+
 
 def say(text: str) -> None:
+    """What it is about may come from files of strangers, so nothing of it steers the terminal."""
+    paint(spoken(text))
+
+
+def paint(text: str) -> None:
+    """The same with colours of our own."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def complain(text: str) -> None:
     """An error the user can act on, without a traceback."""
-    sys.stderr.write(f"pentatron: {text}\n")
+    sys.stderr.write(f"pentatron: {spoken(text)}\n")
     sys.stderr.flush()

@@ -1,6 +1,5 @@
 """The words that name data: prefixes with or without weights, for all splits or for each, on the command line or in files."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pentatron.config.draft import Draft
 from pentatron.config.errors import UserError
 from pentatron.config.files import parse_yaml
 from pentatron.config.flags import Assigned
+from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
 
 SPLITS = ("train", "valid", "test")
@@ -92,7 +92,7 @@ def _read_words(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
 
 def _read_per_split(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
     try:
-        content = json.loads(_text(path, flag))
+        content = parse_json(_text(path, flag))
     except ValueError as error:
         raise UserError(f"{flag} is not JSON ({error}); repair it") from None
     return _by_split(content, flag)

@@ -13,6 +13,8 @@ from pentatron.config.flags import Assigned, FlagTable, did_you_mean
 from pentatron.config.run import sections, table
 from pentatron.config.setting import Setting, Spelling, coerce
 
+# A file of settings, or of data sets with their weights, has no more.
+_MOST_VALUES = 1_000_000
 # Megatron's YAML files put their settings under these two.
 _MEGATRON_SECTIONS = ("language_model", "model_parallel")
 
@@ -132,7 +134,31 @@ def parse_yaml(text: str) -> Any:
             _without_repeats([(key.value, None) for key, _ in node.value])
             return super().construct_mapping(node, deep)
 
-    return yaml.load(text, Loader)
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _require_small(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _require_small(node: Any, sizes: dict[int, int]) -> int:
+    """How many values a part of a file unfolds to. A few lines that repeat each other can mean more than any memory holds."""
+    if id(node) in sizes:
+        if sizes[id(node)] == 0:
+            raise UserError("repeats a part within itself; write it out")
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    inner = node.value if isinstance(node.value, list) else []
+    parts = (part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,)))
+    size = 1 + sum(_require_small(part, sizes) for part in parts)
+    if size > _MOST_VALUES:
+        raise UserError(f"unfolds to more than {_MOST_VALUES} values; write it without repetitions")
+    sizes[id(node)] = size
+    return size
 
 
 def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -10,6 +10,7 @@ from pentatron.config.model import KernelConfig, MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
 from pentatron.config.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.config.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
+from pentatron.config.redaction import redacted_value
 from pentatron.config.schedule import Spans, plan_of, spans_of
 from pentatron.config.setting import Setting, settings_of
 from pentatron.config.stages import costs_of, division_of, grid_of
@@ -151,10 +152,11 @@ class RunConfig:
         }
 
     def nested(self) -> dict[str, dict[str, Any]]:
-        """Every setting by section, as plain lists and scalars: what the run folder keeps."""
+        """Every setting by section, as plain lists and scalars: what is kept of a run, without secrets."""
         return {
             section: {
-                name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
+                name: redacted_value(list(value) if isinstance(value, tuple) else value)
+                for name, value in fields.items()
             }
             for section, fields in dataclasses.asdict(self).items()
         }

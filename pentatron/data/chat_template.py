@@ -14,9 +14,10 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -26,6 +27,8 @@ DEFAULT_NAME = "default"
 LARGEST_ADDITION = 1 << 20
 LARGEST_REPETITION = 1 << 16
 LARGEST_POWER = 64
+# Of all loops over numbers together.
+MOST_ROUNDS = 1 << 20
 _MARKS = "generation_marks"
 
 Message = Mapping[str, Any]
@@ -91,8 +94,21 @@ class ChatTemplate:
         environment.filters.pop("random")
         day = self.day
         environment.globals["raise_exception"] = _raise
+        environment.globals["range"] = self._range
         environment.globals["strftime_now"] = lambda form: day.strftime(form)
         return environment
+
+    def _range(self, *numbers: int) -> range:
+        """Loops inside loops must not run without end, also if they write nothing."""
+        found = safe_range(*numbers)
+        self._counted["range"] += len(found)
+        if self._counted["range"] > MOST_ROUNDS:
+            raise SecurityError(f"more than {MOST_ROUNDS} rounds of loops")
+        return found
+
+    @cached_property
+    def _counted(self) -> dict[str, int]:
+        return {"range": 0}
 
     @cached_property
     def has_marks(self) -> bool:
@@ -114,6 +130,7 @@ class ChatTemplate:
         template = self._compiled
         pieces: list[str] = []
         left = size * 8 + LARGEST_ADDITION
+        self._counted["range"] = 0
         try:
             for piece in template.generate(**words):
                 pieces.append(piece)
@@ -251,7 +268,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); check --tokenizer-model") from None
     return found if isinstance(found, dict) else {}

@@ -1,6 +1,5 @@
 """Conversations to learn from: lines of JSON in, tokens out, with a mark on those that the model is to say."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.data.chat_template import ChatTemplate, Message, Span, TemplateRefusal
 from pentatron.data.inputs import JSON_LINES, is_json, read_chunks
 from pentatron.data.tokenizer import Tokenizer
@@ -193,7 +193,7 @@ def at_line(path: Path, number: int) -> Iterator[None]:
 def parse_conversation(line: bytes | str) -> Conversation:
     """One line, in any of the layouts; what could be lost in silence is refused."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"is not JSON ({error})") from None
     if not isinstance(found, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import TEMPORARY_SUFFIX, write_file
 from pentatron.data.indexed import pair_paths, token_dtype
 from pentatron.data.pair_writer import IndexedDatasetWriter
@@ -132,7 +133,7 @@ def _build(
 def _finished_counts(folder: Path, identity: dict[str, Any]) -> dict[str, int] | None:
     """The counts of an earlier preparation if it is whole and of the same text and settings."""
     try:
-        manifest = json.loads(_manifest_path(folder).read_text(encoding="utf-8"))
+        manifest = parse_json(_manifest_path(folder).read_text(encoding="utf-8"))
         if manifest["identity"] != identity or manifest["files"] != _file_hashes(folder):
             return None
         return {name: int(manifest["counts"][name]) for name in ("documents", "tokens", "bytes")}

@@ -8,6 +8,7 @@ whole or not at all, carries a checksum, and is never needed: whoever cannot rea
 
 import hashlib
 import json
+import math
 import secrets
 import struct
 import zlib
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import TEMPORARY_SUFFIX, commit
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -115,18 +117,29 @@ def read_arrays(path: Path, verify: bool) -> Arrays:
         header = file.read(min(length, size))
     if len(header) != length or zlib.crc32(header) != of_header:
         raise DamagedIndex("its header is damaged")
-    said = json.loads(header)
-    arrays, total, checksum = said["arrays"], said["bytes"], said["crc32"]
+    try:
+        said = parse_json(header)
+        arrays, total, checksum = said["arrays"], int(said["bytes"]), said["crc32"]
+        places = {name: _place(array) for name, array in arrays.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise DamagedIndex(f"its header is damaged: {type(error).__name__}: {error}") from None
     begin = before + length
     if size != begin + total:
         raise DamagedIndex(f"it has {size} bytes where {begin + total} are expected")
     content = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)[begin:]
     if verify and _crc(content, 0) != checksum:
         raise DamagedIndex("its checksum is wrong")
-    return {
-        name: np.ndarray(tuple(a["shape"]), np.dtype(a["type"]), content, a["at"])
-        for name, a in arrays.items()
-    }
+    if any(at + math.prod(shape) * kind.itemsize > total for shape, kind, at in places.values()):
+        raise DamagedIndex("an array would reach beyond its end")
+    return {name: np.ndarray(shape, kind, content, at) for name, (shape, kind, at) in places.items()}
+
+
+def _place(array: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Shape, type and offset that a header says; numbers alone, never objects, which would be addresses."""
+    shape, kind, at = tuple(array["shape"]), np.dtype(array["type"]), array["at"]
+    if kind.kind not in "iufb" or not all(type(n) is int and n >= 0 for n in (*shape, at)):
+        raise ValueError(f"{array} is no array of numbers")
+    return shape, kind, at
 
 
 def _crc(array: npt.NDArray[Any], running: int) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import write_file
 from pentatron.data.encode import EncodedChunk, Recipe
 from pentatron.data.indexed import pair_paths, token_dtype
@@ -225,7 +226,7 @@ class _Preparation:
         if digest != hashlib.sha256(text.encode()).hexdigest():
             say(f"{self._notes} is damaged; starting over")
             return None
-        noted: dict[str, Any] = json.loads(text)
+        noted: dict[str, Any] = parse_json(text)
         if noted["fingerprint"] != self.fingerprint:
             say(f"{self.job.folder} is of other inputs or settings; starting over")
             return None
@@ -306,7 +307,7 @@ def _begun(job: Job) -> str | None:
     """The job that an interrupted run was doing; it had leave to replace what is there, and may have begun to."""
     try:
         _, _, text = (job.folder / "progress.json").read_text(encoding="utf-8").partition("\n")
-        found: str = json.loads(text)["fingerprint"]
+        found: str = parse_json(text)["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.data.checksums import BLOCK_BYTES, SUM, block_count
 
 FORMAT = "pentatron data 1"
@@ -100,7 +101,14 @@ def read_sidecar(prefix: Path | str) -> Sidecar | None:
         begin = file.tell()
     if not line.endswith(b"\n") or sum_line != b"%08x\n" % zlib.crc32(line[:-1]):
         raise _damaged(path, 0, "its first line does not have the checksum of its second")
-    facts, sums_crc32 = _facts(path, line)
+    try:
+        facts, sums_crc32 = _facts(path, line)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise _damaged(
+            path, 0, f"its first line says no such facts ({type(error).__name__}: {error})"
+        ) from None
     blocks, index_blocks = block_count(facts.bin_bytes), block_count(facts.idx_bytes)
     expected = begin + SUM.itemsize * (blocks + index_blocks)
     if size != expected:
@@ -110,7 +118,7 @@ def read_sidecar(prefix: Path | str) -> Sidecar | None:
 
 
 def _facts(path: Path, line: bytes) -> tuple[Facts, int]:
-    said: dict[str, Any] = json.loads(line)
+    said: dict[str, Any] = parse_json(line)
     if said.get("format") != FORMAT or said.get("block_bytes") != BLOCK_BYTES:
         raise UserError(
             f"{path} is of the format '{said.get('format')}', which this version does not read; use a newer Pentatron, or "
@@ -121,6 +129,9 @@ def _facts(path: Path, line: bytes) -> tuple[Facts, int]:
         **{name: said[name] for name in Facts.__dataclass_fields__ if name != "tokenizer"},
         tokenizer=None if tokenizer is None else TokenizerIdentity(**tokenizer),
     )
+    counts = ("sequences", "documents", "tokens", "largest_token", "bin_bytes", "idx_bytes")
+    if not all(type(getattr(facts, name)) is int and getattr(facts, name) >= -1 for name in counts):
+        raise ValueError("a count is no number")
     return facts, int(said["sums_crc32"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.data.plain_tokenizers import BYTE_VALUES, ByteTokenizer, NullTokenizer
 from pentatron.data.sidecar import TokenizerIdentity
 
@@ -324,7 +325,7 @@ def _configured_end_token(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        token = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a JSON object ({error}); check --tokenizer-model") from error
     if isinstance(token, dict):

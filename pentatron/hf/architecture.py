@@ -5,11 +5,13 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from pentatron.checkpoint.untrusted import implausible
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
 from pentatron.hf.config_parts import SCALINGS, layer_list, scaling_settings
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
+from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.hf.reader import ConfigReader, Problem
 from pentatron.hf.windows import set_window, window_in
 
@@ -24,6 +26,8 @@ _NO_EFFECT = frozenset(
 )
 _SAID_BY_OTHERS = frozenset({"group_query_attention", "add_bias_linear"})
 _SCALINGS = frozenset[str]().union(*map(scaling_settings, SCALINGS))
+# Lists are made of what each layer is, before weights are looked at.
+_MOST_LAYERS = 100_000
 # The classes of transformers have numbers of their own for tokens that are not given.
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 _BIASES = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
@@ -59,6 +63,10 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
             value = key.default
         for ours in key.ours:
             settings[ours] = not value if key.inverted else value
+    if (settings.get("num_layers") or 0) > _MOST_LAYERS:
+        raise UserError(
+            f"config.json says {settings['num_layers']} layers, which no model has; download it again"
+        )
     for part in family.parts:
         reader.read.update(part.keys)
         try:
@@ -83,6 +91,16 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     # No config.json speaks of layers of users' own.
     matters = (_that_matter(every) | settings.keys()) - {"spec"}
     return {name: value for name, value in every.items() if name in matters}
+
+
+def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
+    """The same of a folder, whose weights must be able to be that model: it is built before they are read."""
+    settings = settings_of(folder.config)
+    if problem := implausible(settings, {name: tensor.shape for name, tensor in folder.tensors.items()}):
+        raise UserError(
+            f"{folder.path} cannot be the model that its config.json describes ({problem}); download it again"
+        )
+    return settings
 
 
 def _defaults() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.streaming import in_files
 from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks, write_text
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
 from pentatron.hf.architecture import config_of
 from pentatron.hf.convert import reads_theirs
 from pentatron.hf.dtypes import common_dtype, require_room
@@ -93,7 +94,7 @@ def _original(carried: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); remove it, or put the right one there") from None
     return found if isinstance(found, dict) else None

@@ -4,7 +4,6 @@ Everything that can be known without reading weights is checked before the first
 its own folder alone. A file may be a symbolic link, wherever it leads: the cache of the hub consists of links.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.config.errors import UserError
+from pentatron.config.parsing import parse_json
+from pentatron.config.printable import one_line
 from pentatron.parallel.pieces import Shape
 
 CONFIG = "config.json"
@@ -89,8 +90,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(
             f"{path} is not JSON ({error}); it is damaged: download or save the model again"
         ) from None
@@ -182,5 +183,9 @@ def _keys_of(path: Path, file: str, found: set[str], expected: set[str] | None) 
         raise UserError(
             f"{path / INDEX} does not fit its files: {what} ({len(lost)} keys missing, {len(extra)} too many); "
             f"download or save the model again"
+        )
+    if odd := [key for key in found if one_line(key) != key]:
+        raise UserError(
+            f"{path / file} has a tensor named {one_line(odd[0])}, with characters that no name has; download it again"
         )
     return sorted(found)

@@ -19,7 +19,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.flags import Assigned
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
-from pentatron.hf.architecture import model_type_of, settings_of
+from pentatron.hf.architecture import model_type_of, settings_in
 from pentatron.hf.convert import reads_ours
 from pentatron.hf.dtypes import common_dtype, require_room
 from pentatron.hf.folder import HuggingFaceFolder, open_folder
@@ -66,7 +66,7 @@ def import_folder(
     for doubt in doubts_of(files):
         display.say(f"note: {doubt}")
     with open_folder(source) as folder:
-        config = config_for(settings_of(folder.config))
+        config = config_for(settings_in(folder))
         outlines, values = tensors_of(folder, config, options)
         total = sum(outline.bytes for outline in outlines.values())
         progress = Progress(display, "importing", total)

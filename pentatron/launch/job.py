@@ -5,9 +5,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pentatron.config.printable import one_line
 from pentatron.launch.variables import Variable
 
-_WORD = re.compile(r"[^\s'\"\\`$;&|<>{}()#]+")
+_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
 _DAY = 24 * 3600
 # Batch lines that the written script depends on: another value would start the wrong number of processes.
 _OURS = ("nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array")
@@ -88,7 +89,7 @@ def problems_of(job: Job) -> list[str]:
         "container-image": job.container_image, "container-mounts": job.container_mounts, "master-addr": job.address,
     }  # fmt: skip
     found += [
-        f"--{flag} '{text}' must be one word without quotes or characters of the shell"
+        f"--{flag} '{one_line(text)}' must be one word without quotes or characters of the shell"
         for flag, text in words.items()
         if text and not _WORD.fullmatch(text)
     ]
@@ -133,7 +134,7 @@ def _own_lines(job: Job) -> list[str]:
         name = line.removeprefix("--").partition("=")[0]
         if not line.startswith("--") or not _WORD.fullmatch(line):
             found.append(
-                f"--sbatch: '{line}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
+                f"--sbatch: '{one_line(line)}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
             )
         elif name in _OURS:
             found.append(

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterable, Sequence
 
+from pentatron.config.redaction import redacted
 from pentatron.launch.job import Job
 
 WRITTEN_BY = "# Written by: "
@@ -11,7 +12,7 @@ WRITTEN_BY = "# Written by: "
 def head(command: Sequence[str], equation: str) -> list[str]:
     """The first lines; the second one tells a script of ours from any other file."""
     # A word may hold several lines, of which none may leave the comment.
-    written = shlex.join(command).replace("\n", "\n#   ")
+    written = redacted(shlex.join(command)).replace("\n", "\n#   ")
     return ["#!/usr/bin/env bash", f"{WRITTEN_BY}{written}", f"# {equation}"]
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pentatron.config.printable import one_line
+
 _COLUMN = 48
 _RULE = "-" * 24
 
@@ -11,5 +13,5 @@ def arguments_block(settings: Mapping[str, Any]) -> str:
     lines = [f"{_RULE} arguments {_RULE}"]
     for name in sorted(settings, key=str.lower):
         dots = "." * (_COLUMN - len(name))
-        lines.append(f"  {name} {dots} {settings[name]}")
+        lines.append(f"  {name} {dots} {one_line(str(settings[name]))}")
     return "\n".join([*lines, f"{'-' * 20} end of arguments {'-' * 21}"])

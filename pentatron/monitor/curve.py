@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
+from pentatron.config.printable import one_line
+
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 46
 _STEP_COLOUR, _MEAN_COLOUR, _VALIDATION_COLOUR = "#9ecae1", "#2171b5", "#d94801"
@@ -45,7 +47,7 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{escape(one_line(title))}</text>',
         *_grid(axes, step),
         _line(axes, training, _STEP_COLOUR, 1.0),
         _line(axes, _smooth(training), _MEAN_COLOUR, 2.2),

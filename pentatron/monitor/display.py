@@ -4,6 +4,7 @@ import sys
 import time
 from typing import Any, Protocol, TextIO
 
+from pentatron.config.printable import spoken
 from pentatron.monitor.report import StepReport, duration, short_line
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -51,7 +52,7 @@ class PlainLines:
         if self._reader_left:
             return
         try:
-            self.out.write(f"{text}\n")
+            self.out.write(f"{spoken(text)}\n")
             self.out.flush()
         except BrokenPipeError:
             # Whoever read along (head, less) has left; the run goes on and its log has everything.
@@ -92,10 +93,12 @@ class LiveBar:
         self._progress.start()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(spoken(text), markup=False, highlight=False)
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
-        self._show(what, done, total, f"{100 * done / max(total, 1):.0f} % {facts}")
+        from rich.markup import escape
+
+        self._show(escape(spoken(what)), done, total, f"{100 * done / max(total, 1):.0f} % {facts}")
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         facts = (

@@ -1,10 +1,11 @@
 """Reads a metrics file while it grows: only what is new, and only what a view needs of it."""
 
-import json
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pentatron.config.parsing import parse_json
 
 _RECENT_STEPS = 20
 _RECENT_RANKS = 5
@@ -69,7 +70,7 @@ class Follower:
 
     def _take(self, line: bytes) -> None:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             return
         if isinstance(row, dict) and "step" in row:

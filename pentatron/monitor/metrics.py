@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pentatron.config.parsing import parse_json
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 
@@ -80,6 +81,6 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         for line in file:
             try:
-                yield json.loads(line)
+                yield parse_json(line)
             except ValueError:
                 continue

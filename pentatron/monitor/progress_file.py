@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from pentatron.config.printable import one_line
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 
@@ -16,7 +17,12 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
     """As Megatron writes it, where readers take words by their place: a job without a number has an empty one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        line = (f"{now or datetime.now():{_TIME}}", f"Job ID: {job_id}", f"# GPUs: {devices}", *words)
+        line = (
+            f"{now or datetime.now():{_TIME}}",
+            f"Job ID: {one_line(job_id)}",
+            f"# GPUs: {devices}",
+            *words,
+        )
         file.write("\t".join(line) + "\n")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.errors import UserError
+from pentatron.config.redaction import redacted
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.scalars import Choices, of_evaluation, scalars
@@ -34,7 +35,7 @@ class TensorBoard(Recorder):
             events.event_writer._async_writer._worker._invoke_excepthook = lambda thread: None
         self.choices, self.interval = choices, interval
         for name, value in settings.items():
-            self._writer.add_text(name, str(value), global_step=step)
+            self._writer.add_text(name, redacted(str(value)), global_step=step)
 
     def record(self, report: StepReport, validation: float | None) -> None:
         if report.step % self.interval and validation is None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pentatron.config.printable import one_line, printable
 from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.monitor.following import Followed
 from pentatron.monitor.report import duration
@@ -46,11 +47,11 @@ def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
     """The lines of the screen."""
     head = [_title(run, screen)]
     if run.about_state:
-        head.append(run.about_state)
+        head.append(printable(run.about_state))
     if not seen.recent:
         return [*head, "no step is finished yet"]
     head += ["", *_progress(run, seen, screen), _losses(seen)]
-    foot = ["", *_speed(seen, screen), *_ranks(seen, screen), f"checkpoint    {run.checkpoint}"]
+    foot = ["", *_speed(seen, screen), *_ranks(seen, screen), f"checkpoint    {one_line(run.checkpoint)}"]
     room = screen.height - len(head) - len(foot) - 3
     points = sorted(seen.losses.items())
     marks = sorted(seen.validations.items())
@@ -60,7 +61,7 @@ def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
 
 def _title(run: Run, screen: Screen) -> str:
     style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
-    return f"{screen.paint(run.name, 'bold')}: {screen.paint(run.state, style)}"
+    return f"{screen.paint(one_line(run.name), 'bold')}: {screen.paint(run.state, style)}"
 
 
 def seconds_a_step(seen: Followed) -> float:

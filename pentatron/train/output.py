@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TextIO
 
+from pentatron.config.printable import spoken
 from pentatron.monitor.display import Display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.recorder import Recorder
@@ -36,7 +37,7 @@ class Output:
 
     def _write(self, text: str) -> None:
         if self.log is not None:
-            self.log.write(f"{text}\n")
+            self.log.write(f"{spoken(text)}\n")
             self.log.flush()
 
     def step(self, report: StepReport, eta_seconds: float) -> None:

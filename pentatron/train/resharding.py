@@ -63,6 +63,12 @@ def layout_for(found: Found, words: Sequence[str]) -> RunConfig:
             f"{foreign[0]} says nothing about files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
         )
     saved = saved_settings(found)
+    if saved.get("spec"):
+        # Code is not taken from files.
+        raise UserError(
+            f"{found.folder} has layers of its own (--spec {' '.join(saved['spec'])}), which only the run itself can cut; it is loaded as "
+            f"it is, in any layout"
+        )
     for name, item in table().items():
         # Padding follows from the layout; a step has none.
         if item.section in _DECIDE and name in saved and name != "padded_vocab_size":

@@ -15,7 +15,7 @@ from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
-from pentatron.hf.architecture import settings_of
+from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import open_folder
 from pentatron.hf.small_files import carry_files
 from pentatron.hf.weights import load_weights
@@ -166,7 +166,7 @@ class _Start:
     def _from_huggingface(self, source: Source) -> Beginning:
         def load() -> None:
             with open_folder(source.folder) as folder:
-                require_same_model(source.folder, settings_of(folder.config), self.config)
+                require_same_model(source.folder, settings_in(folder), self.config)
                 load_weights(folder, self.config.model, self.config.moe, self._weights(without_prefix=True))
 
         on_some_ranks(True, load, self.world.everyone)

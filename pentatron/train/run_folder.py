@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.config.errors import UserError
+from pentatron.config.printable import one_line
+from pentatron.config.redaction import redacted_value
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import table
 
@@ -104,7 +106,7 @@ def config_text(resolved: Resolved) -> str:
             lines.append(f"\n{section}:")
         source = resolved.sources[name]
         inherited = source.startswith("derived") or name in _OF_THIS_RUN_ALONE
-        value = values[name]
+        value = redacted_value(values[name])
         text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
-        lines.append(f"  {'# ' if inherited else ''}{name}: {text}  # {source}")
+        lines.append(f"  {'# ' if inherited else ''}{name}: {text}  # {one_line(source)}")
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from pentatron.checkpoint.described import saved_settings
 from pentatron.checkpoint.find import is_step, megatron_step, read_step, refuse_other_formats, steps_at
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.config.errors import UserError
-from pentatron.hf.architecture import settings_of
+from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import CONFIG, open_folder
 from pentatron.hf.small_files import FOLDER_NAME
 from pentatron.interchange.found import read_megatron
@@ -38,7 +38,7 @@ class Source:
         """Our settings of its model, by name."""
         if self.is_huggingface:
             with open_folder(self.folder) as folder:
-                return settings_of(folder.config)
+                return settings_in(folder)
         found, _ = self.newest_step(verify=False, set_aside=False)
         assert found is not None, "a source has steps"
         return saved_settings(found)

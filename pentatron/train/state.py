@@ -1,8 +1,10 @@
 """Where a run stands."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pentatron.config.errors import UserError
 
 
 @dataclass
@@ -55,8 +57,11 @@ class TrainState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
-        known = {f.name for f in fields(cls)}
-        state = cls(**{name: value for name, value in saved.items() if name in known})
+        fresh = vars(cls())
+        known = {name: value for name, value in saved.items() if name in fresh}
+        for name, value in known.items():
+            _require_kind(name, value, fresh[name])
+        state = cls(**known)
         if "scheduled_samples" not in saved:
             # Checkpoints that do not say so were made when no step was ever skipped.
             state.scheduled_samples = state.consumed_samples
@@ -66,3 +71,12 @@ class TrainState:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _require_kind(name: str, value: Any, like: Any) -> None:
+    """Of the state in a checkpoint, which somebody may have edited: a count that is a text fails steps later, and elsewhere."""
+    kind = (int, float) if isinstance(like, float) else type(like)
+    if not isinstance(value, kind) or isinstance(value, bool) or (type(value) is int and value < 0):
+        raise UserError(
+            f"the checkpoint says {name} {value!r:.60}, which cannot be; go on from another step, or take the weights alone with --finetune"
+        )

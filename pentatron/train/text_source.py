@@ -1,6 +1,5 @@
 """Where a model to generate with comes from: a run, its checkpoints, one step of them, or a Hugging Face folder."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,9 +14,10 @@ from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.config.parsing import parse_json
 from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
-from pentatron.hf.architecture import settings_of
+from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import open_folder
 from pentatron.hf.hub import is_hub_id, resolve_folder
 from pentatron.hf.small_files import FOLDER_NAME
@@ -78,7 +78,7 @@ def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
 
 def _open_hugging_face(folder: Path) -> ModelSource:
     with open_folder(folder) as opened:
-        settings = settings_of(opened.config)
+        settings = settings_in(opened)
     settings["padded_vocab_size"] = settings["vocab_size"]
     model, moe = _section(TransformerConfig, settings), _section(MoEConfig, settings)
 
@@ -174,7 +174,7 @@ def _stop_tokens(folder: Path) -> frozenset[int]:
         if not path.exists():
             continue
         try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            found = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{path} is not a JSON object ({error}); repair or remove it") from None
         tokens = found if isinstance(found, list) else [found]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.checkpoint.described import architecture_of, saved_settings
-from pentatron.checkpoint.manifest import Manifest
+from pentatron.checkpoint.manifest import Manifest, TensorRecord
 from pentatron.checkpoint.store import Found
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig
@@ -13,7 +13,8 @@ from pentatron.config.model import MoEConfig
 
 def test_a_setting_that_is_not_known_makes_another_model() -> None:
     def found(**config: dict[str, object]) -> Found:
-        return Found(Path("step"), Manifest(0, {}, {}, {}, config))
+        tensors = {f"weights/{i}": TensorRecord("float32", (9, 9), ()) for i in range(3)}
+        return Found(Path("step"), Manifest(0, {}, tensors, {}, config))
 
     older = found(model={"num_layers": 3, "window_size": [7, 0]}, data={"of_another_version": 1})
     model, moe = architecture_of(older)

@@ -1,0 +1,89 @@
+"""What a manifest of a stranger may not be, found before anything of it is used.
+
+A right checksum says that a manifest is whole, not that it is honest: whoever writes one can sign it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pentatron.config.parsing import parse_json
+from pentatron.config.printable import one_line
+
+# Sizes of a model that, times its width, are no more than one of its tensors; of layers with experts, and of those without.
+_SIZES = ("vocab_size", "num_attention_heads", "num_query_groups")
+_OF_EXPERTS, _WITHOUT = ("num_experts", "moe_ffn_hidden_size"), ("ffn_hidden_size",)
+# A manifest has a line for each piece; this is room for millions of them.
+_LARGEST_MANIFEST = 2**30
+# Corners are counted by powers of two; no layer has a tensor of so many dimensions.
+_MOST_DIMENSIONS = 8
+_LAST_STEP = 10**15
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file that is a file, and of bounded size; raises ValueError otherwise, FileNotFoundError if it is missing."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no plain file")
+    if path.stat().st_size > _LARGEST_MANIFEST:
+        raise ValueError(f"it is larger than {_LARGEST_MANIFEST >> 20} MiB")
+    return parse_json(path.read_text(encoding="utf-8"))
+
+
+def check_types(content: Mapping[str, Any]) -> None:
+    """Raises ValueError unless everything that will be used is of the kind it must be."""
+    _require(type(content["step"]) is int and 0 <= content["step"] <= _LAST_STEP, "step", content["step"])
+    for name in ("files", "tensors", "run_state", "config"):
+        _require(isinstance(content[name], dict), name, content[name])
+    for name, section in content["config"].items():
+        _require(isinstance(section, dict), f"the section {name}", section)
+    for name, record in content["files"].items():
+        kinds = {"name": str, "bytes": int, "sha256": str}
+        _require(isinstance(record, dict), f"the file {name}", record)
+        for key, kind in kinds.items():
+            _require(type(record[key]) is kind, f"{key} of {name}", record[key])
+    for name, record in content["tensors"].items():
+        _require(one_line(name) == name, "the name of a tensor", name)
+        _require(isinstance(record, dict) and type(record["dtype"]) is str, f"the type of {name}", record)
+        _require(_is_shape(record["shape"]), f"the shape of {name}", record["shape"])
+        _require(isinstance(record["pieces"], list), f"the pieces of {name}", record["pieces"])
+        for piece in record["pieces"]:
+            _require(isinstance(piece, dict) and type(piece["file"]) is str, f"a piece of {name}", piece)
+            _require(type(piece.get("key", "")) is str, f"a key of {name}", piece)
+            _require(_is_shape(piece["start"]) and _is_shape(piece["shape"]), f"a piece of {name}", piece)
+
+
+def _is_shape(numbers: Any) -> bool:
+    if not isinstance(numbers, list) or len(numbers) > _MOST_DIMENSIONS:
+        return False
+    return all(type(number) is int for number in numbers)
+
+
+def _require(right: bool, what: str, found: Any) -> None:
+    if not right:
+        text = repr(found)
+        raise ValueError(f"{what} is {text if len(text) <= 60 else f'{text[:57]}...'}")
+
+
+def too_large(stored: Mapping[str, int], files: Mapping[str, int]) -> str | None:
+    """The file that is to hold more bytes of tensors than it has, or None: what is claimed of memory is bounded by the disk."""
+    return next((name for name, claimed in stored.items() if claimed > files[name]), None)
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file is where it seems to be, rather than a link that leads out of its folder."""
+    return path.resolve().parent == folder.resolve()
+
+
+def implausible(settings: Mapping[str, Any], tensors: Mapping[str, Sequence[int]]) -> str | None:
+    """Why tensors of these shapes cannot be the model of the settings, or None: it is built before they are read, and must not be
+    larger than they are."""
+    elements = sum(math.prod(shape) for shape in tensors.values())
+    layers, width = settings.get("num_layers") or 0, settings.get("hidden_size") or 0
+    if layers > len(tensors):
+        return f"num_layers {layers}, and there are {len(tensors)} tensors"
+    for name in (*_SIZES, *(_OF_EXPERTS if settings.get("num_experts") else _WITHOUT)):
+        size = settings.get(name) or 0
+        if size * width > elements:
+            return f"{name} {size} of hidden_size {width}, and all tensors have {elements} elements"
+    return None

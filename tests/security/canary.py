@@ -1,0 +1,39 @@
+"""A file that appears if code of a stranger runs, and what would make it appear."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pentatron.cli.main import main
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.canary}",)
+
+
+def pickled(canary: Path) -> bytes:
+    return pickle.dumps({"weights": Payload(canary)})
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """A command as it is typed: exit code, what it says, what it complains of. Anything but a sentence is raised here."""
+    code = main([str(word) for word in words])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one sentence with which a command refuses."""
+    code, _, complaint = run(capsys, *words)
+    assert code == 2 and complaint.startswith("pentatron: ") and complaint.count("\n") == 1, complaint
+    assert not any(ord(letter) < 32 for letter in complaint[:-1]), "a sentence must not steer the terminal"
+    return complaint
