@@ -133,7 +133,7 @@ def _report(campaign: Campaign, steps: int, wall: float, useful: float) -> None:
         found = [kill for kill in kills if kill.place == place]
         _row(place, found)
     _row("all", kills)
-    launchers = [kill for kill in kills if kill.victims == "the launcher"]
+    launchers = [kill for kill in kills if kill.victims.startswith("the launcher")]
     print(
         f"\nof them {len(launchers)} of the launcher; it was started again {campaign.launchers_killed} times after that, and "
         f"{campaign.gave_up} times after it had given up (two starts in a row without a new checkpoint)"

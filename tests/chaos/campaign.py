@@ -22,7 +22,7 @@ _DYING = 0.3
 # How often two ranks are killed at once.
 _BOTH = 0.2
 # What is aimed at, and how often.
-AIMS = {"step": 9, "save": 5, "start": 3, "launcher": 3}
+AIMS = {"step": 9, "save": 5, "start": 3, "launcher": 3, "everything": 2}
 
 Start = Callable[[Sequence[str], Path], Any]
 
@@ -127,8 +127,8 @@ class Campaign:
             if aim == "save":
                 self._until(lambda: self._is_training() and self._is_saving(), "save")
             self._pass(self.dice.uniform(0, self.step_seconds * (0.2 if aim == "save" else 1.5)))
-        if aim == "launcher":
-            self._kill_launcher()
+        if aim in ("launcher", "everything"):
+            self._kill_launcher(with_ranks=aim == "everything")
         else:
             self._kill_ranks()
 
@@ -141,10 +141,12 @@ class Campaign:
             _kill(ranks[rank])
         self.hurt, self.last_kill = frozenset(ranks), time.time()
 
-    def _kill_launcher(self) -> None:
+    def _kill_launcher(self, with_ranks: bool) -> None:
+        """With its ranks: as if the machine had lost its power. Without them, they must notice and end in good order."""
         ranks = children_of(self.launcher.pid)
-        self._record("the launcher")
-        _kill(self.launcher.pid)
+        self._record("the launcher and all ranks" if with_ranks else "the launcher")
+        for pid in [self.launcher.pid, *(ranks if with_ranks else ())]:
+            _kill(pid)
         self.last_kill = time.time()
         self.launcher.wait(_PATIENCE)
         self.launchers_killed += 1
