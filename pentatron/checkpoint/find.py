@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest, verify_files
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import TRACKER, CheckpointStore, Found
+from pentatron.checkpoint.verifying import Check
 from pentatron.config.errors import UserError
 
-# Where Megatron-LM says which iteration is the newest.
-TRACKER = "latest_checkpointed_iteration.txt"
-# What it leaves in one checkpoint, by the value of --ckpt-format that stands for it.
+# What Megatron-LM leaves in one checkpoint, by the value of --ckpt-format that stands for it.
 _OF_MEGATRON = {"torch_dist": (".metadata", "*.distcp"), "torch": ("mp_rank_*",)}
 
 
@@ -30,14 +29,14 @@ def steps_at(path: Path) -> Path | None:
     return None
 
 
-def read_step(folder: Path, verify: bool) -> Found:
-    """The step of this folder; with `verify`, its sums are compared."""
+def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Found:
+    """The step of this folder; with `verify`, its sums are compared, by `check`."""
     # What belongs to it lies beside it, also where it is named by a link or as the current folder.
     folder = folder.resolve()
     try:
         manifest = read_manifest(folder)
         if verify:
-            verify_files(folder, manifest)
+            check(folder, manifest)
     except DamagedCheckpoint as damage:
         raise UserError(f"{damage}; name another step") from None
     return Found(folder, manifest)
@@ -79,7 +78,8 @@ def refuse_other_formats(path: Path) -> None:
             f"{found[0]} is a checkpoint of Megatron-LM {kind}; such files hold pickle, so reading them must be permitted: add "
             f"--ckpt-format {found[1]} (they are read by a process apart that runs nothing of them)"
         )
-    if (path / TRACKER).is_file():
+    # Steps of ours leave that file too, beside a pointer of their own.
+    if (path / TRACKER).is_file() and not (path / "latest").exists():
         raise UserError(
             f"{path / TRACKER} is of Megatron-LM, but {_newest_iteration(path)} holds no checkpoint; name the folder of one"
         )

@@ -1,19 +1,22 @@
 """The manifest: what a checkpoint consists of. Written last, so that a folder without one is no checkpoint.
 
 Version 1 stored every tensor in one piece under its own name; such manifests are read as what they are, a special
-case of version 2.
+case of version 2. Sums of single pieces came later; programs that do not know them pass over them.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pentatron.checkpoint.cover import cover_problem
-from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, hash_file
+from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, hash_file, piece_sums
 from pentatron.checkpoint.untrusted import check_types, is_inside, read_json, too_large
 from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Shape
@@ -35,6 +38,8 @@ class StoredPiece:
     key: str
     start: Shape
     shape: Shape
+    # Says which of a damaged file's tensors are damaged; what decides is the sum of the file.
+    crc32: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ class Manifest:
             "format": FORMAT,
             "version": VERSION,
             "step": self.step,
-            "files": {name: asdict(record) for name, record in self.files.items()},
+            "files": {
+                n: {"name": r.name, "bytes": r.bytes, "sha256": r.sha256} for n, r in self.files.items()
+            },
             "tensors": {name: _plain(record) for name, record in self.tensors.items()},
             "run_state": self.run_state,
             "config": self.config,
@@ -95,7 +102,8 @@ class Manifest:
 
 def _plain(record: TensorRecord) -> dict[str, Any]:
     # `asdict` copies everything deeply, which takes seconds where there are many thousand pieces.
-    return {"dtype": record.dtype, "shape": record.shape, "pieces": [vars(piece) for piece in record.pieces]}
+    pieces = [{k: v for k, v in vars(piece).items() if v is not None} for piece in record.pieces]
+    return {"dtype": record.dtype, "shape": record.shape, "pieces": pieces}
 
 
 def _lines(value: Any) -> str:
@@ -139,18 +147,23 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path} is no manifest ({type(error).__name__}: {error})") from None
     _check_tensors(folder, manifest)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """The files are those that are listed, no more and no fewer, and have the recorded sizes."""
     for name, record in manifest.files.items():
         _check_file(folder, name, record)
     for path in sorted(folder.glob("*.safetensors")):
         # Somebody has put it there: who mixes steps may have taken others away.
         if path.name not in manifest.files:
             raise DamagedCheckpoint(f"{path} is not listed in {FILE_NAME}")
-    return manifest
 
 
 def _tensor(name: str, record: Mapping[str, Any]) -> TensorRecord:
     pieces = tuple(
-        StoredPiece(p["file"], p.get("key", name), _shape(p["start"]), _shape(p["shape"]))
+        StoredPiece(p["file"], p.get("key", name), _shape(p["start"]), _shape(p["shape"]), p.get("crc32"))
         for p in record["pieces"]
     )
     return TensorRecord(record["dtype"], _shape(record["shape"]), pieces)
@@ -197,11 +210,42 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> None:
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
     """Reads every file and compares its checksum."""
-    for record in manifest.files.values():
-        found = hash_file(folder / record.name)
-        if found != record.sha256:
-            names = manifest.tensors_in(record.name)
-            raise DamagedCheckpoint(
-                f"{folder / record.name}: sha256 is {found[:12]}…, not {record.sha256[:12]}…; "
-                f"it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
-            )
+    verify_some(folder, manifest, list(manifest.files))
+
+
+def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bool = False) -> None:
+    """The same for these files, as many at a time as this process has threads. `cold`: as the disk has them, not as memory does."""
+    if not names:
+        return
+    with ThreadPoolExecutor(max(1, min(len(names), torch.get_num_threads()))) as threads:
+        sums = list(threads.map(lambda name: hash_file(folder / name, cold), names))
+    bad = [(name, found) for name, found in zip(names, sums) if found != manifest.files[name].sha256]
+    if bad:
+        name, found = bad[0]
+        more = f" (and {len(bad) - 1} more files are damaged)" if len(bad) > 1 else ""
+        raise DamagedCheckpoint(
+            f"{folder / name}: sha256 is {found[:12]}…, not {manifest.files[name].sha256[:12]}…; "
+            f"{_what_is_damaged(folder / name, manifest)}{more}"
+        )
+
+
+def _what_is_damaged(path: Path, manifest: Manifest) -> str:
+    """Of a file whose sum is wrong, the tensors that are, as far as their own sums tell."""
+    pieces = {
+        piece.key: (name, piece)
+        for name, record in manifest.tensors.items()
+        for piece in record.pieces
+        if piece.file == path.name
+    }
+    if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
+        names = manifest.tensors_in(path.name)
+        return f"it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
+    try:
+        found = piece_sums(path)
+    except (ValueError, TypeError) as error:
+        return f"its header is damaged ({error}), and with it all {len(pieces)} tensors"
+    damaged = [key for key, (_, piece) in pieces.items() if found.get(key) != piece.crc32]
+    if not damaged:
+        return f"its header is damaged, and none of its {len(pieces)} tensors"
+    more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+    return f"of its {len(pieces)} tensors {damaged[0]}{more} {'are' if more else 'is'} damaged"

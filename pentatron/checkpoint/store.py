@@ -7,8 +7,8 @@ folder into place and then moves the `latest` pointer. Whatever is killed in bet
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,21 @@ from pentatron.checkpoint.manifest import (
     FILE_NAME,
     DamagedCheckpoint,
     Manifest,
-    StoredPiece,
-    TensorRecord,
-    piece_key,
     read_manifest,
     verify_files,
 )
+from pentatron.checkpoint.parts import Verdict, Written, manifest_of, own_fragments, write_part
 from pentatron.checkpoint.retention import Retention, remove_steps
-from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors, write_text
-from pentatron.config.errors import AgreedError
+from pentatron.checkpoint.stages import Stages
+from pentatron.checkpoint.tensor_file import write_text
+from pentatron.checkpoint.verifying import Check, Problem, problem_of_share
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.data.atomic import sync_folder
-from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
+from pentatron.parallel.collectives import Group, broadcast_object
 from pentatron.parallel.pieces import Fragment
 
+# Where users of Megatron-LM look for the number of the last step.
+TRACKER = "latest_checkpointed_iteration.txt"
 _STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 _DAMAGED = ".damaged"
 
@@ -44,33 +46,23 @@ class Found:
     manifest: Manifest
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What one rank put into the temporary folder, or why it could not: for lack of means, or by our mistake."""
-
-    file: FileRecord | None = None
-    tensors: dict[str, TensorRecord] = field(default_factory=dict)
-    failure: str = ""
-    mistake: str = ""
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What became of a save: where the step lies, or what went wrong."""
-
-    final: str = ""
-    failure: str = ""
-    mistake: str = ""
-
-
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
 class CheckpointStore:
-    def __init__(self, folder: Path, keep: int | None) -> None:
+    """`keep`: how many of the newest steps stay (None: all). `retain`: every step that is a multiple of it stays for good.
+
+    `verify`: older steps go only when one that stays has been read and compared with its sums.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int | None, retain: int | None = None, verify: bool = True
+    ) -> None:
         self.folder = folder
-        self.keep = keep
+        self.keep, self.retain, self.verify = keep, retain, verify
+        # Names of steps that were read and compared.
+        self._verified: set[str] = set()
 
     def save(
         self,
@@ -82,22 +74,48 @@ class CheckpointStore:
         group: Group,
     ) -> Path:
         """Saves one step. Over the group, the fragments make up every tensor exactly; `own` is this rank's alone."""
-        temporary = self._agree_on_temporary(step, group)
-        whole = (Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in own.items())
-        written = _write(temporary / f"rank-{group.rank:05d}.safetensors", (*fragments, *whole))
-        everyone = gather_objects(written, group)
-        verdict = _Verdict()
-        if group.rank == 0:
-            verdict = self._decide(step, temporary, everyone, run_state, config)
-            if not verdict.final:
-                shutil.rmtree(temporary, ignore_errors=True)
-        verdict = broadcast_object(verdict, group)
+        parts = (*fragments, *own_fragments(own))
+        stages = self.start(step, lambda: parts, run_state, config, group, background=False)
+        return self.outcome(step, stages.advance(wait=True))
+
+    def start(
+        self,
+        step: int,
+        parts: Callable[[], Sequence[Fragment]],
+        run_state: Mapping[str, Any],
+        config: Mapping[str, Any],
+        group: Group,
+        background: bool,
+    ) -> Stages:
+        """Begins to save. What the stages give in the end is for `outcome`; nobody else may use the folder until then."""
+        save = _Save(self, step, self._agree_on_temporary(step, group), run_state, config, group)
+        return Stages(
+            [lambda _: save.write(parts()), save.settle, save.check, save.conclude], group, background
+        )
+
+    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> Written:
+        """One rank's part, in files of this store's format; errors come back as text, so that the other ranks hear of them."""
+        return write_part(temporary / f"rank-{rank:05d}.safetensors", parts)
+
+    def complete(
+        self,
+        temporary: Path,
+        step: int,
+        everyone: Sequence[Any],
+        run_state: Mapping[str, Any],
+        config: Mapping[str, Any],
+    ) -> Manifest:
+        """The manifest of what all ranks wrote; ValueError if the parts do not fit together."""
+        return manifest_of(step, everyone, run_state, config)
+
+    def outcome(self, step: int, verdicts: Sequence[Any] | None) -> Path:
+        """Where the step lies; or the error that all ranks raise."""
+        assert verdicts is not None, "the save is not done yet"
+        verdict: Verdict = verdicts[0]
         if verdict.mistake:
             raise ValueError(f"the checkpoint of step {step} would be wrong: {verdict.mistake}")
         if verdict.failure:
             raise self._not_saved(step, verdict.failure)
-        if group.rank == 0:
-            self._remove_old(step)
         return Path(verdict.final)
 
     def temporary(self, step: int) -> Path:
@@ -109,6 +127,8 @@ class CheckpointStore:
         made, problem = self.temporary(step), ""
         if group.rank == 0:
             try:
+                # First of all, as they may be what fills the disk.
+                remove_steps(self.folder, ())
                 made.mkdir(parents=True)
             except OSError as error:
                 problem = f"rank 0: {error.strerror or error}"
@@ -125,28 +145,6 @@ class CheckpointStore:
             f"earlier checkpoints are intact"
         )
 
-    def _decide(
-        self,
-        step: int,
-        temporary: Path,
-        everyone: Sequence[_Written],
-        run_state: Mapping[str, Any],
-        config: Mapping[str, Any],
-    ) -> _Verdict:
-        """Commits the step if every rank wrote its part and the parts fit together."""
-        for rank, written in enumerate(everyone):
-            if written.mistake:
-                return _Verdict(mistake=f"rank {rank}: {written.mistake}")
-            if written.failure:
-                return _Verdict(failure=f"rank {rank}: {written.failure}")
-        try:
-            final = self.commit(temporary, _manifest(step, everyone, run_state, config))
-        except OSError as error:
-            return _Verdict(failure=f"rank 0: {error.strerror or error}")
-        except (ValueError, TypeError) as error:
-            return _Verdict(mistake=str(error))
-        return _Verdict(final=str(final))
-
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Gives a step whose files are written its manifest and its name; returns where it now lies."""
         final = self._free_step(manifest.step)
@@ -154,11 +152,16 @@ class CheckpointStore:
         sync_folder(temporary)
         temporary.rename(final)
         sync_folder(self.folder)
-        pointer = self.folder / f".latest.{secrets.token_hex(4)}"
-        write_text(pointer, final.name + "\n")
-        pointer.replace(self.folder / "latest")
-        sync_folder(self.folder)
+        self._point_to(final)
         return final
+
+    def _point_to(self, step: Path) -> None:
+        """For people and their scripts; nothing here reads it. The second file is the one that Megatron's users look for."""
+        for name, text in (("latest", f"{step.name}\n"), (TRACKER, str(_order(step)[0]))):
+            pointer = self.folder / f".latest.{secrets.token_hex(4)}"
+            write_text(pointer, text)
+            pointer.replace(self.folder / name)
+        sync_folder(self.folder)
 
     def _free_step(self, step: int) -> Path:
         """A name newer than any of this step: saved again after a rollback, it stands beside the old one."""
@@ -171,8 +174,10 @@ class CheckpointStore:
             return []
         return sorted((p for p in self.folder.iterdir() if _is_finished(p)), key=_order)
 
-    def newest_valid(self, verify: bool, set_aside: bool) -> tuple[Found | None, list[str]]:
-        """The newest step that passes its checks, and a sentence about each one that did not.
+    def newest_valid(
+        self, verify: bool, set_aside: bool, check: Check = verify_files
+    ) -> tuple[Found | None, list[str]]:
+        """The newest step that passes its checks, and a sentence about each one that did not. `check` compares sums.
 
         With `set_aside` the bad ones are renamed, so that nobody meets them again; only the run that holds the
         folder may ask for that.
@@ -184,15 +189,19 @@ class CheckpointStore:
                 if manifest.step != _order(folder)[0]:
                     raise DamagedCheckpoint(f"{folder} says it is step {manifest.step}")
                 if verify:
-                    verify_files(folder, manifest)
+                    check(folder, manifest)
                 return Found(folder, manifest), complaints
             except DamagedCheckpoint as damage:
                 complaints.append(str(damage))
                 if set_aside:
-                    aside = _free_name(folder.with_name(f"{folder.name}{_DAMAGED}"))
-                    folder.rename(aside)
-                    complaints[-1] += f"; the step is set aside as {aside.name}"
+                    complaints[-1] += f"; the step is set aside as {self.set_aside(folder).name}"
         return None, complaints
+
+    def set_aside(self, step: Path) -> Path:
+        """Renames a damaged step, so that nobody takes it for a good one; where it now lies."""
+        aside = _free_name(step.with_name(f"{step.name}{_DAMAGED}"))
+        step.rename(aside)
+        return aside
 
     def _candidates(self) -> list[Path]:
         """The steps the run has saved. What it began from counts while there are none, and none was lost."""
@@ -204,12 +213,111 @@ class CheckpointStore:
         """Steps that were set aside earlier."""
         return sorted(self.folder.glob(f"step-*{_DAMAGED}*"))
 
-    def _remove_old(self, saved: int) -> None:
-        """Deletes what the step just saved replaces, the oldest steps beyond `keep`, and what killed saves left."""
+    def trust(self, step: Path) -> None:
+        """The step was read and compared with its sums."""
+        self._verified.add(step.name)
+
+    def divide(self, saved: int) -> tuple[list[Path], list[Path]]:
+        """Which steps stay once this one is saved, and which go: what it replaces, and the oldest beyond `keep`."""
         bases = read_bases(self.folder) or ()
         steps = [step for step in self.steps() if step.name not in bases]
         just_saved = [p for p in steps if _order(p)[0] == saved][-1:]
-        remove_steps(self.folder, Retention(self.keep).outdated(steps, just_saved))
+        going = Retention(self.keep, self.retain).outdated(steps, just_saved)
+        return [step for step in steps if step not in going], going
+
+    def needs_check(self, saved: int) -> bool:
+        """Whether a save would leave no step that was ever read and compared, had it not been for those it removes."""
+        staying, going = self.divide(saved)
+        return self.verify and bool(going) and not any(step.name in self._verified for step in staying)
+
+    def remove_old(self, saved: int) -> None:
+        remove_steps(self.folder, self.divide(saved)[1])
+
+    def withdraw(self, step: Path) -> None:
+        """A step that turned out to be damaged as soon as it was saved."""
+        self.set_aside(step)
+        if left := self.steps():
+            self._point_to(left[-1])
+
+
+class _Save:
+    """One rank's part in one save, stage by stage."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        step: int,
+        temporary: Path,
+        run_state: Mapping[str, Any],
+        config: Mapping[str, Any],
+        group: Group,
+    ) -> None:
+        self.store, self.step, self.temporary, self.group = store, step, temporary, group
+        self.run_state, self.config = run_state, config
+        self.verdict = Verdict()
+
+    def write(self, parts: Sequence[Fragment]) -> Any:
+        return self.store.write_own(self.temporary, self.group.rank, parts)
+
+    def settle(self, everyone: Sequence[Written]) -> Verdict:
+        """Rank 0 commits the step if every rank wrote its part and the parts fit together."""
+        if self.group.rank == 0:
+            self.verdict = self._decide(everyone)
+            if not self.verdict.final:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+        return self.verdict
+
+    def _decide(self, everyone: Sequence[Written]) -> Verdict:
+        for rank, written in enumerate(everyone):
+            if written.mistake:
+                return Verdict(mistake=f"rank {rank}: {written.mistake}")
+            if written.failure:
+                return Verdict(failure=f"rank {rank}: {written.failure}")
+        final = None
+        try:
+            manifest = self.store.complete(self.temporary, self.step, everyone, self.run_state, self.config)
+            final = self.store.commit(self.temporary, manifest)
+            # What is there now is looked at, not what was meant to be.
+            read_manifest(final)
+            return Verdict(str(final), to_check=self.store.needs_check(self.step))
+        except OSError as error:
+            return Verdict(failure=f"rank 0: {error.strerror or error}")
+        except (DamagedCheckpoint, UserError) as error:
+            if final is not None:
+                self.store.withdraw(final)
+            return Verdict(failure=f"rank 0: {error}")
+        except (ValueError, TypeError) as error:
+            return Verdict(mistake=str(error))
+
+    def check(self, verdicts: Sequence[Verdict]) -> Problem | None:
+        """Each rank reads its share of the files, if that is wanted."""
+        if not verdicts[0].to_check:
+            return None
+        folder = Path(verdicts[0].final)
+        try:
+            manifest = read_manifest(folder)
+        except (DamagedCheckpoint, UserError) as error:
+            return Problem(str(error), is_damage=True)
+        return problem_of_share(folder, manifest, self.group.rank, self.group.size, cold=True)
+
+    def conclude(self, problems: Sequence[Problem | None]) -> Verdict:
+        """What is not as it was written is set aside, and everything older stays; else rank 0 removes what may go."""
+        if self.group.rank != 0 or not self.verdict.final:
+            return self.verdict
+        final = Path(self.verdict.final)
+        found = [f"rank {rank}: {problem.text}" for rank, problem in enumerate(problems) if problem]
+        if found:
+            self.store.withdraw(final)
+            return Verdict(failure=found[0])
+        if self.verdict.to_check:
+            self.store.trust(final)
+        try:
+            self.store.remove_old(self.step)
+        except OSError as error:
+            # The step itself is saved.
+            note = f"older checkpoints could not be removed ({error.filename}: {error.strerror or error})"
+            return replace(self.verdict, note=note)
+        return self.verdict
 
 
 def _is_finished(path: Path) -> bool:
@@ -223,71 +331,6 @@ def _order(folder: Path) -> tuple[int, int]:
     match = _STEP_NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1] or match[3]), int(match[2] or 0)
-
-
-def _write(path: Path, fragments: Sequence[Fragment]) -> _Written:
-    """Writes one rank's file, if it has anything; errors come back as text, so that the other ranks hear of them."""
-    values: dict[str, Tensor] = {}
-    records: list[tuple[str, TensorRecord]] = []
-    try:
-        for fragment in fragments:
-            record = _describe(fragment, path.name)
-            for piece in record.pieces:
-                if piece.key in values:
-                    raise ValueError(f"{piece.key} is given twice")
-                values[piece.key] = fragment.values
-            records.append((fragment.tensor, record))
-        tensors = _collect(records)
-        return _Written(write_tensors(path, values) if values else None, tensors)
-    except OSError as error:
-        return _Written(failure=error.strerror or str(error))
-    except ValueError as error:
-        return _Written(mistake=str(error))
-
-
-def _describe(fragment: Fragment, file: str) -> TensorRecord:
-    """The record of a fragment's tensor with this one piece; nothing is stored of an empty part."""
-    dtype = str(fragment.values.dtype).removeprefix("torch.")
-    whole, start, size = tuple(fragment.shape), tuple(fragment.start), tuple(fragment.values.shape)
-    if not len(whole) == len(start) == len(size):
-        raise ValueError(f"{fragment.tensor} of {list(whole)} has a part {list(size)} at {list(start)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"{fragment.tensor} is {dtype}, which a checkpoint cannot hold")
-    if fragment.values.numel() == 0 and size != whole:
-        return TensorRecord(dtype, whole, ())
-    key = piece_key(fragment.tensor, whole, start, size)
-    return TensorRecord(dtype, whole, (StoredPiece(file, key, start, size),))
-
-
-def _collect(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """One record for each tensor, with the pieces of all its records in the order in which they lie."""
-    pieces: dict[str, list[StoredPiece]] = {}
-    first: dict[str, TensorRecord] = {}
-    for name, record in records:
-        known = first.setdefault(name, record)
-        if (known.dtype, known.shape) != (record.dtype, record.shape):
-            raise ValueError(
-                f"{name} is {known.dtype} {list(known.shape)} in one part and "
-                f"{record.dtype} {list(record.shape)} in another"
-            )
-        pieces.setdefault(name, []).extend(record.pieces)
-    return {
-        name: TensorRecord(r.dtype, r.shape, tuple(sorted(pieces[name], key=lambda piece: piece.start)))
-        for name, r in sorted(first.items())
-    }
-
-
-def _manifest(
-    step: int, everyone: Sequence[_Written], run_state: Mapping[str, Any], config: Mapping[str, Any]
-) -> Manifest:
-    """What all ranks wrote, once it is sure that the pieces make up every tensor exactly."""
-    files = {written.file.name: written.file for written in everyone if written.file is not None}
-    tensors = _collect(record for written in everyone for record in written.tensors.items())
-    for name, record in tensors.items():
-        problem = record.problem(name)
-        if problem is not None:
-            raise ValueError(f"{name}: {problem}")
-    return Manifest(step, files, tensors, dict(run_state), dict(config))
 
 
 def _free_name(wanted: Path) -> Path:

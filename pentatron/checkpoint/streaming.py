@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord, piece_key
+from pentatron.checkpoint.parts import with_sums
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, Outline, Read, write_blocks
 from pentatron.parallel.pieces import Shape
@@ -43,8 +44,9 @@ def save_streamed(
         for name, group in zip(names, groups, strict=True)
         for tensor, outline in group.items()
     }
+    summed = with_sums(tensors, {tensor: crc for file in files for tensor, crc in file.crc32.items()})
     manifest = Manifest(
-        step, {f.name: f for f in files}, dict(sorted(tensors.items())), dict(run_state), dict(config)
+        step, {f.name: f for f in files}, dict(sorted(summed.items())), dict(run_state), dict(config)
     )
     return store.commit(temporary, manifest)
 
@@ -86,7 +88,7 @@ def save_rectangles(
         }
         files[file] = write_blocks(temporary / file, outlines, _within(places, read))
         for key, (name, start, size) in places.items():
-            pieces[name].append(StoredPiece(file, key, start, size))
+            pieces[name].append(StoredPiece(file, key, start, size, files[file].crc32[key]))
     tensors = {
         name: dataclasses.replace(record, pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
         for name, record in sorted(source.tensors.items())

@@ -9,9 +9,11 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +27,13 @@ from pentatron.parallel.pieces import Shape, region
 BLOCK_BYTES = 16 * 2**20
 # Steps of writing and hashing that may wait while the next block is fetched.
 _BLOCKS_AHEAD = 4
+# Smaller tensors are written together, until they come to so much or are so many.
+_BATCH_BYTES = 8 * 2**20
+_BATCH_PARTS = 512
+# At a time, where files are only looked at.
+_READ_BYTES = 2**20
+# What the safetensors library accepts.
+_LARGEST_HEADER = 100_000_000
 # What is written goes to the disk in portions of about this size.
 _FLUSH_BYTES = 128 * 2**20
 
@@ -68,6 +77,8 @@ class FileRecord:
     name: str
     bytes: int
     sha256: str
+    # CRC-32 of each tensor by its name in the file; a manifest has them where it lists the pieces.
+    crc32: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -92,26 +103,51 @@ class _Writer:
     A third one sends to the disk what was written, so that little is left to wait for in the end.
     """
 
-    def __init__(self, file: BinaryIO, hashed: bool) -> None:
+    def __init__(self, file: FileIO, hashed: bool) -> None:
         self.file, self.digest, self.bytes = file, hashlib.sha256() if hashed else None, 0
+        # Of each tensor, so that damage can be named more exactly than by the file.
+        self.sums: dict[str, int] = {}
         self._writing, self._hashing, self._flushing = (ThreadPoolExecutor(1) for _ in range(3))
         self._pending: collections.deque[Future[Any]] = collections.deque()
+        self._batch: list[tuple[str, bytes | memoryview]] = []
+        self._batched = 0
         self._flush: Future[None] | None = None
         self._unflushed = 0
 
-    def write(self, data: bytes | memoryview) -> None:
-        self._wait(_BLOCKS_AHEAD)
-        self._pending.append(self._writing.submit(self._put, data))
-        if self.digest is not None:
-            self._pending.append(self._hashing.submit(self.digest.update, data))
+    def write(self, data: bytes | memoryview, tensor: str = "") -> None:
+        """What is small waits for more to come: a state of many small tensors takes no longer than one of large ones."""
+        self._batch.append((tensor, data))
+        self._batched += len(data)
         self.bytes += len(data)
+        if self._batched >= _BATCH_BYTES or len(self._batch) >= _BATCH_PARTS:
+            self._send()
 
-    def _put(self, data: bytes | memoryview) -> None:
-        self.file.write(data)
-        self._unflushed += len(data)
+    def _send(self) -> None:
+        self._wait(_BLOCKS_AHEAD)
+        batch, self._batch, self._batched = self._batch, [], 0
+        self._pending.append(self._writing.submit(self._put, [data for _, data in batch]))
+        if self.digest is not None:
+            self._pending.append(self._hashing.submit(self._hash, batch))
+
+    def _put(self, parts: list[bytes | memoryview]) -> None:
+        while parts:
+            written = os.writev(self.file.fileno(), parts)
+            self._unflushed += written
+            # A disk that is all but full takes a part of it and then says so.
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = memoryview(parts[0])[written:]
         if self._unflushed >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
             self._check_flush()
-            self._flush, self._unflushed = self._flushing.submit(os.fsync, self.file.fileno()), 0
+            self._flush, self._unflushed = self._flushing.submit(os.fdatasync, self.file.fileno()), 0
+
+    def _hash(self, batch: list[tuple[str, bytes | memoryview]]) -> None:
+        assert self.digest is not None
+        for tensor, data in batch:
+            self.digest.update(data)
+            if tensor:
+                self.sums[tensor] = zlib.crc32(data, self.sums.get(tensor, 0))
 
     def _check_flush(self) -> None:
         if self._flush is not None:
@@ -123,6 +159,7 @@ class _Writer:
 
     def finish(self) -> str:
         """Waits until everything is written; the sum of it, if there is to be one."""
+        self._send()
         self._wait(0)
         self._check_flush()
         return self.digest.hexdigest() if self.digest is not None else ""
@@ -152,7 +189,7 @@ def write_blocks(
     """The same for tensors that are not in memory: each block is asked for when its turn has come."""
     # Wide elements first, so that all of them lie at multiples of their own width.
     ordered = dict(sorted(outlines.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
-    with path.open("xb") as file:
+    with path.open("xb", buffering=0) as file:
         writer = _Writer(file, hashed)
         try:
             header = _header(ordered, metadata)
@@ -160,13 +197,13 @@ def write_blocks(
             writer.write(header)
             for name, outline in ordered.items():
                 for start, size in blocks(outline.shape, outline.dtype.itemsize):
-                    writer.write(_raw(read(name, start, size)))
+                    writer.write(_raw(read(name, start, size)), name)
             digest = writer.finish()
         finally:
             writer.close()
-        file.flush()
         os.fsync(file.fileno())
-    return FileRecord(path.name, writer.bytes, digest)
+    sums = {name: f"{writer.sums.get(name, 0):08x}" for name in ordered} if hashed else {}
+    return FileRecord(path.name, writer.bytes, digest, sums)
 
 
 def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None) -> bytes:
@@ -206,9 +243,38 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: Path, cold: bool = False) -> str:
+    """SHA-256 of a file. `cold`: of what lies on the disk, where the system still has it in memory as it was written."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        if cold and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while size := file.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def piece_sums(path: Path) -> dict[str, str]:
+    """CRC-32 of every tensor of a file, by its name there; ValueError if the header makes no sense."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_LARGEST_HEADER, path.stat().st_size):
+            raise ValueError(f"it would be {length} bytes long")
+        entries = json.loads(file.read(length))
+        found = {}
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            if name != "__metadata__" and isinstance(entry, dict):
+                first, last = map(int, entry.get("data_offsets", (0, 0)))
+                found[name] = f"{_crc32(file, 8 + length + first, last - first):08x}"
+        return found
+
+
+def _crc32(file: BinaryIO, start: int, left: int) -> int:
+    file.seek(max(0, start))
+    total = 0
+    while left > 0 and (data := file.read(min(left, _READ_BYTES))):
+        total, left = zlib.crc32(data, total), left - len(data)
+    return total
 
 
 def write_text(path: Path, text: str) -> None:

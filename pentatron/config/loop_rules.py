@@ -28,7 +28,17 @@ def _profiled_steps(v: Values, facts: Facts) -> str | None:
     )
 
 
-LOOP_RULES: tuple[Rule, ...] = (_eval_batch, _profiled_steps)
+def _retained_steps(v: Values, facts: Facts) -> str | None:
+    every, interval = v["save_retain_interval"], v["save_interval"]
+    if every is None or interval is None or every % interval == 0:
+        return None
+    return (
+        f"--save-retain-interval {every} is not a multiple of --save-interval {interval}, so most of these steps would never be saved; "
+        f"make it one, such as {-(-every // interval) * interval}"
+    )
+
+
+LOOP_RULES: tuple[Rule, ...] = (_eval_batch, _profiled_steps, _retained_steps)
 
 
 def _no_evaluation(draft: Draft, facts: Facts) -> str:

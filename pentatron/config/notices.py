@@ -276,6 +276,13 @@ def _read_only(draft: Draft, facts: Facts) -> str:
     )
 
 
+def _all_are_kept(draft: Draft, facts: Facts) -> str:
+    everything = (
+        "every checkpoint is kept (--keep-checkpoints none)" if draft["keep_checkpoints"] is None else ""
+    )
+    return _nothing_saved(draft, facts) or everything
+
+
 def _no_progress_file(draft: Draft, facts: Facts) -> str:
     return "" if draft["log_progress"] else "it is written to progress.txt, which --log-progress asks for"
 
@@ -328,7 +335,8 @@ IDLE: dict[str, Reason] = {
     "make_vocab_size_divisible_by": _padding_is_given,
     **IDLE_OF_DATA,
     **IDLE_OF_THE_LOOP,
-    **dict.fromkeys(("save", "save_interval", "keep_checkpoints"), _nothing_saved),
+    **dict.fromkeys(("save", "save_interval", "keep_checkpoints", "async_save"), _nothing_saved),
+    "save_retain_interval": _all_are_kept,
     "ckpt_format": _read_only,
     **IDLE_OF_SCHEDULES,
     "ddp_bucket_size": _bucketless,

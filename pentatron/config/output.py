@@ -37,7 +37,16 @@ class CheckpointConfig:
         True, "write checkpoints at all (not to, for runs that only measure: --no-save-checkpoints)"
     )
     keep_checkpoints: int | None = setting(3, "how many of the newest to keep (none: all)")
-    verify_checkpoint: bool = setting(True, "check the checksums before resuming")
+    save_retain_interval: int | None = setting(
+        None,
+        "keep the checkpoint of every such step for good, beside the newest (a multiple of --save-interval)",
+    )
+    async_save: bool = setting(
+        False, "write checkpoints in the background; training waits only until the state is copied"
+    )
+    verify_checkpoint: bool = setting(
+        True, "check the checksums before resuming, and of a new checkpoint before the last checked one goes"
+    )
     finetune: bool = setting(False, "take the weights alone from what is loaded, and start at step 0")
     no_load_optim: bool = setting(False, "do not take the optimizer's state from what is loaded")
     no_load_rng: bool = setting(False, "do not take random states from what is loaded")

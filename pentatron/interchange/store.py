@@ -6,7 +6,6 @@ checked by its sums, in any layout, with no pickled file read. What Megatron-LM 
 
 import dataclasses
 import secrets
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.cover import cover_problem
-from pentatron.checkpoint.find import TRACKER
 from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
+from pentatron.checkpoint.parts import Written
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
 from pentatron.checkpoint.torch_file import rectangle_key, saved_place
 from pentatron.config.run import RunConfig
-from pentatron.data.atomic import write_file
 from pentatron.interchange.common import common_state
 from pentatron.interchange.index import KEPT, MASTER, STATE
 from pentatron.interchange.links import VOCABULARY, Link, is_stacked, their_shapes, written_links
@@ -40,7 +38,6 @@ from pentatron.interchange.writing import (
     write_common,
     write_index,
 )
-from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
 from pentatron.parallel.pieces import Fragment, Shape
 
 _ROUTERS = "routers/"
@@ -51,14 +48,12 @@ def iteration_name(step: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Wrote:
+class _Wrote(Written):
     """What one rank put into the temporary folder, or why it could not."""
 
     files: tuple[FileRecord, ...] = ()
     places: tuple[Place, ...] = ()
     records: tuple[tuple[str, TensorRecord], ...] = ()
-    failure: str = ""
-    mistake: str = ""
 
 
 @dataclass
@@ -87,8 +82,10 @@ class _RankFile:
 class TorchDistStore(CheckpointStore):
     """Saves what `CheckpointStore` saves, as Megatron-LM has it."""
 
-    def __init__(self, folder: Path, keep: int | None, config: RunConfig) -> None:
-        super().__init__(folder, keep)
+    def __init__(
+        self, folder: Path, keep: int | None, retain: int | None, verify: bool, config: RunConfig
+    ) -> None:
+        super().__init__(folder, keep, retain, verify)
         self.config = config
         self.links = written_links(config.model, config.moe)
         vocabulary = config.model.padded_vocab_size or config.model.vocab_size
@@ -98,52 +95,14 @@ class TorchDistStore(CheckpointStore):
         precision = config.precision
         self.dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
-    def save(
-        self,
-        step: int,
-        fragments: Iterable[Fragment],
-        own: Mapping[str, Tensor],
-        run_state: Mapping[str, Any],
-        config: Mapping[str, Any],
-        group: Group,
-    ) -> Path:
-        """As the store of our own format; the same promises, other files."""
-        temporary = self._agree_on_temporary(step, group)
-        whole = (Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in own.items())
-        everyone = gather_objects(self._write_own(temporary, group.rank, (*fragments, *whole)), group)
-        failure = mistake = ""
-        final = temporary
-        if group.rank == 0:
-            mistake = next((f"rank {r}: {w.mistake}" for r, w in enumerate(everyone) if w.mistake), "")
-            failure = next((f"rank {r}: {w.failure}" for r, w in enumerate(everyone) if w.failure), "")
-            if not (mistake or failure):
-                try:
-                    final = self.commit(
-                        temporary, self._complete(temporary, step, everyone, run_state, config)
-                    )
-                except OSError as error:
-                    failure = f"rank 0: {error.strerror or error}"
-                except (ValueError, TypeError) as error:
-                    mistake = str(error)
-            if mistake or failure:
-                shutil.rmtree(temporary, ignore_errors=True)
-        final, failure, mistake = broadcast_object((final, failure, mistake), group)
-        if mistake:
-            raise ValueError(f"the checkpoint of step {step} would be wrong: {mistake}")
-        if failure:
-            raise self._not_saved(step, failure)
-        if group.rank == 0:
-            self._remove_old(step)
-        return Path(final)
-
-    def _write_own(self, temporary: Path, rank: int, fragments: Sequence[Fragment]) -> _Wrote:
+    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> _Wrote:
         """This rank's files; errors come back as text, so that the other ranks hear of them."""
         named = _RankFile(HashedFile(temporary / f"__{rank}_0.distcp"))
         beside: dict[str, Tensor] = {}
         records: list[tuple[str, TensorRecord]] = []
         path = temporary / f"rank-{rank:05d}.safetensors"
         try:
-            for fragment in fragments:
+            for fragment in parts:
                 if fragment.values.numel() == 0:
                     continue
                 kind, _, ours = fragment.tensor.partition("/")
@@ -161,7 +120,7 @@ class TorchDistStore(CheckpointStore):
             files = [named.file.finish()]
             if beside:
                 files.append(write_tensors(path, beside))
-            return _Wrote(tuple(files), tuple(named.places), tuple(records))
+            return _Wrote(files=tuple(files), places=tuple(named.places), records=tuple(records))
         except OSError as error:
             return _Wrote(failure=error.strerror or str(error))
         except (ValueError, KeyError, RuntimeError) as error:
@@ -183,7 +142,7 @@ class TorchDistStore(CheckpointStore):
         key = rectangle_key(saved_place(place.offset, place.length), (0,) * len(place.size), place.size, size)
         return _one_piece(fragment, StoredPiece(place.file, key, tuple(at), size), values.dtype)
 
-    def _complete(
+    def complete(
         self,
         temporary: Path,
         step: int,
@@ -245,12 +204,6 @@ class TorchDistStore(CheckpointStore):
         for name in EXTRA_OUTSIDE:
             yield f"{name}.{EXTRA_STATE}/shard_0_1"
 
-    def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """The tracker comes last: until then Megatron-LM reads the step before."""
-        final = super().commit(temporary, manifest)
-        write_file(self.folder / TRACKER, f"{manifest.step}".encode())
-        return final
-
     def _free_step(self, step: int) -> Path:
         """The name that Megatron-LM looks for. A step of ours of that name, saved before a rollback, makes way; others' are kept."""
         final = self.folder / iteration_name(step)
@@ -264,11 +217,12 @@ class TorchDistStore(CheckpointStore):
 
 def store_for(config: RunConfig) -> CheckpointStore:
     """Where a run saves, in the format it asks for."""
-    folder, keep = config.checkpoint.save, config.checkpoint.keep_checkpoints
-    assert folder is not None
-    if config.checkpoint.ckpt_format == "torch_dist":
-        return TorchDistStore(Path(folder), keep, config)
-    return CheckpointStore(Path(folder), keep)
+    chosen = config.checkpoint
+    assert chosen.save is not None
+    kept = (chosen.keep_checkpoints, chosen.save_retain_interval, chosen.verify_checkpoint)
+    if chosen.ckpt_format == "torch_dist":
+        return TorchDistStore(Path(chosen.save), *kept, config)
+    return CheckpointStore(Path(chosen.save), *kept)
 
 
 def _bare(theirs: str) -> str:

@@ -6,7 +6,7 @@ well. Everything below works on stretches of buckets and is the same for all of 
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,6 +147,10 @@ class Optimizer:
         self.wait_for_weights()
         self._update.step(learning_rate, norm, scale, weight_decay)
         self._publish()
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        """Calls it before each update: who reads weights and moments beside the computation is waited for."""
+        self._update.before = wait
 
     def _publish(self) -> None:
         """Rounds the master weights into the weights the model computes with, and makes these whole everywhere."""

@@ -7,7 +7,7 @@ the groups are added up once a step.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,10 @@ class ShardedOptimizer:
         assert math.isfinite(norm), "a step with gradients that are no numbers"
         self._update.step(learning_rate, norm, scale, weight_decay)
         self._publish()
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        """Calls it before each update: who reads weights and moments beside the computation is waited for."""
+        self._update.before = wait
 
     def _publish(self) -> None:
         for stage in self._stages.values():

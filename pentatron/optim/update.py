@@ -2,7 +2,7 @@
 parameters."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class Update(ABC):
         self.config = config
         self._parts = parts
         # Made now rather than at the first step, so that saving and loading see one layout at all times.
+        # Called before anything changes: who reads the values beside the computation is waited for.
+        self.before: Callable[[], None] = lambda: None
         self._moments = {id(p): {m: torch.zeros_like(p.values.data) for m in kept} for p in parts}
 
     @torch.no_grad()
@@ -37,6 +39,7 @@ class Update(ABC):
     ) -> None:
         """Gradients are `scale` times what they should be; `norm` is that of what they should be. `weight_decay`: of this step,
         where it changes during a run."""
+        self.before()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         clip_([part.gradients for part in self._parts], norm, self.config.clip_grad, scale)
         for decays in (True, False):

@@ -12,6 +12,7 @@ from pentatron.checkpoint.described import saved_settings
 from pentatron.checkpoint.find import checkpoints_of
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.verifying import searched_together
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
@@ -97,7 +98,12 @@ class _Start:
     def _find(self, source: Source, set_aside: bool) -> tuple[Found | None, list[str]]:
         """The newest valid step, and a sentence about each one that is not."""
         verify = self.config.checkpoint.verify_checkpoint
-        return self._first_rank(lambda: source.newest_step(verify, set_aside))
+        found, complaints = searched_together(
+            lambda check: source.newest_step(verify, set_aside, check), self.world.everyone
+        )
+        if found is not None and verify and set_aside:
+            self.store.trust(found.folder)
+        return found, complaints
 
     def _first_rank(self, action: Callable[[], T]) -> T:
         """What rank 0 finds, on every rank; or its error."""

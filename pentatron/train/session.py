@@ -113,7 +113,9 @@ def open_session(
         cleanup.enter_context(program.running(resolved, world, display))
         first = earliest(time.time() if started is None else started, world.everyone)
         try:
-            yield Session(resolved, world, folder, display, stop, first, cleanup, program)
+            session = Session(resolved, world, folder, display, stop, first, cleanup, program)
+            yield session
+            session.leave()
         except BaseException as error:
             write_last_words(folder, world, error, sentence)
             raise
@@ -165,6 +167,7 @@ class Session:
         self.cleanup, self.program = cleanup, program
         self.data: OpenedData | None = None
         self.began: Beginning | None = None
+        self.leave: Callable[[], None] = lambda: None
         self.initialized, self.moments = time.time(), Moments(started)
         # Of the start; the loop has its own.
         self.timers = Timers(0, self.config.loop.timing_log_option, world.device)
@@ -197,7 +200,6 @@ class Session:
 
     def _build(self) -> None:
         config, world = self.config, self.world
-        assert config.checkpoint.save is not None
         self.moments.mark("model_init_start")
         self.model = build_parallel_model(config, world, self.program)
         self.program.timed_by(self.model.timers)
@@ -259,6 +261,7 @@ class Session:
             self.started,
             beside,
         )
+        self.leave = self.trainer.checkpoints.leave
         output.note("done with setup ...")
         output.note(self.timers.block(world.everyone) or "")
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from pentatron.checkpoint.described import saved_settings
 from pentatron.checkpoint.find import is_step, megatron_step, read_step, refuse_other_formats, steps_at
+from pentatron.checkpoint.manifest import verify_files
 from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.verifying import Check
 from pentatron.config.errors import UserError
 from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import CONFIG, open_folder
@@ -43,17 +45,19 @@ class Source:
         assert found is not None, "a source has steps"
         return saved_settings(found)
 
-    def newest_step(self, verify: bool, set_aside: bool) -> tuple[Found | None, list[str]]:
-        """The newest valid step, or the one that is named, and a sentence about each one that is not valid.
+    def newest_step(
+        self, verify: bool, set_aside: bool, check: Check = verify_files
+    ) -> tuple[Found | None, list[str]]:
+        """The newest valid step, or the one that is named, and a sentence about each one that is not valid. `check` compares sums.
 
         None only if there was never any.
         """
         if self.megatron is not None:
             return read_megatron(self.megatron)
         if self.step is not None:
-            return read_step(self.step, verify), []
+            return read_step(self.step, verify, check), []
         store = CheckpointStore(self.folder, keep=None)
-        found, complaints = store.newest_valid(verify, set_aside)
+        found, complaints = store.newest_valid(verify, set_aside, check)
         if found is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
             # A run's own steps are the ones that may be set aside; what it was told to load, it cannot begin anew.

@@ -1,9 +1,9 @@
 """The training loop."""
 
-import itertools
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
 from pentatron.parallel.world import World
 from pentatron.train.batches import agree_on_next_step, micro_batches
+from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.datasets import Datasets
 from pentatron.train.ending import Ending, Endings
 from pentatron.train.evaluation import Evaluation
@@ -29,7 +30,6 @@ from pentatron.train.introduction import tell_memory
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.profiling import BesideTheSteps
-from pentatron.train.random_state import random_state
 from pentatron.train.rank_watch import RankWatch
 from pentatron.train.router_loads import ExpertLoad
 from pentatron.train.schedules import Schedule
@@ -37,8 +37,8 @@ from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step
 
 _SPEED_WINDOW = 20
-# Timers of what is not a part of every step.
-_SAVING, _EVALUATING = "save-checkpoint", "evaluate"
+# A timer of what is not a part of every step.
+_EVALUATING = "evaluate"
 
 
 class Trainer:
@@ -81,16 +81,31 @@ class Trainer:
         # Steps since the last block of times.
         self._timed_steps = 0
         self._first_step = state.step
-        # The last step that the run's own folder holds, if there is one.
-        self._saved_step = state.step if is_saved else None
+        self.checkpoints = Checkpoints(
+            config, world, model, optimizer, store, state, output, state.step if is_saved else None
+        )
 
     def run(self) -> Ending | None:
         """Trains to the end, or to what ends the run before, which is returned; all ranks return the same."""
+        with self._settling():
+            return self._run()
+
+    @contextlib.contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Whatever ends a run for all ranks, its last save is waited for."""
+        try:
+            yield
+        except AgreedError as error:
+            self.checkpoints.settle_after(error)
+            raise
+        self.checkpoints.settle(wait=True)
+
+    def _run(self) -> Ending | None:
         if self.config.train.skip_train:
             self.output.say("skipping training (--skip-train is on) ...")
             return self._evaluate_at_the_end()
         is_done = self.state.step >= self.total_steps
-        ending = self.train()
+        ending = self._train()
         if ending is None:
             self.save()
             ending = None if is_done else self._evaluate_at_the_end()
@@ -98,6 +113,10 @@ class Trainer:
 
     def train(self) -> Ending | None:
         """The loop alone: nothing is evaluated or saved after its last step."""
+        with self._settling():
+            return self._train()
+
+    def _train(self) -> Ending | None:
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
         self.where.begin_at(self.state.step)
         self.where.phase = "step"
@@ -118,6 +137,7 @@ class Trainer:
             else:
                 self._step(drawn, started)
             self.beside.after(self.state.step)
+            self.checkpoints.settle()
             if self.state.step % self.save_interval == 0:
                 self.save()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
@@ -189,30 +209,9 @@ class Trainer:
             self.state.drawn[name] = self.state.drawn.get(name, 0) + count
 
     def save(self) -> None:
-        """Saves this step, unless it is saved already."""
-        if self._saved_step == self.state.step or not self.config.checkpoint.save_checkpoints:
-            return
-        with self.timers(_SAVING, 0), self.where.doing("saving"):
-            folder = self.store.save(
-                self.state.step,
-                itertools.chain(
-                    self.optimizer.fragments(owned_only=True), self.model.routers.fragments(owned_only=True)
-                ),
-                random_state(self.world),
-                self.state.to_json(),
-                self.config.nested(),
-                self.world.everyone,
-            )
-        self._saved_step = self.state.step
-        self.output.saved(
-            self.state.step,
-            f"  successfully saved checkpoint from iteration {self.state.step:7d} to {folder}",
-        )
-        self._note(self.timers.block(self.world.everyone, only=_SAVING))
-
-    def _last_checkpoint(self) -> str:
-        saved = self._saved_step
-        return "no checkpoint is saved yet" if saved is None else f"the last checkpoint is step {saved}"
+        """Saves this step, or begins to, unless it is saved already."""
+        with self.where.doing("saving"):
+            self.checkpoints.save()
 
     def _settle(self, result: StepResult, drawn: Sequence[Batch]) -> None:
         """Counts the update. Where the loss scale is looked for, an overflow is how it is found."""
@@ -225,7 +224,7 @@ class Trainer:
         elif self.scaler.is_hopeless:
             raise AgreedError(
                 f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
-                f"weights stand still. Lower --lr, use --bf16, or check the data; {self._last_checkpoint()}"
+                f"weights stand still. Lower --lr, use --bf16, or check the data; {self.checkpoints.last}"
             )
         elif self.scaler.is_dynamic or not self.health.stops:
             self.state.count_skipped(not math.isfinite(result.loss))
@@ -234,7 +233,7 @@ class Trainer:
 
     def _end_with_bad_numbers(self, result: StepResult, drawn: Sequence[Batch], scale: float) -> NoReturn:
         """What repeats is worth trying on other machines: everything before it is saved. A machine that errs saves nothing."""
-        problem = self.health.diagnose(result, drawn, scale, self._last_checkpoint())
+        problem = self.health.diagnose(result, drawn, scale, self.checkpoints.last)
         if problem.exit_code == BadNumbers.REPRODUCIBLE and self.state.step:
             self.health.as_before_step()
             self.save()

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+import pentatron.checkpoint.parts as parts_module
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.load import load_fragments
-from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.config.errors import UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment
@@ -101,7 +103,7 @@ def test_fragments_that_do_not_fit_together_are_not_committed(tmp_path: Path) ->
         with pytest.raises(ValueError, match=message):
             store.save(2, second if group.rank else first, {}, {}, {}, group)
         dist.barrier()
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"], kind
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", TRACKER, "step-00000001"], kind
         dist.barrier()
     store.save(2, [rows(3, 6) if group.rank else rows(0, 3)], {}, {}, {}, group)
     assert newest(store) == (2, []), "control: what fits together is committed"
@@ -124,7 +126,7 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_the_old_step(tmp_path: Pa
     save(store, 1, group)
     dist.barrier()
     if rank == 1:
-        import pentatron.checkpoint.store as module
+        import pentatron.checkpoint.parts as module
 
         def full_disk(*_: Any) -> Any:
             raise OSError(28, "No space left on device")
@@ -134,7 +136,7 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_the_old_step(tmp_path: Pa
         save(store, 2, group)
     dist.barrier()
     assert newest(store) == (1, [])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", TRACKER, "step-00000001"]
 
 
 def test_an_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def save_and_die(folder: Path, where: str) -> None:
 
     match where.removeprefix("again "):
         case "in a shard":
-            store_module.write_tensors = partly  # type: ignore[assignment]
+            parts_module.write_tensors = partly  # type: ignore[assignment]
         case "before manifest":
             store_module.write_text = die
         case "before rename":
@@ -247,6 +249,14 @@ def test_the_manifest_is_json_without_surprises(tmp_path: Path) -> None:
     assert manifest["tensors"]["weights/a"] == {
         "dtype": "float32",
         "shape": [3, 4],
-        "pieces": [{"file": DATA, "key": "weights/a", "start": [0, 0], "shape": [3, 4]}],
+        "pieces": [
+            {
+                "file": DATA,
+                "key": "weights/a",
+                "start": [0, 0],
+                "shape": [3, 4],
+                "crc32": f"{zlib.crc32(tensors(2)['weights/a'].numpy().tobytes()):08x}",
+            }
+        ],
     }
     assert manifest["files"][DATA]["bytes"] == (folder / DATA).stat().st_size

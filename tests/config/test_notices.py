@@ -458,6 +458,14 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ("save_interval", "--no-save-checkpoints --save-interval 2", "--save-interval 2", ONE, ONE),
     ("keep_checkpoints", "--no-save-checkpoints --keep-checkpoints 2", "--keep-checkpoints 2", ONE, ONE),
     ("ckpt_format", "--ckpt-format torch", "--ckpt-format torch_dist", ONE, ONE),
+    ("async_save", "--no-save-checkpoints --async-save", "--async-save", ONE, ONE),
+    (
+        "save_retain_interval",
+        "--keep-checkpoints none --save-interval 2 --save-retain-interval 4",
+        "--save-interval 2 --save-retain-interval 4",
+        ONE,
+        ONE,
+    ),
 ]
 
 

@@ -59,7 +59,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard cut to half": (truncated(SHARD, lambda size: size // 2), SHARD),
     "a shard cut by one byte": (truncated(SHARD, lambda size: size - 1), SHARD),
     "a shard cut to 0 bytes": (truncated(SHARD, lambda size: 0), SHARD),
-    "a bit of a shard's tensors flipped": (flipped(SHARD), rf"{SHARD}: sha256 is .* tensors, from \S+ on"),
+    "a bit of a shard's tensors flipped": (
+        flipped(SHARD),
+        rf"{SHARD}: sha256 is .*of its \d+ tensors \S+ is damaged",
+    ),
     "a bit of a shard's header flipped": (flipped(SHARD, 20), SHARD),
     "a bit of the manifest flipped": (flipped(MANIFEST, 200), MANIFEST),
     "a digit of the run's state changed": (flipped_number, MANIFEST),

@@ -91,7 +91,12 @@ def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text('{"a": 1}')
     (source / "README.md").write_text("not carried along")
     convert(source, tmp_path / "ours")
-    assert names(tmp_path / "ours") == ["huggingface", "latest", "step-00000000"]
+    assert names(tmp_path / "ours") == [
+        "huggingface",
+        "latest",
+        "latest_checkpointed_iteration.txt",
+        "step-00000000",
+    ]
     back = export(tmp_path / "ours", tmp_path / "back")
     assert names(back) == [name for name in names(source) if name != "README.md"]
     loaded, report = AutoModelForCausalLM.from_pretrained(

@@ -15,7 +15,7 @@ import yaml
 import pentatron.train.session as session_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.lock import folder_lock
-from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.config.errors import AgreedError, UserError
@@ -82,7 +82,7 @@ def test_the_run_folder_holds_everything(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
     assert rows[0]["tokens"] == 8 * 16 and rows[-1]["consumed_samples"] == 48
     steps = sorted(p.name for p in (tmp_path / "a" / "checkpoints").iterdir())
-    assert steps == ["latest", "step-00000002", "step-00000004", "step-00000006"]
+    assert steps == ["latest", TRACKER, "step-00000002", "step-00000004", "step-00000006"]
     log = (tmp_path / "a" / "train.log").read_text()
     assert " iteration        6/       6 | consumed samples:           48 |" in log
     assert " validation loss at iteration 3 | lm loss value: " in log

@@ -26,11 +26,19 @@ def save_checkpoint(
         raise UserError(
             f"save_checkpoint: the run is at iteration {step}, not {iteration}; give what train() returned"
         )
-    flow.session.trainer.save()
+    trainer = flow.session.trainer
+    trainer.save()
+    # What the program does next is its own affair: it may change weights, or end.
+    trainer.checkpoints.saver.wait_until_copied()
+    if trainer.state.step >= trainer.total_steps:
+        trainer.checkpoints.settle(wait=True)
 
 
 def maybe_finalize_async_save(blocking: bool = False) -> None:
-    """Nothing: a save is complete when it returns."""
+    """Commits a save that --async-save has begun, if all ranks have written their part by now; `blocking`: waits for them."""
+    flow = current_flow()
+    flow.require(model=True, data=True)
+    flow.session.trainer.checkpoints.settle(blocking)
 
 
 class BasicLocalCheckpointManager:

@@ -143,6 +143,7 @@ def train_step(
     trainer.settle_batch_size()
     count = trainer.config.accumulation_of(trainer.batch_size)
     result, _ = trainer.advance([iterator.next_batch() for _ in range(count)])
+    trainer.checkpoints.settle()
     return {"lm loss": torch.tensor(result.loss)}, int(not result.updated), result.gradient_norm, None
 
 

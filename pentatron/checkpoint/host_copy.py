@@ -1,0 +1,103 @@
+"""A copy of a state in host memory, from which a checkpoint is written while the state changes."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentatron.checkpoint.tensor_file import BLOCK_BYTES
+from pentatron.parallel.pieces import Fragment
+
+# Every copy begins at a multiple of this, which is one of every type's width.
+_ALIGNMENT = 64
+
+
+class HostCopy:
+    """One buffer, made once and used for every save: new memory would have to be cleared by the kernel, which takes longer than the copy.
+
+    What changes only in the optimizer's update is copied by whoever writes, while the next step computes; the update waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+
+    def begin(self, steady: Sequence[Fragment], changing: Sequence[Fragment]) -> Callable[[], list[Fragment]]:
+        """Copies now what is `changing`. The rest is copied when the result is called, from any thread."""
+        assert self._copied.is_set(), "one copy at a time"
+        places = list(self._places([*changing, *steady]))
+        copies = [
+            Fragment(fragment.tensor, fragment.shape, fragment.start, place)
+            for fragment, place in zip([*changing, *steady], places, strict=True)
+        ]
+        now = len(changing)
+        _copy([(f.values, place) for f, place in zip(changing, places[:now], strict=True)])
+        later = [(f.values, place) for f, place in zip(steady, places[now:], strict=True)]
+        events = _reached({values.device for values, _ in later})
+        self._copied.clear()
+
+        def finish() -> list[Fragment]:
+            try:
+                _copy(later, events)
+            finally:
+                self._copied.set()
+            return copies
+
+        return finish
+
+    def wait(self) -> None:
+        """Until nothing is read any more of what was to be copied."""
+        self._copied.wait()
+
+    def give_up(self) -> None:
+        """Nothing will be copied after all."""
+        self._copied.set()
+
+    def _places(self, fragments: Sequence[Fragment]) -> Iterator[Tensor]:
+        sizes = [f.values.numel() * f.values.element_size() for f in fragments]
+        starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
+        if self._buffer is None or self._buffer.numel() < starts[-1]:
+            on_gpu = any(f.values.device.type == "cuda" for f in fragments)
+            self._buffer = None
+            self._buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+        for fragment, start, size in zip(fragments, starts, sizes):
+            flat = self._buffer[start : start + size].view(fragment.values.dtype)
+            yield flat.view(fragment.values.shape)
+
+
+def _reached(devices: set[torch.device]) -> dict[torch.device, Any]:
+    """For each GPU, the moment up to which its work must be done before its memory is read."""
+    return {
+        device: torch.cuda.current_stream(device).record_event()
+        for device in devices
+        if device.type == "cuda"
+    }
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]], after: dict[torch.device, Any] | None = None) -> None:
+    """On a GPU in a stream of its own, beside what is computed."""
+    for device, reached in (after or _reached({values.device for values, _ in pairs})).items():
+        with torch.cuda.stream(torch.cuda.Stream(device)) as stream:
+            stream.wait_event(reached)
+            for values, place in pairs:
+                if values.device == device:
+                    place.copy_(values, non_blocking=True)
+            stream.synchronize()
+    for values, place in pairs:
+        if values.device.type != "cuda":
+            _copy_in_memory(values.detach(), place)
+
+
+def _copy_in_memory(values: Tensor, place: Tensor) -> None:
+    """By one thread that lets others run; torch would start as many again as compute the next step."""
+    if not values.is_contiguous() or values.numel() == 0:
+        place.copy_(values)
+        return
+    source, target = (t.reshape(-1).view(torch.uint8).numpy() for t in (values, place))
+    for start in range(0, len(source), BLOCK_BYTES):
+        np.copyto(target[start : start + BLOCK_BYTES], source[start : start + BLOCK_BYTES])

@@ -1,0 +1,114 @@
+"""Which steps stay: the newest, every so many for good, and always one that was read and compared."""
+
+from pathlib import Path
+
+import pytest
+
+import pentatron.checkpoint.store as store_module
+from pentatron.checkpoint.manifest import Manifest
+from pentatron.checkpoint.store import TRACKER, CheckpointStore
+from pentatron.checkpoint.verifying import Problem
+from pentatron.config.errors import UserError
+from tests.checkpoint.steps import DATA, newest, save
+from tests.support import resolved
+
+
+def numbers(store: CheckpointStore) -> list[int]:
+    return [int(step.name.removeprefix("step-")) for step in store.steps()]
+
+
+def test_every_so_many_steps_stay_for_good(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2, retain=20)
+    for step in range(10, 80, 10):
+        save(store, step)
+    assert numbers(store) == [20, 40, 60, 70]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the steps that are read after they were saved."""
+    found: list[str] = []
+    honest = store_module.problem_of_share
+
+    def counting(folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool) -> Problem | None:
+        found.append(folder.name)
+        return honest(folder, manifest, rank, ranks, cold)
+
+    monkeypatch.setattr(store_module, "problem_of_share", counting)
+    return found
+
+
+def test_a_step_goes_only_if_one_that_stays_was_read(tmp_path: Path, read: list[str]) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in range(1, 9):
+        save(store, step)
+    assert read == ["step-00000004", "step-00000007"], "not every step: one in three is always there"
+    trusted = CheckpointStore(tmp_path, keep=3)
+    trusted.trust(tmp_path / "step-00000008")
+    read.clear()
+    save(trusted, 9)
+    assert read == [], "what a run was resumed from has been read"
+    for step in range(10, 13):
+        save(CheckpointStore(tmp_path, keep=3, verify=False), step)
+    assert read == [] and numbers(store) == [10, 11, 12]
+
+
+def test_a_new_step_that_is_damaged_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that says it has written and has not: found before the only good step goes."""
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    honest = CheckpointStore.commit
+
+    def commit(self: CheckpointStore, temporary: Path, manifest: Manifest) -> Path:
+        final = honest(self, temporary, manifest)
+        content = bytearray((final / DATA).read_bytes())
+        content[-3] ^= 1
+        (final / DATA).write_bytes(content)
+        return final
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "commit", commit)
+        with pytest.raises(UserError, match=r"step 2 could not be saved.*sha256 is .*weights/b is damaged"):
+            save(store, 2)
+    assert newest(store) == (1, []) and [p.name for p in store.damaged()] == ["step-00000002.damaged"]
+    assert (tmp_path / "latest").read_text() == "step-00000001\n" and (tmp_path / TRACKER).read_text() == "1"
+    save(store, 3)
+    assert numbers(store) == [3], "control"
+
+
+def test_the_tracker_has_the_number_and_misleads_nobody(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    for step in (5, 20):
+        save(store, step)
+    assert (tmp_path / TRACKER).read_text() == "20"
+    for text in ("", "5\n", "step-00000099\n", "release"):
+        for name in ("latest", TRACKER):
+            (tmp_path / name).write_text(text)
+        assert newest(store) == (20, [])
+    (tmp_path / "latest").unlink()
+    assert newest(store) == (20, [])
+
+
+def test_what_a_killed_save_left_goes_before_the_next_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be what fills the disk."""
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 1)
+    (tmp_path / ".step-00000002.abcd").mkdir()
+    seen: list[list[Path]] = []
+    honest = store_module.write_part
+    monkeypatch.setattr(
+        store_module,
+        "write_part",
+        lambda path, parts: seen.append(list(tmp_path.glob(".step-*"))) or honest(path, parts),
+    )
+    save(store, 3)
+    assert [[path.name.split(".")[1] for path in paths] for paths in seen] == [["step-00000003"]]
+
+
+def test_steps_that_would_never_be_saved_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"--save-retain-interval 5 is not a multiple of --save-interval 2.* such as 6"
+    ):
+        resolved("--mock-data --train-iters 10 --save-interval 2 --save-retain-interval 5")

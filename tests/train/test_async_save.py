@@ -1,0 +1,182 @@
+"""--async-save in a run: the same checkpoints, and no way out of a run that forgets what is being written."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pentatron.checkpoint.parts as parts_module
+import pentatron.train.trainer as trainer_module
+from pentatron.checkpoint.manifest import read_manifest
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import BadNumbers, UserError
+from pentatron.layout.ranks import Grid
+from pentatron.parallel.world import World, connect
+from pentatron.train.session import run_training
+from tests.harness import RanksFailed, distributed, run_distributed
+from tests.support import LLAMA, resolved
+from tests.train.test_session import interrupt_at, losses, run
+
+CPU = torch.device("cpu")
+
+
+def steps(folder: Path) -> dict[str, Any]:
+    """By the names of the steps, the sums of their files and the state of the run; settings differ by --async-save alone."""
+    found = {}
+    for step in CheckpointStore(folder / "checkpoints", keep=None).steps():
+        manifest = read_manifest(step)
+        found[step.name] = (manifest.files, manifest.tensors, manifest.run_state)
+    return found
+
+
+def test_checkpoints_are_those_of_a_run_that_waits(tmp_path: Path) -> None:
+    run(tmp_path / "waits")
+    run(tmp_path / "goes-on", "--async-save")
+    assert steps(tmp_path / "waits") == steps(tmp_path / "goes-on")
+    assert len(steps(tmp_path / "waits")) == 3
+    log = (tmp_path / "goes-on" / "train.log").read_text()
+    assert log.count("scheduled an async checkpoint save at iteration") == 3
+    assert log.count("successfully saved checkpoint from iteration") == 3
+    run(tmp_path / "cut", "--async-save --train-iters 4 --lr-decay-iters 6")
+    run(tmp_path / "cut", "--async-save --lr-decay-iters 6")
+    whole, cut = (steps(tmp_path / name)["step-00000006"] for name in ("waits", "cut"))
+    assert whole[:2] == cut[:2], "and resumed from, they lead to the same end"
+
+
+def here() -> World:
+    rank = dist.get_rank()
+    return connect(Grid(tensor=2), rank, rank, CPU)
+
+
+@distributed(world=2)
+def test_two_ranks_save_the_same_in_the_background(tmp_path: Path) -> None:
+    """Updates are many while one rank's copy and writing are slow: what is saved is of its step all the same."""
+    words = f"{LLAMA} --tensor-model-parallel-size 2 --train-iters 6 --save-interval 2 --keep-checkpoints 9 --eval-iters 0"
+    run_training(resolved(f"{words} --run-dir {tmp_path / 'waits'}", 2), here(), True)
+    if dist.get_rank() == 1:
+        honest = parts_module.write_tensors
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(0.3)
+            return honest(*arguments)
+
+        parts_module.write_tensors = slow
+    run_training(resolved(f"{words} --async-save --run-dir {tmp_path / 'goes-on'}", 2), here(), True)
+    dist.barrier()
+    assert steps(tmp_path / "waits") == steps(tmp_path / "goes-on")
+    assert len(steps(tmp_path / "waits")) == 3
+
+
+def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a copy that comes late, and without the wait, what is saved would be of a later step."""
+    import pentatron.checkpoint.host_copy as module
+
+    run(tmp_path / "waits")
+    honest = module._copy
+
+    def late(pairs: Any, after: Any = None) -> None:
+        if after is not None:
+            time.sleep(0.2)
+        honest(pairs, after)
+
+    monkeypatch.setattr(module, "_copy", late)
+    run(tmp_path / "goes-on", "--async-save")
+    assert steps(tmp_path / "waits") == steps(tmp_path / "goes-on")
+    monkeypatch.setattr(module.HostCopy, "wait", lambda self: None)
+    run(tmp_path / "torn", "--async-save")
+    assert steps(tmp_path / "waits") != steps(tmp_path / "torn"), "control"
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, save: int) -> None:
+    made, honest = iter(range(1, 100)), parts_module.write_tensors
+
+    def write(*arguments: Any) -> Any:
+        if next(made) == save:
+            raise OSError(28, "No space left on device")
+        return honest(*arguments)
+
+    monkeypatch.setattr(parts_module, "write_tensors", write)
+
+
+@pytest.mark.parametrize(("save", "kept"), [(2, ["step-00000002"]), (3, ["step-00000002", "step-00000004"])])
+def test_a_failure_ends_the_run_with_the_sentence_of_the_foreground(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int, kept: list[str]
+) -> None:
+    """The second save fails in the middle of the run, the third at its end."""
+    full_disk(monkeypatch, save)
+    with pytest.raises(
+        UserError, match=rf"step {2 * save} could not be saved.*rank 0: No space left on device; .* intact"
+    ):
+        run(tmp_path / "a", "--async-save")
+    assert list(steps(tmp_path / "a")) == kept
+    run(tmp_path / "a", "--async-save")
+    assert len(steps(tmp_path / "a")) == 3, "the same command goes-on"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_the_background_writes_saves_both_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    honest = parts_module.write_tensors
+    writing = threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        writing.set()
+        time.sleep(0.5)
+        return honest(*arguments)
+
+    monkeypatch.setattr(parts_module, "write_tensors", slow)
+    interrupt_at(3, monkeypatch, number)
+    assert run(tmp_path / "a", "--async-save").stopped_by == number
+    assert writing.is_set() and list(steps(tmp_path / "a")) == ["step-00000002", "step-00000003"]
+
+
+def test_a_run_that_ends_with_bad_numbers_has_saved_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    honest, made = trainer_module.train_step, iter(range(1, 100))
+
+    def bad(model: Any, optimizer: Any, *rest: Any) -> Any:
+        if next(made) < 4:
+            return honest(model, optimizer, *rest)
+        for parameter in model.stages[0].parameters():
+            parameter.data[..., 0] = float("nan")
+        result = honest(model, optimizer, *rest)
+        return dataclasses.replace(result, updated=False)
+
+    monkeypatch.setattr(trainer_module, "train_step", bad)
+    with pytest.raises(BadNumbers):
+        run(tmp_path / "a", "--async-save")
+    assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000003"]
+
+
+def train_and_die(folder: Path) -> None:
+    """On a forked rank: killed by its writer, in the middle of the third save."""
+    honest, made = parts_module.write_tensors, iter(range(1, 100))
+
+    def write(path: Path, tensors: Any) -> Any:
+        if next(made) == 3:
+            path.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return honest(path, tensors)
+
+    parts_module.write_tensors = write
+    run(folder, "--async-save")
+
+
+def test_a_run_killed_while_it_writes_goes_on_from_the_older_step(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="was killed by SIGKILL"):
+        run_distributed(train_and_die, 1, folder=tmp_path / "a")
+    assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000004"]
+    assert list((tmp_path / "a" / "checkpoints").glob(".step-*")), "control: it was writing"
+    run(tmp_path / "a", "--async-save")
+    assert [step for step, _ in losses(tmp_path / "a")] == [1, 2, 3, 4, 5, 6]
+    assert not list((tmp_path / "a" / "checkpoints").glob(".step-*"))
