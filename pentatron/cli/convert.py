@@ -31,8 +31,10 @@ in the type of the source, and loads in any layout: pentatron train --load OUT. 
 EXPORT_USAGE = """usage: pentatron export CHECKPOINT HF_DIR [--option value ...]
 
 Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is taken) or one step of
-them, saved in any layout. Nothing is overwritten.
+them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritten.
 
+  --ckpt-format torch_dist|torch
+                          permits to read a checkpoint of Megatron-LM, which holds pickle: it is read by a process apart
   --dtype fp32|bf16|fp16  type of the weights (what the run computed with; an imported model: what it has)
   --allow-narrowing       also one that cannot hold every value: weights are rounded
   --max-shard-size SIZE   largest file (5GB)
@@ -50,7 +52,7 @@ _IMPORT: dict[str, Any] = {
     "verify": False,
     "progress-bar": "auto",
 }
-_EXPORT: dict[str, Any] = {**_IMPORT, "max-shard-size": "5GB", "no-check": False}
+_EXPORT: dict[str, Any] = {**_IMPORT, "max-shard-size": "5GB", "no-check": False, "ckpt-format": ""}
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -130,18 +132,23 @@ def run_import(source: str, out: Path, options: Mapping[str, Any]) -> int:
 def _export(checkpoint: str, out: Path, options: Mapping[str, Any]) -> int:
     _check(options)
     shard_bytes = _size(options["max-shard-size"])
-    from pentatron.checkpoint.find import find_step
+    from pentatron.checkpoint.find import find_step, megatron_step, steps_at
     from pentatron.hf.exporting import ExportOptions, export_step, trained_dtype
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files, tokenizer_files
     from pentatron.hf.verify import compare_logits, require_transformers
+    from pentatron.interchange.found import read_megatron
     from pentatron.monitor.display import open_display
 
     if options["verify"]:
         require_transformers()
     dtype = _dtype(options["dtype"])
     tokenizer = tokenizer_files(Path(options["tokenizer"])) if options["tokenizer"] else ()
-    found, complaints = find_step(Path(checkpoint))
-    lines = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
+    if options["ckpt-format"] and megatron_step(Path(checkpoint)) and not steps_at(Path(checkpoint)):
+        found, remarks = read_megatron(Path(checkpoint))
+        lines = [f"note: {remark}" for remark in remarks]
+    else:
+        found, complaints = find_step(Path(checkpoint))
+        lines = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
     lines += _about_dtype(found, dtype)
     if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, tokenizer)):
         lines.append(
@@ -184,8 +191,13 @@ def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
 
 def _check(options: Mapping[str, Any]) -> None:
     """What can be said of options before the libraries are loaded."""
-    for name, choices in (("dtype", ("", "fp32", "bf16", "fp16")), ("progress-bar", ("auto", "on", "off"))):
-        if options[name] not in choices:
+    allowed = {
+        "dtype": ("", "fp32", "bf16", "fp16"),
+        "progress-bar": ("auto", "on", "off"),
+        "ckpt-format": ("", "torch_dist", "torch"),
+    }
+    for name, choices in allowed.items():
+        if name in options and options[name] not in choices:
             listed = ", ".join(choice for choice in choices if choice)
             raise UserError(f"--{name} {options[name]}: choose one of {listed}")
     if options["allow-narrowing"] and not options["dtype"]:

@@ -8,6 +8,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.run import build, table
 from pentatron.interchange.common import run_state_of
 from pentatron.interchange.index import Contents, manifest_of
+from pentatron.interchange.legacy import open_legacy
 from pentatron.interchange.settings import our_settings
 from pentatron.interchange.torch_dist import is_torch_dist, open_torch_dist
 
@@ -18,9 +19,11 @@ def read_megatron(path: Path) -> tuple[Found, list[str]]:
     if found is None:
         raise UserError(f"{path} holds no checkpoint of Megatron-LM")
     folder, kind = found
-    if kind != "torch_dist" or not is_torch_dist(folder):
-        raise UserError(f"{folder} is not complete: there is no .metadata or no metadata.json")
-    contents = open_torch_dist(folder)
+    if kind == "torch_dist" and not is_torch_dist(folder):
+        raise UserError(
+            f"{folder} is not complete: there is no .metadata or no metadata.json; name another checkpoint"
+        )
+    contents = open_torch_dist(folder) if kind == "torch_dist" else open_legacy(folder)
     remarks = [
         f"{folder} is a checkpoint of Megatron-LM: what is pickled in it was read by a process apart, and nothing of it ran",
         *contents.remarks,

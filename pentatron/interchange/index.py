@@ -4,7 +4,6 @@ From that and the links follows a manifest like that of our own checkpoints, so 
 in any layout, exports, comparisons.
 """
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +32,13 @@ _ANCHOR = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a tensor of theirs: in which file, and how `torch_file` finds it there."""
+    """A rectangle of a tensor of theirs: in which file, and how `torch_file` finds what it is in; there it begins at `within`."""
 
     start: Shape
     size: Shape
     file: str
     place: str
+    within: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ def _pieces(link: Link, found: Stored) -> Iterator[StoredPiece]:
             continue
         start, size = common
         at, seen = link.to_ours(start, size)
-        inside = tuple(i - j for i, j in zip(start, piece.start))
+        first = piece.within or (0,) * len(piece.start)
+        inside = tuple(i - j + k for i, j, k in zip(start, piece.start, first))
         yield StoredPiece(piece.file, rectangle_key(piece.place, inside, size, seen), at, seen)
 
 
@@ -179,7 +180,3 @@ def _twins(ours: str, links: Mapping[str, list[Link]]) -> Iterator[str]:
         for one, other in (("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),):
             if ours.endswith((".mlp_norm.weight", ".mlp_norm.bias")):
                 yield link.theirs.replace(one, other)
-
-
-def with_remarks(contents: Contents, *remarks: str) -> Contents:
-    return dataclasses.replace(contents, remarks=(*contents.remarks, *remarks))

@@ -29,6 +29,18 @@ RMS = {
     "num_query_groups": 2,
     "layernorm_epsilon": 1e-6,
 }
+ROTARY = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+MIXTURE = {
+    **RMS,
+    "ffn_hidden_size": 64,
+    "moe_ffn_hidden_size": 48,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_router_dtype": "fp32",
+}
 # What each is for megatron-core: the settings of its configuration, and of its model.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt": (
@@ -38,30 +50,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"position_embedding_type": "learned_absolute", "share_embeddings_and_output_weights": True},
     ),
-    "qwen": (
-        {**RMS, "ffn_hidden_size": 64, "add_qkv_bias": True, "qk_layernorm": True},
-        {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
-    ),
-    "mixture": (
-        {
-            **RMS,
-            "ffn_hidden_size": 64,
-            "moe_ffn_hidden_size": 48,
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_shared_expert_intermediate_size": 40,
-            "moe_router_dtype": "fp32",
-        },
-        {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
-    ),
+    "qwen": ({**RMS, "ffn_hidden_size": 64, "add_qkv_bias": True, "qk_layernorm": True}, ROTARY),
+    "mixture": (MIXTURE, ROTARY),
+    # One layer without experts: every layer is then in tensors of its own.
+    "pattern": ({**MIXTURE, "moe_layer_freq": [0, 1]}, ROTARY),
 }
 
 
 def build(family: str) -> Any:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
     settings, of_model = FAMILIES[family]
@@ -74,6 +72,9 @@ def build(family: str) -> Any:
         attention_dropout=0.0,
         **settings,
     )
+    if "moe_layer_freq" in settings:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        return GPTModel(config, spec, vocab_size=PADDED, max_sequence_length=LENGTH, **of_model)
     spec = get_gpt_layer_local_spec(
         num_experts=settings.get("num_moe_experts"),
         moe_grouped_gemm=False,
@@ -83,14 +84,17 @@ def build(family: str) -> Any:
     return GPTModel(config, spec, vocab_size=PADDED, max_sequence_length=LENGTH, **of_model)
 
 
-def states(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What megatron-core saves and loads of model and optimizer, by its own functions."""
+def states(model: Any, optimizer: Any, apart: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What megatron-core saves and loads of model and optimizer, by its own functions.
+
+    `apart`: its other form, with gate, up and every expert in tensors of their own.
+    """
     from megatron.core.dist_checkpointing.optimizer import (
         get_param_id_to_sharded_param_map,
         optim_state_to_sharding_state,
     )
 
-    of_model = model.sharded_state_dict()
+    of_model = model.sharded_state_dict(metadata={"singleton_local_shards": apart})
     of_optimizer = optimizer.state_dict()
     numbers = get_param_id_to_sharded_param_map(of_model, model.parameters())
     optim_state_to_sharding_state(of_optimizer, numbers, exclude_keys=("step",))
@@ -136,7 +140,7 @@ def load(family: str, folder: str) -> dict[str, Any]:
     return {**seen(model, optimizer), "args": vars(common["args"]), "iteration": common["iteration"]}
 
 
-def save(family: str, folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def save(family: str, folder: str, arguments: dict[str, Any], apart: bool) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     Path(folder).mkdir(parents=True)
@@ -147,7 +151,7 @@ def save(family: str, folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("expert_bias"):
             torch.nn.init.normal_(buffer, std=0.2)
     optimizer = new_optimizer(model)
-    of_model, of_optimizer = states(model, optimizer)
+    of_model, of_optimizer = states(model, optimizer, apart)
     state = {
         "model": of_model,
         "optimizer": of_optimizer,
@@ -179,7 +183,7 @@ def main(jobs: list[dict[str, Any]]) -> None:
         if job["do"] == "load":
             made = load(job["family"], job["folder"])
         else:
-            made = save(job["family"], job["folder"], job["arguments"])
+            made = save(job["family"], job["folder"], job["arguments"], job["apart"])
         torch.save(made, job["out"])
 
 

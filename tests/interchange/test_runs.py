@@ -10,9 +10,11 @@ import torch
 from pentatron.checkpoint.digest import state_digest
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_tensor
+from pentatron.cli.main import main
 from pentatron.config.errors import UserError
 from pentatron.interchange.found import read_megatron
 from tests.harness import run_distributed
+from tests.support import LLAMA
 from tests.train.test_loaded import losses, train, train_on_a_rank
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61"
@@ -105,3 +107,19 @@ def test_others_steps_are_never_removed(saved: Path, tmp_path: Path) -> None:
     assert (kept / ".metadata").read_bytes() == before
     assert (theirs / "iter_0000004" / "manifest.json").exists()
     assert read_megatron(theirs)[0].manifest.step == 4
+
+
+def test_weights_of_others_become_a_hugging_face_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from a step of ours, without the flag; the files are the same."""
+    llama = f"{LLAMA} --untie-embeddings-and-output-weights --norm-epsilon 1e-6"
+    train(tmp_path / "run", f"--ckpt-format torch_dist --train-iters 0 {MODEL} {llama}")
+    theirs = without_manifest(tmp_path / "run", tmp_path / "theirs")
+    assert main(["export", str(theirs), str(tmp_path / "a")]) == 2
+    assert "--ckpt-format torch_dist" in capsys.readouterr().err
+    assert main(["export", str(theirs), str(tmp_path / "a"), "--ckpt-format", "torch_dist"]) == 0
+    assert "read by a process apart" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "b")]) == 0
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b

@@ -1,23 +1,28 @@
 """Checkpoints in the format torch_dist, held against megatron-core itself: it reads ours, we read its own, bit for bit."""
 
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import Found
 from pentatron.hf.verify import _ours
 from pentatron.interchange.found import read_megatron
 from pentatron.interchange.store import store_for
+from pentatron.interchange.torch_dist import open_torch_dist
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import connect
@@ -32,11 +37,15 @@ from tests.support import LLAMA, resolved
 PROCESS = Path(__file__).with_name("megatron_core_process.py")
 SHAPE = f"--vocab-size {VOCABULARY} --seq-length {LENGTH} --ckpt-format torch_dist --init-method-std 0.2"
 MODERN = f"{LLAMA} --group-query-attention --num-query-groups 2 --norm-epsilon 1e-6 --untie-embeddings-and-output-weights"
+MIXTURE = (
+    f"{MODERN} --ffn-hidden-size 64 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-dtype fp32 "
+    "--moe-shared-expert-intermediate-size 40 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
 OURS = {
     "gpt": "--ffn-hidden-size 128",
     "qwen": f"{MODERN} --ffn-hidden-size 64 --add-qkv-bias --qk-layernorm",
-    "mixture": f"{MODERN} --ffn-hidden-size 64 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-dtype fp32 "
-    "--moe-shared-expert-intermediate-size 40 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    "mixture": MIXTURE,
+    "pattern": f"{MIXTURE} --moe-layer-freq [0,1]",
 }
 # What megatron-core calls the parts of a layer, in its modules; written down here once more, apart from the tables.
 PARTS = {
@@ -56,6 +65,8 @@ OUTSIDE = {
     "decoder.final_layernorm.bias": "final_norm.bias",
     "output_layer.weight": "head.weight",
 }
+# Whose gates, ups and experts megatron-core is told to save in tensors of their own.
+APART = ("qwen", "pattern")
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None
     or importlib.util.find_spec("megatron.core.dist_checkpointing") is None,
@@ -80,7 +91,7 @@ def whole(found: Found, name: str) -> Tensor:
 
 
 def require_equal(found: Found, theirs: dict[str, Any]) -> None:
-    for kind in ("weights", "exp_avg", "exp_avg_sq"):
+    for kind in {"weights", "exp_avg", "exp_avg_sq"} & set(theirs):
         assert len(theirs[kind]) > 10
         for name, value in theirs[kind].items():
             mine = ours_by_their_names(found, kind, name)
@@ -147,6 +158,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
                 "folder": str(theirs / "iter_0000007"),
                 "out": f"{theirs}.pt",
                 "arguments": arguments,
+                "apart": family in APART,
             }
         )
     (base / "jobs.json").write_text(json.dumps(jobs))
@@ -195,6 +207,7 @@ def arguments_of(family: str) -> dict[str, Any]:
         "gpt": same,
         "qwen": {**same, **modern, "add_qkv_bias": True, "qk_layernorm": True},
         "mixture": {**same, **modern, **experts},
+        "pattern": {**same, **modern, **experts, "moe_layer_freq": [0, 1]},
     }[family]
 
 
@@ -224,3 +237,92 @@ def test_what_megatron_core_wrote_is_read(family: str, exchanged: dict[str, dict
     torch.testing.assert_close(our_logits(found), written["logits"][..., :VOCABULARY], atol=1e-4, rtol=1e-4)
     assert found.manifest.run_state["step"] == 7 and found.manifest.run_state["updates"] == 1
     assert found.manifest.run_state["consumed_samples"] == 56
+
+
+def test_weights_of_a_bf16_run_are_rounded_and_its_masters_kept(tmp_path: Path) -> None:
+    """Under the weights' own names stands what the run computes with, as Megatron-LM has it."""
+    run_distributed(save_on_a_rank, 2, families={"qwen": tmp_path}, layout="--bf16 --zero-stage 1")
+    stored = open_torch_dist(tmp_path / "iter_0000005").tensors
+    name = "decoder.layers.mlp.linear_fc1.weight"
+    assert (
+        stored[name].dtype == "bfloat16" and stored[f"optimizer.state.fp32_param.{name}"].dtype == "float32"
+    )
+    kept = find_step(tmp_path)[0]
+    alone, _ = read_megatron(tmp_path / "iter_0000005")
+    ours = "weights/layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(whole(kept, ours), whole(alone, ours)) and whole(alone, ours).dtype == torch.float32
+    state = {name: torch.empty(stored[name].shape, dtype=torch.bfloat16)}
+    dcp.load(state, checkpoint_id=tmp_path / "iter_0000005")
+    assert torch.equal(state[name][1], whole(kept, ours).bfloat16())
+
+
+def parts(name: str, value: Tensor, tensors: int, gated: bool) -> list[Tensor]:
+    """What the tensor ranks of Megatron-LM hold of a parameter."""
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return list(value.chunk(tensors, 1))
+    if gated and "linear_fc1." in name:
+        gate, up = (half.chunk(tensors) for half in value.chunk(2))
+        return [torch.cat(pair) for pair in zip(gate, up)]
+    whole_rows = (
+        "word_embeddings.weight",
+        "output_layer.weight",
+        "linear_qkv.weight",
+        "linear_qkv.bias",
+        "linear_fc1.weight",
+    )
+    if name.endswith((*whole_rows, "linear_fc1.bias")):
+        return list(value.chunk(tensors))
+    return [value] * tensors
+
+
+def save_legacy(
+    folder: Path, weights: dict[str, Tensor], arguments: dict[str, Any], sizes: tuple[int, int, int]
+) -> None:
+    """One file for each rank, as Megatron-LM's --ckpt-format torch leaves them."""
+    tensors, stages, expert_ranks = sizes
+    arguments = {**arguments, "pipeline_model_parallel_size": stages, "params_dtype": torch.bfloat16}
+    for tensor, stage, expert in itertools.product(*map(range, sizes)):
+        model: dict[str, Tensor] = {}
+        for name, value in weights.items():
+            here = parts(name, value, tensors, arguments["swiglu"])[tensor].clone()
+            if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
+                if int(layer[1]) * stages // 2 != stage:
+                    continue
+                name = name.replace(layer[0], f"decoder.layers.{int(layer[1]) - stage * 2 // stages}.")
+            elif (0 if name.startswith("embedding") else stages - 1) != stage:
+                continue
+            if number := re.search(r"local_experts\.(\d+)\.", name):
+                each = 4 // expert_ranks
+                if int(number[1]) // each != expert:
+                    continue
+                name = name.replace(number[0], f"local_experts.{int(number[1]) % each}.")
+            model[name] = here
+        rank = folder / "".join(
+            [f"mp_rank_{tensor:02d}", f"_{stage:03d}" * (stages > 1), f"_{expert:03d}" * (expert_ranks > 1)]
+        )
+        rank.mkdir(parents=True)
+        content = {
+            "args": Namespace(**arguments),
+            "iteration": 9,
+            "checkpoint_version": 3.0,
+            "model": model,
+            "optimizer": {},
+        }
+        torch.save(content, rank / "model_optim_rng.pt")
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("gpt", (2, 2, 1)), ("qwen", (2, 1, 1)), ("mixture", (1, 2, 2)), ("mixture", (2, 1, 2))],
+)
+def test_files_of_all_ranks_are_put_together(
+    family: str, sizes: tuple[int, int, int], exchanged: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    written = exchanged[family]["written"]
+    save_legacy(tmp_path / "iter_0000009", written["weights"], arguments_of(family), sizes)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9\n")
+    found, remarks = read_megatron(tmp_path)
+    require_equal(found, {"weights": written["weights"]})
+    assert found.manifest.step == 9 and "weights alone are taken" in remarks[-1]
+    torch.testing.assert_close(our_logits(found), written["logits"][..., :VOCABULARY], atol=1e-4, rtol=1e-4)

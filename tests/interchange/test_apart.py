@@ -1,0 +1,121 @@
+"""Pickled files are read by a process that runs nothing of them, whoever wrote them."""
+
+import os
+import pickle
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pentatron.config.errors import UserError
+from pentatron.interchange.found import read_megatron
+from pentatron.interchange.reading import read_apart
+from tests.interchange.test_runs import TORCH_DIST, without_manifest
+from tests.train.test_loaded import train
+
+
+class Runs:
+    """What an attacker puts into a file: a call, made by whoever unpickles it."""
+
+    def __init__(self, call: Any, *args: Any) -> None:
+        self.call, self.args = call, args
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call, self.args
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("clean")
+    train(base / "run", TORCH_DIST.replace("--train-iters 4", "--train-iters 1"))
+    return without_manifest(base / "run", base / "theirs")
+
+
+def infected(place: str, trap: Path, clean: Path, out: Path) -> Path:
+    """A folder with a call in one of its files, which leaves a trace if it is made."""
+    call = Runs(os.system, f"touch {trap}")
+    # That it is a trap: any other reader falls into it.
+    pickle.loads(pickle.dumps(call))
+    assert trap.exists()
+    trap.unlink()
+    if place == "model_optim_rng.pt":
+        rank = out / "iter_0000001" / "mp_rank_00"
+        rank.mkdir(parents=True)
+        torch.save({"args": Namespace(num_layers=1), "model": {}, "iteration": call}, rank / place)
+        return out
+    shutil.copytree(clean, out)
+    file = out / "iter_0000001" / place
+    if place == ".metadata":
+        file.write_bytes(pickle.dumps(call))
+    elif place == "common.pt":
+        torch.save({"args": Namespace(num_layers=1, extra=call), "iteration": 1}, file)
+    return out
+
+
+@pytest.mark.parametrize("place", [".metadata", "common.pt", "model_optim_rng.pt"])
+def test_nothing_runs(place: str, clean: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    folder = infected(place, trap, clean, tmp_path / "folder")
+    with pytest.raises(
+        UserError, match=r"asks for (posix|nt)\.system, which no checkpoint needs.*nothing of it ran"
+    ):
+        read_megatron(folder)
+    assert not trap.exists()
+
+
+def test_what_is_named_but_harmless_is_kept_as_a_name(tmp_path: Path) -> None:
+    """Arguments name types and enumerations of programs that need not be installed."""
+    torch.save(
+        {"args": Namespace(params_dtype=torch.bfloat16, numbers={1, 2}), "iteration": 3},
+        tmp_path / "common.pt",
+    )
+    assert read_apart(tmp_path / "common.pt") == {
+        "args": {
+            "params_dtype": {"~": "torch.bfloat16"},
+            "numbers": {"~": "__builtin__.set", "of": [[1, 2]]},
+        },
+        "iteration": 3,
+    }
+
+
+def test_a_tensor_with_code_in_it_is_not_loaded(clean: Path, tmp_path: Path) -> None:
+    """In `.distcp` files torch loads weights alone; the call is refused there too."""
+    trap, folder = tmp_path / "trap", tmp_path / "folder"
+    shutil.copytree(clean, folder)
+    file = folder / "iter_0000001" / "__0_0.distcp"
+    with file.open("r+b") as content:
+        length = file.stat().st_size
+        torch.save(Runs(os.system, f"touch {trap}"), content)
+        content.truncate(length)
+    with pytest.raises(UserError, match="no tensor can be read at byte 0"):
+        train(tmp_path / "run", f"--load {folder} --ckpt-format torch_dist --finetune --train-iters 0")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (".metadata", b"no pickle", r"\.metadata is not a file of Megatron-LM's checkpoints, or damaged"),
+        ("common.pt", b"PK", r"common\.pt is not a file of Megatron-LM's checkpoints, or damaged"),
+        ("metadata.json", b'{"sharded_backend": "zarr"}', "format zarr, which is not read here"),
+    ],
+)
+def test_damage_is_a_sentence(file: str, content: bytes, message: str, clean: Path, tmp_path: Path) -> None:
+    shutil.copytree(clean, tmp_path / "folder")
+    (tmp_path / "folder" / "iter_0000001" / file).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_megatron(tmp_path / "folder")
+
+
+def test_an_index_cannot_name_files_elsewhere(clean: Path, tmp_path: Path) -> None:
+    shutil.copytree(clean, tmp_path / "folder")
+    file = tmp_path / "folder" / "iter_0000001" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = "../other.distcp"
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"lies in \.\./other\.distcp, which is no file of this folder"):
+        read_megatron(tmp_path / "folder")
