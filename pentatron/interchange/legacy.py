@@ -84,7 +84,7 @@ def open_legacy(folder: Path) -> Contents:
                 pieces.setdefault(name, []).append((piece, dtype))
     stored = {name: _stored(folder, name, found) for name, found in pieces.items()}
     iteration = first.get("iteration")
-    remarks = ()
+    remarks: tuple[str, ...] = ()
     if "optimizer" in first or any(folder.glob("mp_rank_*/distrib_optim.pt")):
         remarks = (
             f"{folder} has its optimizer's state in the order of the layout that saved it, so weights alone are taken",
