@@ -109,14 +109,32 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
     # The first rank speaks for all that wait.
     others = worker.world_size - 1 if worker.rank == 0 else 0
     where = Whereabouts()
-    place_of_job = this_worker()
     with (
-        beating(None if place_of_job is None else place_of_job.heart(where)),
+        _watched(where, config, worker),
         waiting_aloud(others, lambda text: complain(f"rank 0: {text}")) as all_came,
         open_world(config.grid, *place, device, timeout, config.shared(), where) as world,
     ):
         all_came()
         yield world
+
+
+@contextmanager
+def _watched(where: Whereabouts, config: RunConfig, worker: Worker) -> "Iterator[None]":
+    """Others see whether this rank gets on: our own launcher, or, under another one, the other ranks."""
+    place = this_worker()
+    if place is not None or worker.world_size == 1 or config.launch.heartbeat_timeout == 0:
+        with beating(None if place is None else place.heart(where)):
+            yield
+        return
+    from pentatron.launch.hang import Limits
+    from pentatron.launch.peers import PeerWatch
+
+    assert config.run.run_dir is not None
+    limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
+    peers = PeerWatch(where, worker.rank, worker.world_size, Path(config.run.run_dir), limits, complain)
+    where.when_opened = peers.start
+    yield
+    peers.close()
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def _own_sentence(error: BaseException, config: RunConfig, rank: int) -> str | N
 def _lost(error: BaseException, config: RunConfig) -> UserError | None:
     if not isinstance(error, RuntimeError):
         return None
-    return lost_contact(str(error), config.launch.distributed_timeout_minutes)
+    later = config.launch.distributed_timeout_seconds_after_init
+    return lost_contact(str(error), later / 60 if later else config.launch.distributed_timeout_minutes)
 
 
 def _say(problem: object, worker: Worker) -> None:

@@ -46,7 +46,7 @@ LIMITS: dict[str, Limit] = {
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
             "recompute_num_layers save_interval keep_checkpoints save_retain_interval log_interval "
             "tensorboard_log_interval memory_monitor_interval nproc_per_node "
-            "threads_per_process world_size distributed_timeout_minutes "
+            "threads_per_process world_size distributed_timeout_minutes distributed_timeout_seconds_after_init "
             "initial_loss_scale loss_scale_window hysteresis "
             "eval_global_batch_size eval_micro_batch_size exit_interval exit_duration_in_mins "
             "iterations_to_skip check_weight_hash_across_dp_replicas_interval profile_step_end retro_cyclic_train_iters"

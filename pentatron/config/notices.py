@@ -342,6 +342,7 @@ IDLE: dict[str, Reason] = {
     "ddp_bucket_size": _bucketless,
     "num_distributed_optimizer_instances": _instances,
     "distributed_timeout_minutes": _alone,
+    "distributed_timeout_seconds_after_init": _alone,
     "master_port": _port,
     "max_restarts": _restarts,
     "heartbeat_timeout": _unwatched,

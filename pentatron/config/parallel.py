@@ -158,6 +158,9 @@ class LaunchConfig:
     )
     init_method: str | None = setting(None, "meeting point as tcp://HOST:PORT, when no launcher gives one")
     distributed_timeout_minutes: float = setting(10.0, "how long a collective may wait for the slowest rank")
+    distributed_timeout_seconds_after_init: float | None = setting(
+        None, "the same after the first step, in seconds (unchanged)"
+    )
     max_restarts: int | None = setting(
         None,
         "how often a job that crashed is started again, from its last checkpoint (3; 0 for one process, which then runs in place)",

@@ -4,7 +4,7 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class Failure:
     def how(self) -> str:
         if self.kind == "hung":
             return "hung, or others waited for it"
+        if self.kind == "silent":
+            return "did not answer the others, and was ended"
         if self.kind == "early":
             return "ended before the others were done, without an error"
         if self.code >= 0:
@@ -55,7 +57,7 @@ class Failure:
         """A rank that vanishes makes others fail, in whatever order that is noticed."""
         if self.kind in ("lost", "killed"):
             return (4 if self.kind == "killed" else 3), self.at
-        if self.kind == "early":
+        if self.kind in ("early", "silent"):
             return 2, self.at
         if self.code == -signal.SIGABRT:
             return 1, self.at
@@ -97,6 +99,9 @@ def failures_of(processes: Sequence[Process], job: Path) -> list[Failure]:
         if quiet:
             left = min(quiet, key=lambda process: process.ended_at)
             found.append(Failure(left.rank, 0, left.ended_at, "early"))
+        elif any(failure.kind == "lost" for failure in found):
+            # Or whoever stayed when the others gave up waiting.
+            found = [replace(f, kind="silent") if f.kind == "killed" else f for f in found]
     return sorted(found, key=lambda failure: failure._place)
 
 

@@ -145,11 +145,12 @@ class HangWatch:
         ]
         limit = max(self.limits.of(s.beat) for s in standing)
         if any(s.is_silent for s in standing) or all(s.still > limit for s in standing):
-            return Hang(standing, _culprits(standing))
+            return Hang(standing, culprits_of(standing))
         return None
 
 
-def _culprits(standing: Sequence[Standing]) -> list[int]:
+def culprits_of(standing: Sequence[Standing]) -> list[int]:
+    """Whom the others wait for, by what all of them do."""
     silent = [s.beat.rank for s in standing if s.is_silent]
     if silent:
         return silent

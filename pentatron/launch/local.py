@@ -161,6 +161,8 @@ def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Fail
         and all(c in (0, -stopped_by, 128 + stopped_by) for c in codes)
     ):
         # Also of ranks that had not yet begun to listen, or listened no more.
+        if all(code == -stopped_by for code in codes):
+            sys.stderr.write(f"pentatron: stopped by {stopped_by.name} before training began\n")
         return Ended(128 + stopped_by, stopped_by=stopped_by)
     beats = [b for p in processes if (b := read_beat(beat_path(job, p.rank))) is not None]
     step = max((b.step for b in beats), default=0)

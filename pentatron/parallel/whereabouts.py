@@ -39,6 +39,12 @@ class Whereabouts:
         # Seconds of the longest step but the first, which compiles and fills caches.
         self.longest_step = 0.0
         self.when_step_is_done: Callable[[int], None] | None = None
+        self.when_opened: Callable[[], None] | None = None
+
+    def folder_is_ours(self) -> None:
+        self.opened = True
+        if self.when_opened is not None:
+            self.when_opened()
 
     def begin_at(self, step: int) -> None:
         """The run starts, or goes on, after this step."""

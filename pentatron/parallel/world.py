@@ -52,6 +52,13 @@ class World:
         """Where in the run this rank is, for those who watch that it gets on."""
         return self.waits.whereabouts
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Collectives from now on; torch has no public way to change it."""
+        limit = datetime.timedelta(seconds=seconds)
+        for group in {id(g.process_group): g for g in (self.everyone, *self.groups.values())}.values():
+            if group.size > 1:
+                dist.distributed_c10d._set_pg_timeout(limit, group.process_group)
+
     @property
     def tensor(self) -> Group:
         return self.group("tensor")

@@ -109,7 +109,7 @@ def open_session(
             lambda: _open_folders(folder, checkpoints, start_afresh, display, cleanup),
             world.everyone,
         )
-        world.whereabouts.opened = True
+        world.whereabouts.folder_is_ours()
         cleanup.enter_context(program.running(resolved, world, display))
         first = earliest(time.time() if started is None else started, world.everyone)
         try:

@@ -35,6 +35,7 @@ from pentatron.train.router_loads import ExpertLoad
 from pentatron.train.schedules import Schedule
 from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step
+from pentatron.train.stragglers import Stragglers
 
 _SPEED_WINDOW = 20
 # A timer of what is not a part of every step.
@@ -75,6 +76,7 @@ class Trainer:
         self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(config)
         self.scaler = LossScaler(config.precision, state.loss_scaling)
         self.ranks = RankWatch(config, world, self.total_steps)
+        self.stragglers = Stragglers(world.grid)
         # Of the last steps, their samples and seconds.
         self._recent: list[tuple[int, float]] = []
         self._peak = _peak_teraflops(world, config.precision.name)
@@ -152,10 +154,19 @@ class Trainer:
         self.state.flops += report.flops
         self.where.step_done(self.state.step, report.seconds if len(self._recent) > 1 else 0.0)
         self.output.step(report, self._seconds_left())
+        if report.ranks is not None and len(self._recent) > 1:
+            for line in self.stragglers.look(self.state.step, report.ranks):
+                self.output.say(line)
         self._tell_times()
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
+            self._shorten_waits()
         self.output.record(report, self._validate_if_due())
+
+    def _shorten_waits(self) -> None:
+        """A start may compile and connect for minutes; after it, the user may know how long a step can take at most."""
+        if (seconds := self.config.launch.distributed_timeout_seconds_after_init) is not None:
+            self.world.wait_at_most(seconds)
 
     def advance(self, drawn: Sequence[Batch]) -> tuple[StepResult, float]:
         """One step with this rank's micro-batches: what it found, and the learning rate it had."""

@@ -39,3 +39,20 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_stack(tmp_path: Path) -> No
     assert "after step 7 rank 1 of 2 hangs: for" in err and "it computes in step 8, and rank 0 waits" in err
     dump = (folder / "hang-7.txt").read_text()
     assert "broken.py" in dump.partition("stacks of rank 1")[2], "where it loops"
+
+
+@pytest.mark.sweep
+def test_under_torchrun_the_ranks_notice_themselves_and_torchrun_sees_a_failure(tmp_path: Path) -> None:
+    script = broken(tmp_path, LOOPING)
+    Path(script).write_text(
+        Path(script).read_text().replace('os.environ["PENTATRON_RESTART"] == "0"', "True")
+    )
+    folder = tmp_path / "run"
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    words = [*SMALL, "--heartbeat-timeout", "4", "--run-dir", str(folder)]
+    code, _, err = finish(start(*torchrun, script, *words))
+    assert code == 1
+    assert err.count("after step 7 rank 1 of 2 hangs: for") == 1, err
+    assert "it computes in step 8, and rank 0 waits in the all-reduce" in err
+    assert "<- the others wait for this one" in (folder / "hang-7.txt").read_text()
+    assert "broken.py" in (folder / "ranks" / "rank-00001.log").read_text()

@@ -86,6 +86,44 @@ def test_a_closed_terminal_and_a_warning_save_and_end_the_run(run: Run, number: 
     wait_until_gone(run.workers, 5)
 
 
+SLOW_SAVE = """
+import time
+import pentatron.checkpoint.store as store
+from pentatron.cli.main import run_entry
+from pentatron.config.entry import TRAIN
+
+save = store.CheckpointStore.save
+
+def slowly(self, *words, **named):
+    time.sleep(3)
+    return save(self, *words, **named)
+
+store.CheckpointStore.save = slowly
+run_entry(TRAIN)
+"""
+
+
+def test_a_warning_and_a_harder_signal_during_the_save_are_one_save(tmp_path: Path) -> None:
+    """As a scheduler sends them, to the launcher and to every rank."""
+    script, folder = tmp_path / "slow.py", tmp_path / "run"
+    script.write_text(SLOW_SAVE)
+    launcher = start(str(script), *LONG, "--run-dir", str(folder))
+    try:
+        wait_for_step(folder, 3)
+        everyone = [launcher.pid, *children(launcher.pid)]
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            for pid in everyone:
+                os.kill(pid, number)
+            time.sleep(1)
+        code, out, err = finish(launcher)
+    finally:
+        launcher.kill()
+    assert (code, err) == (128 + signal.SIGUSR1, "")
+    last = losses(folder)[-1][0]
+    assert f"stopped by SIGUSR1 after step {last}; its checkpoint is saved" in out
+    assert (folder / "checkpoints" / f"step-{last:08d}").is_dir(), "no step is lost"
+
+
 def test_a_signal_to_one_rank_ends_the_run_with_its_code(run: Run) -> None:
     os.kill(run.worker(1), signal.SIGTERM)
     code, out, err = finish(run.launcher)

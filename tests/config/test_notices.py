@@ -299,6 +299,13 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         Facts(2, 2),
     ),
     (
+        "distributed_timeout_seconds_after_init",
+        f"{LEAST} --distributed-timeout-seconds-after-init 9.0",
+        f"{LEAST} --distributed-timeout-seconds-after-init 9.0",
+        ONE,
+        Facts(2, 2),
+    ),
+    (
         "heartbeat_timeout",
         f"{LEAST} --heartbeat-timeout 9.0",
         f"{LEAST} --heartbeat-timeout 9.0",

@@ -71,6 +71,11 @@ def test_who_leaves_in_silence_is_named_where_all_others_lost_somebody(
     assert ended.failed_rank == 0 and ended.failures[0].text == "exception of rank 0"
 
 
+def test_who_stays_when_the_others_give_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run('if rank == 0: tell("lost"); sys.exit(1)\ntime.sleep(1000)', 2, monkeypatch)
+    assert ended.failed_rank == 1 and "did not answer the others" in ended.failures[0].how
+
+
 @pytest.mark.parametrize("code", [2, 16, 17, 128 + signal.SIGTERM, -signal.SIGTERM])
 def test_mistakes_and_wishes_are_no_crashes(code: int) -> None:
     assert not Ended(code, [Failure(0, code, 0.0)]).is_crash

@@ -1,4 +1,5 @@
 import datetime
+import time
 
 import pytest
 import torch
@@ -37,6 +38,19 @@ def test_every_rank_hears_the_largest() -> None:
     world = here(Grid(data=2))
     assert largest(world.everyone.rank * 7, world.everyone) == 7
     assert largest(0, world.everyone) == 0
+
+
+@distributed(world=2)
+def test_waits_can_be_shortened() -> None:
+    world = here(Grid(data=2))
+    world.wait_at_most(0.5)
+    if world.everyone.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            all_reduce_(torch.ones(1), world.everyone)
+        assert time.monotonic() - began < 20
+    else:
+        time.sleep(2)
 
 
 @distributed(world=2)

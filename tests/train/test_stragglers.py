@@ -1,0 +1,54 @@
+"""A slow rank is told of once; ranks that are as fast as each other are not."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from pentatron.layout.ranks import Grid
+from pentatron.monitor.ranks import RankReport
+from pentatron.parallel.collectives import all_reduce_
+from pentatron.parallel.world import connect
+from pentatron.train.rank_watch import collect
+from pentatron.train.stragglers import Stragglers
+from tests.harness import run_distributed
+
+
+def lines_of(delay: float) -> list[str]:
+    """Four measured steps of two ranks, of which one needs so much longer."""
+    world = connect(Grid(data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    stragglers, found = Stragglers(world.grid), []
+    for step in range(4):
+        all_reduce_(torch.ones(1), world.everyone)
+        world.waits.begin()
+        started = time.perf_counter()
+        time.sleep(0.1 + delay * world.everyone.rank)
+        all_reduce_(torch.ones(1), world.everyone)
+        report = collect(world, time.perf_counter() - started, world.waits.end())
+        found += stragglers.look(step, report)
+    return found
+
+
+def test_a_rank_that_is_three_times_slower_is_told_of_once() -> None:
+    (line,) = run_distributed(lines_of, 2, delay=0.5)[0]
+    assert line.startswith("straggler: rank 1 was busy for ") and "in step 2" in line
+
+
+def test_healthy_ranks_are_not() -> None:
+    assert run_distributed(lines_of, 2, delay=0.0)[0] == []
+
+
+def report(*busy: float) -> RankReport:
+    nothing = [0.0] * len(busy)
+    return RankReport(list(busy), nothing, nothing, [], [])
+
+
+def test_stages_are_compared_with_their_like_and_one_slow_step_is_nothing() -> None:
+    stages = Stragglers(Grid(pipeline=2, data=2))
+    assert not any(stages.look(step, report(0.1, 0.1, 0.5, 0.5)) for step in range(9)), "a heavier stage"
+    once = Stragglers(Grid(data=3))
+    assert not any(once.look(step, report(0.1, 0.1, 0.9 if step % 3 == 0 else 0.1)) for step in range(9))
+    again = Stragglers(Grid(data=3))
+    slow, fast = report(0.1, 0.1, 0.9), report(0.1, 0.1, 0.1)
+    told = [bool(again.look(n, r)) for n, r in enumerate([slow, slow, slow, slow, fast, slow, slow, slow])]
+    assert told == [False, False, True, False, False, False, False, True]
