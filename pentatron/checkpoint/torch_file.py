@@ -1,11 +1,10 @@
 """Tensors in files that torch has written, opened like a safetensors file: any rectangle by a key, no more read than is asked for.
 
 A key says where a tensor lies and which rectangle of it is meant, as `place|start|size|shape`: `shape` is what we see, the
-same numbers with other axes of length one. In `.distcp` files the place is that of one tensor of torch.save, which torch loads
-as weights alone; in `.pt` files it is that of the plain numbers.
+same numbers with other axes of length one. In `.distcp` files the place is that of one tensor of torch.save, of which
+nothing is unpickled but where its numbers lie; in `.pt` files it is that of the plain numbers.
 """
 
-import io
 import math
 import mmap
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.manifest import DamagedCheckpoint
+from pentatron.checkpoint.saved_tensor import saved_tensor
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.parallel.pieces import Shape, region
 
@@ -76,24 +76,23 @@ class TorchFile:
         return self._saved(int(offset), int(rest[0])) if kind == "saved" else self._plain(int(offset), *rest)
 
     def _saved(self, offset: int, length: int) -> Tensor:
-        if offset + length > len(self._memory):
+        if not 0 <= offset <= offset + length <= len(self._memory):
             raise DamagedCheckpoint(f"it ends before byte {offset + length}")
-        data = io.BytesIO(memoryview(self._memory)[offset : offset + length])
         try:
-            found = torch.load(data, map_location="cpu", weights_only=True)
+            begin, dtype, size, strides = saved_tensor(memoryview(self._memory)[offset : offset + length])
+            count = 1 + sum((n - 1) * step for n, step in zip(size, strides)) if math.prod(size) else 0
+            flat = torch.empty(0, dtype=dtype)
+            if count:
+                flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset + begin)
+            return flat.as_strided(size, strides)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             raise DamagedCheckpoint(f"no tensor can be read at byte {offset}: {reason}") from None
-        if not isinstance(found, Tensor):
-            raise DamagedCheckpoint(
-                f"a {type(found).__name__} lies at byte {offset}, where a tensor should be"
-            )
-        return found.detach()
 
     def _plain(self, offset: int, dtype: str, shape: str) -> Tensor:
         size, kind = _numbers(shape), DTYPES[dtype]
         count = math.prod(size)
-        if offset + count * kind.itemsize > len(self._memory):
+        if not 0 <= offset <= offset + count * kind.itemsize <= len(self._memory):
             raise DamagedCheckpoint(f"it ends before byte {offset + count * kind.itemsize}")
         return torch.frombuffer(self._memory, dtype=kind, count=count, offset=offset).view(size)
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import hash_file
+from pentatron.checkpoint.torch_file import TorchFile, rectangle_key, saved_place
 from pentatron.config.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save
 from tests.checkpoint.test_damage import rewrite
-from tests.security.canary import pickled, refused, run
+from tests.security.canary import Payload, pickled, refused, run
 
 A = "weights/a"
 
@@ -145,6 +147,48 @@ def test_pickle_under_the_name_of_tensors_is_not_unpickled(
     assert run(capsys, "checkpoint", "verify", step, "--numbers")[0] == 1
     refused(capsys, "checkpoint", "diff", step, steps / "step-00000001")
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("archived", [False, True])
+def test_pickle_in_a_file_of_torch_is_not_unpickled(
+    steps: Path, tmp_path: Path, archived: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A manifest may say that tensors lie in files that torch has written: what is pickled there says where numbers are, no more."""
+    canary, step = tmp_path / "canary", steps / "step-00000002"
+    file = step / "__0_0.distcp"
+    file.write_bytes(pickled(canary))
+    if archived:
+        torch.save({"x": Payload(canary)}, file)
+    place = saved_place(0, file.stat().st_size)
+
+    def change(manifest: dict[str, Any]) -> None:
+        listed(manifest, file, file.name)
+        for record in manifest["tensors"].values():
+            for piece in record["pieces"]:
+                shape = tuple(piece["shape"])
+                piece["key"] = rectangle_key(place, (0,) * len(shape), shape, shape)
+
+    (step / DATA).unlink()
+    rewrite(step, change)
+    with pytest.raises(UserError, match="no tensor can be read"):
+        load(find_step(step)[0], A)
+    assert run(capsys, "checkpoint", "verify", step, "--numbers")[0] == 1
+    assert not canary.exists()
+    if archived:
+        torch.load(file, weights_only=False)
+        assert canary.exists(), "control: who unpickles it runs it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_a_tensor_of_torch_is_found_without_loading_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = (torch.arange(24).view(4, 6) % 2).to(dtype)
+    for tensor in (whole, whole.t(), whole[1:3, 2:5], whole[0, 0], whole[:0]):
+        torch.save(tensor, tmp_path / "x.distcp")
+        length = (tmp_path / "x.distcp").stat().st_size
+        shape = tuple(tensor.shape)
+        with TorchFile(tmp_path / "x.distcp") as file:
+            found = file.get_slice(rectangle_key(saved_place(0, length), (0,) * len(shape), shape, shape))
+            assert torch.equal(found[...], tensor) and found[...].dtype == dtype
 
 
 def test_a_name_that_steers_the_terminal_is_shown_and_not_obeyed(
