@@ -3,6 +3,7 @@
 from tests.faults import (
     damaged_checkpoint,
     damaged_data,
+    frozen,
     killed,
     numbers,
     other,
@@ -12,7 +13,7 @@ from tests.faults import (
 )
 from tests.faults.cases import GROUPS, Case
 
-ALL = (killed, preemption, storage, damaged_checkpoint, damaged_data, numbers, other_layout, other)
+ALL = (killed, preemption, frozen, storage, damaged_checkpoint, damaged_data, numbers, other_layout, other)
 
 
 def cases() -> list[Case]:
