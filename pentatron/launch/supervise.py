@@ -45,10 +45,10 @@ class Supervisor:
             if not ended.is_crash:
                 self._keep(ended.failures, restarts)
                 return ended
-            # What lies there may be an earlier run's, which this one has not yet moved aside.
+            self._say_what_happened(ended, restarts)
+            # What lies there may be an earlier run's, which this one has not yet moved aside. To look takes seconds, as it imports torch.
             is_own = self.resumes or ended.opened or goes_on > 0
             saved = self.saved_step() if is_own else None
-            self._say_what_happened(ended, restarts)
             fruitless = fruitless + 1 if restarts and saved == before else 0
             reason = self._why_not_again(ended, restarts, fruitless)
             if reason is not None:

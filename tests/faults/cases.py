@@ -59,8 +59,10 @@ class Outcome:
             f"exit codes are {ran.codes}, not {' or '.join(map(str, codes))}:\n"
             + "\n".join(ran.text.splitlines()[-12:]),
         )
+        shown = ran.text.count("Traceback (most recent call last)")
         self.expect(
-            "Traceback" not in ran.text, "a traceback was shown:\n" + "\n".join(ran.text.splitlines()[-25:])
+            shown == tracebacks,
+            f"{shown} tracebacks are shown, not {tracebacks}:\n" + "\n".join(ran.text.splitlines()[-25:]),
         )
         self.expect(not ran.orphans, f"processes are left: {ran.orphans}")
 

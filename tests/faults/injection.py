@@ -6,6 +6,7 @@ events tell of before it is done; those are named by the file, as the protocol o
 
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ class Fault:
     """`at`: a name of POINTS, `open GLOB` before a file is opened for writing, or `rename GLOB` before one gets that name.
 
     `rank` ALONE is a run of one process. `step` counts from 1; of a file, its name says which step it is of. `once`: a file that is
-    made when it happens, holding the time and the step; it happens no second time. Without one it happens in every step from `step` on.
+    made when it happens, holding the time and the step; it happens no second time. `after`: so many times in a process it is let pass. Without one it happens in every step from `step` on.
     """
 
     at: str
@@ -35,6 +36,7 @@ class Fault:
     step: int = 1
     seconds: float = 0.0
     bytes: int = 0
+    after: int = 0
     file: str = ""
     once: str | None = None
 
@@ -79,9 +81,11 @@ class Injector:
         return original(*given, **named)
 
     def _at(self, fault: Fault) -> Callable[..., Any]:
+        passed = itertools.count()
+
         def called(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
             due = self.step == fault.step if fault.once else self.step >= fault.step
-            if not due or not self._first_time(fault):
+            if not due or next(passed) < fault.after or not self._first_time(fault):
                 return original(*given, **named)
             return ACTIONS[fault.do](fault, original, *given, **named)
 

@@ -12,7 +12,7 @@ from tests.faults.lab import LAST, LAYOUTS, SAVE_INTERVAL, Lab
 
 SERIES = Series("killed rank")
 # Until the others have ended and the dead one is named; on a machine with nothing else to do it is about three.
-SECONDS = 15.0
+SECONDS = 8.0
 STEP, SAVED = 6, 6
 
 
