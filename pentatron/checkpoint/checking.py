@@ -1,13 +1,13 @@
 """Everything that is wrong with a step, rather than the first thing: `newest_valid` needs to know that, people need to know what."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.checkpoint.load import StepReader
-from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
+from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest, what_is_damaged
 from pentatron.checkpoint.retention import number_of
 from pentatron.checkpoint.statistics import statistics_of
 from pentatron.checkpoint.tensor_file import DTYPES
@@ -54,26 +54,18 @@ def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> li
 
 
 def _check_sum(folder: Path, manifest: Manifest, name: str, tell: Tell) -> Iterator[Problem]:
-    expected, names = manifest.files[name].sha256, tuple(manifest.tensors_in(name))
+    expected, path = manifest.files[name].sha256, folder / name
     try:
-        found = _sum(folder / name, tell)
+        found = _sum(path, tell)
+        if found == expected:
+            return
+        names, said = what_is_damaged(path, manifest)
     except OSError as error:
-        yield Problem(f"{folder / name} cannot be read ({error.strerror or error})", name, names)
+        names = manifest.tensors_in(name)
+        yield Problem(f"{path} cannot be read ({error.strerror or error})", name, tuple(names))
         return
-    if found != expected:
-        yield Problem(
-            f"{folder / name}: sha256 is {found[:12]}…, not {expected[:12]}…; {_touched(names)}",
-            name,
-            names,
-            expected,
-            found,
-        )
-
-
-def _touched(names: Sequence[str]) -> str:
-    if not names:
-        return "it holds no tensor"
-    return f"it holds {names[0]}" + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+    sentence = f"{path}: sha256 is {found[:12]}…, not {expected[:12]}…; {said}"
+    yield Problem(sentence, name, tuple(names), expected, found)
 
 
 def _sum(path: Path, tell: Tell) -> str:

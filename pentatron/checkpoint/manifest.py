@@ -225,27 +225,28 @@ def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bo
         more = f" (and {len(bad) - 1} more files are damaged)" if len(bad) > 1 else ""
         raise DamagedCheckpoint(
             f"{folder / name}: sha256 is {found[:12]}…, not {manifest.files[name].sha256[:12]}…; "
-            f"{_what_is_damaged(folder / name, manifest)}{more}"
+            f"{what_is_damaged(folder / name, manifest)[1]}{more}"
         )
 
 
-def _what_is_damaged(path: Path, manifest: Manifest) -> str:
-    """Of a file whose sum is wrong, the tensors that are, as far as their own sums tell."""
+def what_is_damaged(path: Path, manifest: Manifest) -> tuple[list[str], str]:
+    """Of a file whose sum is wrong, the tensors that are, as far as their own sums tell; and that as the end of a sentence."""
     pieces = {
         piece.key: (name, piece)
         for name, record in manifest.tensors.items()
         for piece in record.pieces
         if piece.file == path.name
     }
+    names = manifest.tensors_in(path.name)
     if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
-        names = manifest.tensors_in(path.name)
-        return f"it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
+        return names, f"it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
     try:
         found = piece_sums(path)
     except (ValueError, TypeError) as error:
-        return f"its header is damaged ({error}), and with it all {len(pieces)} tensors"
+        return names, f"its header is damaged ({error}), and with it all {len(pieces)} tensors"
     damaged = [key for key, (_, piece) in pieces.items() if found.get(key) != piece.crc32]
     if not damaged:
-        return f"its header is damaged, and none of its {len(pieces)} tensors"
+        return [], f"its header is damaged, and none of its {len(pieces)} tensors"
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    return f"of its {len(pieces)} tensors {damaged[0]}{more} {'are' if more else 'is'} damaged"
+    sentence = f"of its {len(pieces)} tensors {damaged[0]}{more} {'are' if more else 'is'} damaged"
+    return list(dict.fromkeys(pieces[key][0] for key in damaged)), sentence

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from pentatron.config.parsing import parse_json
 from pentatron.parallel.pieces import Shape, region
 
 # At most so much is copied at a time, whatever the size of a tensor. Larger blocks are slower: each is new memory, which the
@@ -260,7 +261,7 @@ def piece_sums(path: Path) -> dict[str, str]:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_LARGEST_HEADER, path.stat().st_size):
             raise ValueError(f"it would be {length} bytes long")
-        entries = json.loads(file.read(length))
+        entries = parse_json(file.read(length))
         found = {}
         for name, entry in entries.items() if isinstance(entries, dict) else ():
             if name != "__metadata__" and isinstance(entry, dict):

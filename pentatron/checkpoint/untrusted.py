@@ -50,6 +50,7 @@ def check_types(content: Mapping[str, Any]) -> None:
         for piece in record["pieces"]:
             _require(isinstance(piece, dict) and type(piece["file"]) is str, f"a piece of {name}", piece)
             _require(type(piece.get("key", "")) is str, f"a key of {name}", piece)
+            _require(type(piece.get("crc32") or "") is str, f"a sum of {name}", piece)
             _require(_is_shape(piece["start"]) and _is_shape(piece["shape"]), f"a piece of {name}", piece)
 
 

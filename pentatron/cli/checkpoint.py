@@ -3,7 +3,7 @@
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ A PATH is a run, the folder of its checkpoints, or one step of them, saved in an
   reshard STEP OUT [--tensor-model-parallel-size N ...]
                               the same step in the files that another layout would have written
   prune PATH --keep N [--keep-every M] [--dry-run]
-                              remove old steps, by the rule of a run's own retention
+                              remove old steps, by the rule of a run's own retention (--keep-checkpoints N,
+                              --save-retain-interval M)
 
 `--progress-bar auto|on|off` goes with verify, diff and reshard.
 """
@@ -81,9 +82,14 @@ def _run(words: Sequence[str]) -> int:
 
 
 def read_checkpoint_options(
-    words: Sequence[str], defaults: dict[str, Any], least: int, most: int | None, example: str
+    words: Sequence[str],
+    defaults: dict[str, Any],
+    least: int,
+    most: int | None,
+    example: str,
+    also: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    options, plain = read_options(words, defaults, "pentatron checkpoint")
+    options, plain = read_options(words, defaults, "pentatron checkpoint", also)
     if len(plain) < least or (most is not None and len(plain) > most):
         raise UserError(f"say which checkpoint: pentatron checkpoint {example}")
     if options.get("progress-bar", "auto") not in ("auto", "on", "off"):

@@ -107,6 +107,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
     "a list for a file's name": of_piece(file=[DATA]),
     "a list for a key": of_piece(key=[A]),
     "a number for a sum": of_file(sha256=1),
+    "a list for a tensor's sum": of_piece(crc32=[1]),
     "a text for a size": of_file(bytes="many"),
     "more than is known of a file": of_file(also=1),
 }  # fmt: skip
