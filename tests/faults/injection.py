@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Injector:
         import pentatron.train.step as step_module
 
         _wrap(step_module, "compute_gradients", self._count)
+        # Python ignores it, so that such a write is an error; here, where no thread does anything yet, it becomes an end again.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         for fault in self._faults:
             kind, _, pattern = fault.at.partition(" ")
             if kind in ("open", "rename"):
@@ -217,7 +220,6 @@ def _kill_in_the_next_write(fault: Fault, original: Callable[..., Any], *given: 
     """The kernel ends this process as soon as a file of it has so many bytes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (fault.bytes, fault.bytes))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     return original(*given, **named)
 
 
@@ -247,7 +249,8 @@ def _record(fault: Fault, original: Callable[..., Any], *given: Any, **named: An
 def _fill(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Takes all room of a file system but for so many bytes."""
     room = shutil.disk_usage(Path(fault.file).parent).free
-    with Path(fault.file).open("wb") as file:
+    with suppress(OSError), Path(fault.file).open("wb") as file:
+        # A save under way may want the same.
         file.write(bytes(room - fault.bytes))
     return original(*given, **named)
 

@@ -17,15 +17,16 @@ STEP, SAVED = 6, 6
 
 
 def judged(
-    lab: Lab, ran: Ran, layout: str, rank: int, done: int, by: str = "SIGKILL", name: str = "happened"
+    lab: Lab, ran: Ran, layout: str, rank: int, done: int, by: str = "SIGKILL", in_background: bool = False
 ) -> Outcome:
-    """`done`: the steps that were done when it happened."""
+    """`done`: the steps that were done when it happened; with a save in the background there may be one more."""
     outcome = Outcome()
-    since, ranks = lab.when(name), LAYOUTS[layout].ranks
+    since, ranks = lab.when(), LAYOUTS[layout].ranks
     outcome.told(ran, rf"rank {rank} of {ranks} was killed by {by}", since, SECONDS)
     outcome.expect(ran.find(r"restarting from step \d+ \(1 of 3\)") is not None, "no restart was announced")
     outcome.ended(ran, 0)
-    outcome.lost(done - ran.resumed_at[-1] if ran.resumed_at else -1, SAVE_INTERVAL)
+    done = max(done, happened(lab.folder / "happened")[1] - 1)
+    outcome.lost(done - ran.resumed_at[-1] if ran.resumed_at else -1, SAVE_INTERVAL + in_background)
     outcome.same_state(lab.all_equal(layout))
     return outcome
 
@@ -59,14 +60,16 @@ def in_save(
     do: str = "kill",
     done: int = SAVED,
     expected: int = SAVED - SAVE_INTERVAL,
+    more: str = "",
     **given: float,
 ) -> Callable[[Lab], Outcome]:
     """`done`: the step that was being saved; `expected`: the one that can be gone on from."""
 
     def run(lab: Lab) -> Outcome:
         fault = Fault(at, do, rank, once=lab.marker(), **given)  # type: ignore[arg-type]
-        ran = lab.launch("dp2", faults=[fault]).wait()
-        outcome = judged(lab, ran, "dp2", rank, done, "SIGXFSZ" if "write" in do else "SIGKILL")
+        ran = lab.launch("dp2", more, [fault]).wait()
+        by = "SIGXFSZ" if "write" in do else "SIGKILL"
+        outcome = judged(lab, ran, "dp2", rank, done, by, "--async-save" in more)
         outcome.expect(
             ran.resumed_at == [0, expected], f"it went on from {ran.resumed_at}, not from step {expected}"
         )
@@ -84,6 +87,12 @@ def in_save(
 SHARD = "rank-00001.safetensors"
 SERIES.case("in the middle of its shard")(
     in_save(1, f"open {HALF_WRITTEN}{SHARD}", do="kill in the next write", bytes=60_000)
+)
+SERIES.case("in the middle of its shard, saved in the background")(
+    in_save(1, f"open {HALF_WRITTEN}{SHARD}", "kill in the next write", more="--async-save", bytes=60_000)
+)
+SERIES.case("before the manifest, saved in the background")(
+    in_save(0, f"open {HALF_WRITTEN}manifest.json", more="--async-save", seconds=0.3)
 )
 SERIES.case("between two shards")(in_save(1, f"open {HALF_WRITTEN}{SHARD}", seconds=0.5))
 SERIES.case("before the manifest")(in_save(0, f"open {HALF_WRITTEN}manifest.json"))

@@ -89,14 +89,17 @@ def without_launcher(lab: Lab) -> Outcome:
     return judged(lab, running.wait(), signal.SIGTERM, at)
 
 
-@SERIES.case("SIGTERM during a save")
-def during_save(lab: Lab) -> Outcome:
+def during_save(lab: Lab, more: str) -> Outcome:
     slow_save = Fault("open */.step-00000004.*/manifest.json", "dawdle", 0, seconds=1.0, once=lab.marker())
-    running = lab.launch(LAYOUT, faults=[SLOW, slow_save])
+    running = lab.launch(LAYOUT, more, [SLOW, slow_save])
     lab.wait_for_fault(running)
     at = time.time()
     running.signal(signal.SIGTERM)
     return judged(lab, running.wait(), signal.SIGTERM, at)
+
+
+SERIES.case("SIGTERM during a save")(lambda lab: during_save(lab, ""))
+SERIES.case("SIGTERM during a save in the background")(lambda lab: during_save(lab, "--async-save"))
 
 
 @SERIES.case("Ctrl-C twice")
