@@ -45,7 +45,8 @@ def filled(lab: Lab, more: str = "") -> Outcome:
     done = lab.last_step(rescued)
     again = lab.fork("alone", run=rescued)
     outcome.expect(again.code == 0 and again.resumed_at[-1:] in ([4], [6]), again.text)
-    outcome.lost(done - again.resumed_at[-1], SAVE_INTERVAL + bool(more))
+    # What fails in the background is told before the next save at the latest.
+    outcome.lost(done - again.resumed_at[-1], SAVE_INTERVAL * (2 if more else 1))
     outcome.same_state(lab.is_equal("alone", run=rescued))
     return outcome
 
