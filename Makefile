@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision clean
+.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -97,6 +97,9 @@ bench-precision: $(READY) ## loss curves in bf16 and fp16 against fp32, and of l
 
 bench-convert: $(READY) ## rate and memory of import and export against a plain copy
 	@$(BIN)/python bench/convert.py $(ARGS)
+
+bench-checkpoint: $(READY) ## saving and loading against the disk and against torch.distributed.checkpoint
+	@$(BIN)/python bench/checkpoint.py $(ARGS)
 
 clean: ## remove .venv and caches (runs/ is kept)
 	rm -rf $(VENV) .ruff_cache .mypy_cache build *.egg-info
