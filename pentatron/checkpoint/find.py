@@ -76,7 +76,7 @@ def refuse_other_formats(path: Path) -> None:
         )
         raise UserError(
             f"{found[0]} is a checkpoint of Megatron-LM {kind}; such files hold pickle, so reading them must be permitted: add "
-            f"--ckpt-format {found[1]} (they are read by a process apart that runs nothing of them)"
+            f"--ckpt-format {found[1]} to pentatron train or export (they are read by a process apart that runs nothing of them)"
         )
     # Steps of ours leave that file too, beside a pointer of their own.
     if (path / TRACKER).is_file() and not (path / "latest").exists():

@@ -211,7 +211,7 @@ class CheckpointStore:
 
     def damaged(self) -> list[Path]:
         """Steps that were set aside earlier."""
-        return sorted(self.folder.glob(f"step-*{_DAMAGED}*"))
+        return sorted(p for kind in ("step-", "iter_") for p in self.folder.glob(f"{kind}*{_DAMAGED}*"))
 
     def trust(self, step: Path) -> None:
         """The step was read and compared with its sums."""

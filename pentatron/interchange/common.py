@@ -8,6 +8,10 @@ CHECKPOINT_VERSION = 3.0
 # The optimizer's state has the shapes of the weights, so that any layout can take it.
 _SHARDING = "fully_reshardable"
 
+# What a schedule of theirs says all of; WSD has a part that only the arguments tell.
+_LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_DECAY_STYLES = ("constant", "linear", "cosine")
+
 
 def common_state(
     step: int, state: Mapping[str, Any], config: Mapping[str, Any], stacked: bool
@@ -75,6 +79,9 @@ def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iterat
     scheduler = common.get("opt_param_scheduler")
     steps = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
     consumed = int(arguments.get("consumed_train_samples") or 0)
+    length = arguments.get("train_samples") or (arguments.get("train_iters") or 0) * (
+        arguments.get("global_batch_size") or 1
+    )
     return {
         "step": iteration,
         "consumed_samples": consumed,
@@ -82,7 +89,34 @@ def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iterat
         "skipped_samples": int(arguments.get("skipped_train_samples") or 0),
         "scheduled_samples": int(steps) if steps is not None else consumed,
         "updates": _updates(common.get("optimizer"), iteration),
+        # The order of samples was built for the length of the run.
+        "ordered_for": [max(1, length)],
+        "schedule": _schedule(scheduler) if isinstance(scheduler, Mapping) else {},
         "flops": float(common.get("num_floating_point_operations_so_far") or 0.0),
+    }
+
+
+def _schedule(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule that the run followed, which Megatron-LM keeps in samples as we do; empty where it does not say all of it."""
+    names = "max_lr min_lr lr_warmup_steps lr_decay_steps start_wd end_wd wd_incr_steps".split()
+    styles = said.get("lr_decay_style"), said.get("wd_incr_style")
+    numbers = [said.get(name) for name in names]
+    whole = all(isinstance(number, (int, float)) for number in numbers)
+    if not whole or styles[0] not in _LR_STYLES or styles[1] not in _DECAY_STYLES:
+        return {}
+    peak, floor, warmup, decay, start, end, length = (
+        float(number) for number in numbers if number is not None
+    )
+    rate = {
+        "style": styles[0],
+        "peak": peak,
+        "floor": floor,
+        "warmup_samples": warmup,
+        "decay_samples": decay,
+    }
+    return {
+        "learning_rate": {**rate, "init": 0.0, "wsd_style": "exponential", "wsd_samples": 0.0},
+        "weight_decay": {"style": styles[1], "start": start, "end": end, "samples": length},
     }
 
 

@@ -60,6 +60,7 @@ def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
         found["moe_layer_freq"] = str(args["moe_layer_freq"]).replace(" ", "")
     if found.get("vocab_size") is None:
         found["vocab_size"] = args.get("padded_vocab_size")
+    _complete_schedule(found)
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not found.get(name)]
     if missing:
         raise UserError(f"{origin} does not say what its model is: its arguments lack {', '.join(missing)}")
@@ -70,6 +71,19 @@ def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
     elif found.get("moe_ffn_hidden_size") is None:
         found["moe_ffn_hidden_size"] = found.get("ffn_hidden_size")
     return found
+
+
+def _complete_schedule(found: dict[str, Any]) -> None:
+    """What a run leaves open follows from the rest, as in a run of ours."""
+    size = found.get("global_batch_size") or 1
+    iterations = found.get("train_iters") or -(-(found.get("train_samples") or size) // size)
+    found["global_batch_size"], found["train_iters"] = size, iterations
+    found["lr_decay_iters"] = found.get("lr_decay_iters") or iterations
+    decay = found.get("weight_decay", table()["weight_decay"].default)
+    for name in ("start_weight_decay", "end_weight_decay"):
+        found[name] = decay if found.get(name) is None else found[name]
+    for name, least in (("lr_warmup_iters", 0), ("min_lr", 0.0)):
+        found[name] = found.get(name) or least
 
 
 def _refuse_foreign(args: Mapping[str, Any], origin: str) -> None:

@@ -97,7 +97,10 @@ class TorchDistStore(CheckpointStore):
 
     def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> _Wrote:
         """This rank's files; errors come back as text, so that the other ranks hear of them."""
-        named = _RankFile(HashedFile(temporary / f"__{rank}_0.distcp"))
+        try:
+            named = _RankFile(HashedFile(temporary / f"__{rank}_0.distcp"))
+        except OSError as error:
+            return _Wrote(failure=error.strerror or str(error))
         beside: dict[str, Tensor] = {}
         records: list[tuple[str, TensorRecord]] = []
         path = temporary / f"rank-{rank:05d}.safetensors"

@@ -206,7 +206,7 @@ def test_a_checkpoint_of_megatron_is_refused_by_name(
     (tmp_path / "iter_0000500" / "mp_rank_00").mkdir(parents=True)
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert "one file for each rank" in error and "add --ckpt-format torch (" in error
+    assert "one file for each rank" in error and "add --ckpt-format torch to" in error
 
 
 @pytest.mark.parametrize(

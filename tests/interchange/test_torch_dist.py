@@ -33,8 +33,10 @@ from pentatron.train.state import TrainState
 from tests.harness import run_distributed
 from tests.interchange.megatron_core_process import FAMILIES, LENGTH, TOKENS, VOCABULARY
 from tests.support import LLAMA, resolved
+from tests.train.test_loaded import losses, train_on_a_rank
 
 PROCESS = Path(__file__).with_name("megatron_core_process.py")
+TIMEOUT = 240.0
 SHAPE = f"--vocab-size {VOCABULARY} --seq-length {LENGTH} --ckpt-format torch_dist --init-method-std 0.2"
 MODERN = f"{LLAMA} --group-query-attention --num-query-groups 2 --norm-epsilon 1e-6 --untie-embeddings-and-output-weights"
 MIXTURE = (
@@ -143,7 +145,9 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     """For each family: what we wrote on four ranks and megatron-core read; what it wrote itself."""
     base = tmp_path_factory.mktemp("exchange")
     ours = {family: base / "ours" / family for family in FAMILIES}
-    run_distributed(save_on_a_rank, 4, families=ours, layout="--tp 2 --pp 2 --sequence-parallel")
+    run_distributed(
+        save_on_a_rank, 4, timeout=TIMEOUT, families=ours, layout="--tp 2 --pp 2 --sequence-parallel"
+    )
     jobs = []
     for family, folder in ours.items():
         jobs.append(
@@ -201,7 +205,7 @@ def arguments_of(family: str) -> dict[str, Any]:
     }  # fmt: skip
     experts = {
         "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_score_function": "sigmoid", "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 40,
+        "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 40, "train_iters": None, "train_samples": 160,
     }  # fmt: skip
     return {
         "gpt": same,
@@ -239,9 +243,12 @@ def test_what_megatron_core_wrote_is_read(family: str, exchanged: dict[str, dict
     assert found.manifest.run_state["consumed_samples"] == 56
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_weights_of_a_bf16_run_are_rounded_and_its_masters_kept(tmp_path: Path) -> None:
     """Under the weights' own names stands what the run computes with, as Megatron-LM has it."""
-    run_distributed(save_on_a_rank, 2, families={"qwen": tmp_path}, layout="--bf16 --zero-stage 1")
+    run_distributed(
+        save_on_a_rank, 2, timeout=TIMEOUT, families={"qwen": tmp_path}, layout="--bf16 --zero-stage 1"
+    )
     stored = open_torch_dist(tmp_path / "iter_0000005").tensors
     name = "decoder.layers.mlp.linear_fc1.weight"
     assert (
@@ -254,6 +261,22 @@ def test_weights_of_a_bf16_run_are_rounded_and_its_masters_kept(tmp_path: Path) 
     state = {name: torch.empty(stored[name].shape, dtype=torch.bfloat16)}
     dcp.load(state, checkpoint_id=tmp_path / "iter_0000005", no_dist=True)
     assert torch.equal(state[name][1], whole(kept, ours).bfloat16())
+
+
+@needs_megatron
+def test_a_run_goes_on_from_it_in_another_layout(
+    exchanged: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """What megatron-core saved on one rank is gone on from on four, with the losses of one."""
+    words = f"--load {exchanged['mixture']['theirs']} --ckpt-format torch_dist --allow-changed-data --train-iters 10 --lr 1e-3 --seq-length 16"
+    run_distributed(train_on_a_rank, 1, timeout=TIMEOUT, folder=tmp_path / "alone", words=words)
+    layout = "--tp 2 --sequence-parallel --ep 2 --zero-stage 1"
+    run_distributed(
+        train_on_a_rank, 4, timeout=TIMEOUT, folder=tmp_path / "spread", words=f"{words} {layout}"
+    )
+    alone, spread = losses(tmp_path / "alone"), losses(tmp_path / "spread")
+    assert len(alone) == 3 and spread == pytest.approx(alone, rel=1e-5)
+    assert find_step(tmp_path / "spread")[0].folder.name == "iter_0000010"
 
 
 def parts(name: str, value: Tensor, tensors: int, gated: bool) -> list[Tensor]:
