@@ -254,8 +254,10 @@ class _Start:
             if optimizer:
                 require_same_rule(found, self.config)
             own = self.optimizer.fragments(owned_only=False) if optimizer else self._weights()
-            wanted = itertools.chain(own, self.model.routers.fragments(owned_only=False))
-            load_fragments(found.folder, found.manifest, wanted)
+            kept = self.model.routers.fragments(owned_only=False)
+            # A checkpoint of others, which lists no files, need not have what routers have counted; they begin anew.
+            stored = (f for f in kept if found.manifest.files or f.tensor in found.manifest.tensors)
+            load_fragments(found.folder, found.manifest, itertools.chain(own, stored))
             if random:
                 restore_random_state(found, self.world)
 
