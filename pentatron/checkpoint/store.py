@@ -27,7 +27,7 @@ from pentatron.checkpoint.retention import Retention, remove_steps
 from pentatron.checkpoint.stages import Stages
 from pentatron.checkpoint.tensor_file import write_text
 from pentatron.checkpoint.verifying import Check, Problem, problem_of_share
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.errors import NotSaved, UserError
 from pentatron.data.atomic import sync_folder
 from pentatron.parallel.collectives import Group, broadcast_object
 from pentatron.parallel.pieces import Fragment
@@ -137,10 +137,10 @@ class CheckpointStore:
             raise self._not_saved(step, problem)
         return Path(made)
 
-    def _not_saved(self, step: int, reason: str) -> AgreedError:
+    def _not_saved(self, step: int, reason: str) -> NotSaved:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         free = shutil.disk_usage(existing).free / 2**20
-        return AgreedError(
+        return NotSaved(
             f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free); "
             f"earlier checkpoints are intact"
         )

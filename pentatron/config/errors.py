@@ -13,6 +13,10 @@ class AgreedError(UserError):
     """One that every rank of a run raises alike; the first one speaks for all."""
 
 
+class NotSaved(AgreedError):
+    """A checkpoint could not be written, for want of room or rights. Those before it are whole, and a later one may succeed."""
+
+
 class BadNumbers(AgreedError):
     """A step gave numbers that are none. The exit code tells whoever restarts runs what was found out, as Megatron's does."""
 

@@ -13,6 +13,8 @@ from pentatron.monitor.report import StepReport
 
 
 class MetricsFile(Recorder):
+    name = "metrics.jsonl"
+
     def __init__(self, path: Path, resumed_step: int) -> None:
         """Steps after the resumed one were lost with the interrupted run and are computed again: their lines go."""
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]

@@ -15,6 +15,8 @@ _WARM_UP = 2
 
 
 class PerformanceSummary(Recorder):
+    name = "performance_summary.json"
+
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         """`about`: what ran where."""
         self.path, self.about = path, about

@@ -27,6 +27,8 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
 
 
 class ProgressFile(Recorder):
+    name = "progress.txt"
+
     def __init__(
         self, path: Path, job_id: str, devices: int, flops_before: float, tokens_before: int = 0
     ) -> None:

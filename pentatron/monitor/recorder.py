@@ -10,6 +10,9 @@ class RecorderDown(Exception):
 
 
 class Recorder:
+    # What a message calls it.
+    name = "a recorder"
+
     def record(self, report: StepReport, validation: float | None) -> None:
         """After every step; `validation` is the loss of the evaluation that followed it, if one did."""
 

@@ -2,6 +2,7 @@
 
 from pentatron.checkpoint.saver import Saved, Saver
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import NotSaved
 from pentatron.config.run import RunConfig
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.world import World
@@ -43,13 +44,23 @@ class Checkpoints:
             else f"the last checkpoint is step {self._saved}"
         )
 
+    def save_if_possible(self) -> None:
+        """The same for a step that is not the last one: what could not be saved is told, and training goes on."""
+        try:
+            self.save()
+        except NotSaved as failure:
+            self._go_on_without(failure)
+
     def save(self) -> None:
-        """Saves this step, or begins to, unless that is done already."""
+        """Saves this step, or begins to, unless that is done already. What failed before it is told: this one counts now."""
         step = self.state.step
         if self._begun == step or not self.config.checkpoint.save_checkpoints:
             return
         with self.model.timers(_SAVING, 0):
-            self._tell(self.saver.settle_before_next())
+            try:
+                self._tell(self.saver.settle_before_next())
+            except NotSaved as failure:
+                self._go_on_without(failure)
             self.saver.begin(
                 step,
                 self.optimizer.fragments(owned_only=True),
@@ -70,8 +81,21 @@ class Checkpoints:
             self.output.note(times)
 
     def settle(self, wait: bool = False) -> None:
-        """Between steps, and with `wait` at the end: what was written in the background is committed, or its failure raised."""
-        self._tell(self.saver.settle(wait))
+        """Between steps, and with `wait` at the end: what was written in the background is committed.
+
+        Its failure is told as long as there will be another save, and raised at the end.
+        """
+        try:
+            self._tell(self.saver.settle(wait))
+        except NotSaved as failure:
+            if wait:
+                raise
+            self._go_on_without(failure)
+
+    def _go_on_without(self, failure: NotSaved) -> None:
+        """Ending here would lose what was trained since the last checkpoint; if there is room by then, the next one has it."""
+        self._begun = self._saved
+        self.output.say(f"warning: {failure}; {self.last}. Training goes on and the next save tries again")
 
     def settle_after(self, error: Exception) -> None:
         """The same where all ranks end with an error: that one is what is raised, so another one is only told."""

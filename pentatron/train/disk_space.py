@@ -31,7 +31,7 @@ def disk_notes(
     size = checkpoint_bytes(world, model, optimizer)
 
     def judge() -> list[str]:
-        return _judge(config, store, size, left)
+        return _judge(config, store, size, left, state.step)
 
     return on_some_ranks(world.is_first, judge, world.everyone) or []
 
@@ -56,23 +56,30 @@ def saves_left(config: RunConfig, step: int) -> int:
     return last // interval - step // interval + (last % interval > 0 or last == 0)
 
 
-def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int) -> list[str]:
+def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int, step: int) -> list[str]:
     free = free_bytes(store.folder)
     if free < size:
         raise UserError(
             f"a checkpoint takes {in_words(size)} and {store.folder} has {in_words(free)} free, so nothing could be saved; make room, "
             f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
         )
-    keep = config.checkpoint.keep_checkpoints
+    keep, retained = config.checkpoint.keep_checkpoints, _retained(config, step)
     # A new one is whole before the oldest goes.
-    at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())))
+    at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())) + retained)
     if free >= at_once * size:
         return []
     kept = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
+    kept += f", and {retained} for good" if retained else ""
     return [
         f"a checkpoint takes {in_words(size)}, and {at_once} more will lie in {store.folder} at a time ({kept}): {in_words(at_once * size)}, of "
         f"which {in_words(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
     ]
+
+
+def _retained(config: RunConfig, step: int) -> int:
+    """How many will be kept for good from here on."""
+    every, last = config.checkpoint.save_retain_interval, config.train.train_iters
+    return 0 if every is None or last is None else last // every - step // every
 
 
 def free_bytes(folder: Path) -> int:

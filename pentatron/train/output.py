@@ -1,7 +1,9 @@
 """Where a rank tells what happens in a run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
 
@@ -24,6 +26,8 @@ class Output:
     recorders: Sequence[Recorder] = ()
     lines: LogLines | None = None
     echoes: bool = False
+    # What could not be written, once each.
+    missing: list[str] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         self.display.say(text)
@@ -37,8 +41,23 @@ class Output:
 
     def _write(self, text: str) -> None:
         if self.log is not None:
-            self.log.write(f"{spoken(text)}\n")
-            self.log.flush()
+            log = self.log
+            self._attempt("train.log", lambda: (log.write(f"{spoken(text)}\n"), log.flush()))
+
+    def _attempt(self, what: str, write: Callable[[], object]) -> None:
+        """A disk that is full ends no training: it is told once, and lines are missing until there is room."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self.missing:
+                self.missing.append(what)
+                self.display.say(
+                    f"warning: {what} cannot be written ({error.strerror or error}); training goes on, and it will lack lines"
+                )
+
+    def _recorded(self, write: Callable[[Recorder], None]) -> None:
+        for recorder in self.recorders:
+            self._attempt(recorder.name, functools.partial(write, recorder))
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         self.display.step(report, eta_seconds)
@@ -47,19 +66,24 @@ class Output:
             self.note(line)
 
     def record(self, report: StepReport, validation: float | None) -> None:
-        for recorder in self.recorders:
-            recorder.record(report, validation)
+        self._recorded(lambda recorder: recorder.record(report, validation))
 
     def left_out(self, step: int, consumed_samples: int, text: str) -> None:
         self.say(text)
-        for recorder in self.recorders:
-            recorder.left_out(step, consumed_samples)
+        self._recorded(lambda recorder: recorder.left_out(step, consumed_samples))
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        for recorder in self.recorders:
-            recorder.evaluated(step, losses)
+        self._recorded(lambda recorder: recorder.evaluated(step, losses))
 
     def saved(self, step: int, text: str) -> None:
         self.note(text)
-        for recorder in self.recorders:
-            recorder.saved(step)
+        self._recorded(lambda recorder: recorder.saved(step))
+
+    def close(self) -> None:
+        """What is still unwritten then stays so."""
+        for close in (
+            *(recorder.close for recorder in self.recorders),
+            *([self.log.close] if self.log else []),
+        ):
+            with contextlib.suppress(OSError):
+                close()

@@ -347,19 +347,21 @@ def _open_output(
         cleanup.callback(sampler.close)
     if not world.is_first:
         return Output(display)
-    log = cleanup.enter_context(folder.log.open("a", encoding="utf-8"))
+    log = folder.log.open("a", encoding="utf-8")
     echoes = config.log.console_lines == "megatron"
     if config.train.skip_train:
         # Who only looks changes nothing of what a run has left.
-        return Output(display, log, echoes=echoes)
+        output = Output(display, log, echoes=echoes)
+        cleanup.callback(output.close)
+        return output
     folder.write_config(resolved)
     if began.replaces_training:
         folder.set_metrics_aside()
     recorders: list[Recorder] = []
     lines = LogLines(config.log.log_interval, config.log.log_throughput)
     output = Output(display, log, recorders, lines, echoes)
+    cleanup.callback(output.close)
     for recorder in open_recorders(config, world, folder, began.state, parameters, output.say):
-        cleanup.callback(recorder.close)
         recorders.append(recorder)
     return output
 

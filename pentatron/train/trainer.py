@@ -141,7 +141,8 @@ class Trainer:
             self.beside.after(self.state.step)
             self.checkpoints.settle()
             if self.state.step % self.save_interval == 0:
-                self.save()
+                with self.where.doing("saving"):
+                    self.checkpoints.save_if_possible()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
             if ending is not None:
                 self.save()

@@ -1,6 +1,7 @@
 """--async-save in a run: the same checkpoints, and no way out of a run that forgets what is being written."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -93,30 +94,46 @@ def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Monkey
     assert steps(tmp_path / "waits") != steps(tmp_path / "torn"), "control"
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch, save: int) -> None:
+def full_disk(monkeypatch: pytest.MonkeyPatch, *saves: int) -> None:
     made, honest = iter(range(1, 100)), parts_module.write_tensors
 
     def write(*arguments: Any) -> Any:
-        if next(made) == save:
+        if next(made) in saves:
             raise OSError(28, "No space left on device")
         return honest(*arguments)
 
     monkeypatch.setattr(parts_module, "write_tensors", write)
 
 
-@pytest.mark.parametrize(("save", "kept"), [(2, ["step-00000002"]), (3, ["step-00000002", "step-00000004"])])
-def test_a_failure_ends_the_run_with_the_sentence_of_the_foreground(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int, kept: list[str]
+@pytest.mark.parametrize("words", ["", "--async-save"])
+def test_a_failure_in_the_middle_is_told_and_one_at_the_end_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    """The second save fails in the middle of the run, the third at its end."""
-    full_disk(monkeypatch, save)
+    """Who ended in the middle would lose what was trained since; the next save may succeed."""
+    full_disk(monkeypatch, 2)
+    run(tmp_path / "a", words)
+    assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000006"]
+    told = r"warning: the checkpoint of step 4 could not be saved .*rank 0: No space left on device; .* intact; the last checkpoint is step 2\. Training goes on"
+    assert re.search(told, capsys.readouterr().out)
+    assert re.search(told, (tmp_path / "a" / "train.log").read_text())
+    # In the foreground the last step is tried twice: as one of every second step, and as the last.
+    full_disk(monkeypatch, *((3,) if words else (3, 4)))
     with pytest.raises(
-        UserError, match=rf"step {2 * save} could not be saved.*rank 0: No space left on device; .* intact"
+        UserError, match=r"step 6 could not be saved.*rank 0: No space left on device; .* intact"
     ):
-        run(tmp_path / "a", "--async-save")
-    assert list(steps(tmp_path / "a")) == kept
-    run(tmp_path / "a", "--async-save")
-    assert len(steps(tmp_path / "a")) == 3, "the same command goes-on"
+        run(tmp_path / "b", words)
+    assert list(steps(tmp_path / "b")) == ["step-00000002", "step-00000004"]
+    run(tmp_path / "b", words)
+    assert len(steps(tmp_path / "b")) == 3, "the same command goes on"
+
+
+def test_a_stop_after_a_failure_saves_that_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch, 2)
+    interrupt_at(4, monkeypatch)
+    run(tmp_path / "a")
+    assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000004"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

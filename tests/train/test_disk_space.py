@@ -46,6 +46,18 @@ def test_what_cannot_fit_is_refused_and_what_will_not_is_told(
     assert "more will lie in" not in capsys.readouterr().out
 
 
+def test_those_that_are_kept_for_good_take_room_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "known", "--train-iters 1")
+    with_free(int(3.5 * size_of_one(tmp_path / "known")), monkeypatch)
+    words = "--train-iters 8 --keep-checkpoints 1 --save-interval 1"
+    run(tmp_path / "a", words)
+    assert "more will lie in" not in capsys.readouterr().out
+    run(tmp_path / "b", f"{words} --save-retain-interval 2")
+    assert "6 more will lie in" in capsys.readouterr().out
+
+
 def test_how_many_saves_are_left() -> None:
     def left(step: int, words: str) -> int:
         return saves_left(resolved(words).config, step)
