@@ -1,6 +1,7 @@
 """`pentatron monitor [RUN_DIR]`: how a run is doing, from its files; works on a finished or crashed one too."""
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -143,9 +144,18 @@ def look(folder: Path, seen: Followed) -> Run:
             f"{folder / 'config.yaml'} does not say how long the run is; is {folder} the folder of a run?"
         )
     state, about = _state(folder, seen, total)
-    return Run(
-        str(folder), state, about, total, _checkpoint(folder, saved), _samples_left(saved, seen, total)
-    )
+    left, checkpoint = _samples_left(saved, seen, total), _checkpoint(folder, saved)
+    return Run(str(folder), state, about, total, checkpoint, left, _restarts(folder))
+
+
+def _restarts(folder: Path) -> str:
+    """How often the job was started again, and why the last time."""
+    try:
+        rows = [json.loads(line) for line in (folder / "restarts.jsonl").read_text().splitlines()]
+        last, lost = rows[-1], sum(row["steps_lost"] for row in rows)
+        return f"{len(rows)}, {lost} steps lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return ""
 
 
 def _saved_settings(folder: Path) -> dict[str, object]:

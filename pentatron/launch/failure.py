@@ -39,7 +39,7 @@ class Failure:
     @property
     def how(self) -> str:
         if self.kind == "hung":
-            return "hung, or others waited for it"
+            return "hung"
         if self.kind == "silent":
             return "did not answer the others, and was ended"
         if self.kind == "early":

@@ -7,6 +7,8 @@ from pentatron.config.redaction import redacted
 from pentatron.launch.job import Job
 
 WRITTEN_BY = "# Written by: "
+# SIGUSR1 and SIGUSR2, which schedulers send as warnings, would end torchrun and leave its workers behind.
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
 def head(command: Sequence[str], equation: str) -> list[str]:
@@ -37,6 +39,14 @@ def exports(job: Job) -> list[str]:
     for item in job.variables:
         lines += [f"# {item.name}: {item.reason}", f'export {item.name}="${{{item.name}:-{item.value}}}"']
     return lines
+
+
+def new_addresses() -> list[str]:
+    """For restarts by torchrun."""
+    return [
+        "# Workers that start again must not find the addresses of those that died.",
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ]
 
 
 def words_array(words: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pentatron.launch.job import Job
-from pentatron.launch.script import exports, head, meeting, setup_lines, words_array
+from pentatron.launch.script import SIGNALS, exports, head, meeting, new_addresses, setup_lines, words_array
 
 # Between the ports of services and those the system gives to clients; the job's number keeps two jobs on a node apart.
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
@@ -75,8 +75,7 @@ def _cores(job: Job) -> list[str]:
 def _repeatable_meeting() -> list[str]:
     return [
         'export RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        "# Workers that start again must not find the addresses of those that died.",
-        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        *new_addresses(),
     ]
 
 
@@ -117,6 +116,7 @@ def _step(job: Job) -> list[str]:
         f"# One torchrun on each of the {job.nodes} nodes; it knows its number only there.",
         f"srun {' '.join(options)} bash -c '",
         f'    exec "$0" -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\',
+        f"        {SIGNALS} \\",
         f"        {_per_node(job)} \\",
         f'        "$@"\' {shlex.quote(job.python)} "${{train[@]}}" &',
         "step=$!",

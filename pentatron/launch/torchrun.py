@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 
 from pentatron.launch.job import Job
-from pentatron.launch.script import exports, head, meeting, setup_lines, words_array
+from pentatron.launch.script import SIGNALS, exports, head, meeting, new_addresses, setup_lines, words_array
 
 _USUAL_PORT = 29500
 
@@ -39,7 +39,7 @@ def _how_to_run(job: Job) -> list[str]:
 
 def _place(job: Job) -> list[str]:
     if job.nodes == 1:
-        return []
+        return new_addresses() if job.restarts else []
     lines = [
         'case "${1:-}" in',
         '    "" | *[!0-9]*) ;;',
@@ -57,8 +57,7 @@ def _place(job: Job) -> list[str]:
     if job.restarts:
         lines += [
             f'export RUN_ID="${{RUN_ID:-{job.name}}}"',
-            "# Workers that start again must not find the addresses of those that died.",
-            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            *new_addresses(),
         ]
     return lines
 
@@ -67,6 +66,7 @@ def _start(job: Job) -> list[str]:
     where = f"--standalone --max_restarts={job.restarts}" if job.nodes == 1 else _quoted(meeting(job))
     return [
         f"exec {shlex.quote(job.python)} -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\",
+        f"    {SIGNALS} \\",
         f'    {where} "${{train[@]}}" "$@"',
     ]
 

@@ -30,6 +30,7 @@ class Run:
     total_steps: int
     checkpoint: str
     samples_left: int | None = None
+    restarts: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
         return [*head, "no step is finished yet"]
     head += ["", *_progress(run, seen, screen), _losses(seen)]
     foot = ["", *_speed(seen, screen), *_ranks(seen, screen), f"checkpoint    {one_line(run.checkpoint)}"]
+    if run.restarts:
+        foot.append(f"restarts      {one_line(run.restarts)}")
     room = screen.height - len(head) - len(foot) - 3
     points = sorted(seen.losses.items())
     marks = sorted(seen.validations.items())

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from pentatron.cli.main import main
 from tests.cli.test_train import finish, losses, start
 
 SMALL = (
@@ -36,7 +39,9 @@ def broken(folder: Path, how: str) -> str:
     return str(path)
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also with --fresh, which means the first start."""
     script = broken(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     folder = tmp_path / "run"
@@ -50,6 +55,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert [step for step, _ in losses(folder)] == list(range(1, 11))
     (row,) = map(json.loads, (folder / "restarts.jsonl").read_text().splitlines())
     assert row["steps_lost"] == 1
+    assert main(["monitor", str(folder), "--once"]) == 0
+    assert "restarts      1, 1 steps lost; the last: rank 1 was killed by SIGKILL" in capsys.readouterr().out
     undisturbed = tmp_path / "undisturbed"
     code, _, err = finish(start("-m", "pentatron", "train", *words, "--run-dir", str(undisturbed)))
     assert code == 0, err

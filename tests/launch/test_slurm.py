@@ -75,7 +75,9 @@ def written(cluster: StubCluster, **changes: object) -> Path:
 
 def test_the_written_script_starts_one_launcher_on_every_node(cluster: StubCluster) -> None:
     assert cluster.run(written(cluster), cwd=Path("/")) == 0
-    words = "-m torch.distributed.run --nnodes=2 --nproc_per_node=4 --node_rank={} --master_addr=first --master_port=22345"
+    # Otherwise a warning by SIGUSR1 would end torchrun, not its workers.
+    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+    words = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=4 {signals} --node_rank={{}} --master_addr=first --master_port=22345"
     assert cluster.started() == [
         (node, f"{words.format(node)} -m pentatron train --data-path a file --bf16") for node in range(2)
     ]
@@ -166,5 +168,5 @@ def test_the_torchrun_script_wants_to_know_its_machine(cluster: StubCluster) -> 
     assert process.returncode != 0 and "give the number of this machine, 0 to 1" in out
     assert cluster.run(script, "2", cwd=Path("/")) == 2
     assert cluster.run(script, "1", "--lr", "1", cwd=Path("/"), SLURM_NODEID="0") == 0
-    expected = "--nnodes=2 --nproc_per_node=4 --node_rank=1 --master_addr=head --master_port=29500 -m pentatron train"
+    expected = "--node_rank=1 --master_addr=head --master_port=29500 -m pentatron train"
     assert expected in cluster.started()[0][1] and cluster.started()[0][1].endswith("--bf16 --lr 1")
