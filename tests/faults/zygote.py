@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +34,10 @@ class _InChild(Exception):
 
 
 def main() -> None:
-    preload()
+    with warnings.catch_warnings():
+        # That megatron-core is installed as well is nobody's matter here.
+        warnings.simplefilter("ignore")
+        preload()
     import pentatron.cli.train  # noqa: F401 - every child needs it
 
     # Collections in children would otherwise touch, and so copy, every page of the objects imported here.

@@ -1,0 +1,47 @@
+"""A recorder that fails, at its start or later, is told of once and left alone."""
+
+import errno
+
+from pentatron.monitor.lenient import Lenient
+from pentatron.monitor.recorder import Recorder, RecorderDown
+from pentatron.monitor.report import StepReport
+from tests.monitor.test_log_lines import report
+
+
+class Breaking(Recorder):
+    """Fails at its second step."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.is_closed = False
+
+    def record(self, report: StepReport, validation: float | None) -> None:
+        self.steps.append(report.step)
+        if len(self.steps) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_failure_during_the_run_is_told_once() -> None:
+    inner, said = Breaking(), list[str]()
+    recorder = Lenient("the viewer", lambda: inner, said.append)
+    for step in (1, 2, 3):
+        recorder.record(report(step), None)
+    recorder.evaluated(3, {})
+    recorder.close()
+    assert inner.steps == [1, 2] and not inner.is_closed
+    assert said == ["warning: the viewer fails (No space left on device); training goes on without it"]
+
+
+def test_a_failure_at_the_start_is_told_and_a_sound_one_is_closed() -> None:
+    def down() -> Recorder:
+        raise RecorderDown("it did not start")
+
+    said: list[str] = []
+    Lenient("the service", down, said.append).record(report(1), None)
+    assert said == ["warning: the service fails (it did not start); training goes on without it"]
+    inner = Breaking()
+    Lenient("the viewer", lambda: inner, said.append).close()
+    assert inner.is_closed and len(said) == 1
