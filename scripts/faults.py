@@ -104,12 +104,17 @@ def run_all(chosen: list[Case], folder: Path, jobs: int, keep: bool) -> list[Row
     try:
         with ThreadPoolExecutor(jobs) as pool:
             waiting = [pool.submit(judge, case, folder, references) for case in chosen]
-            for number, done in enumerate(as_completed(waiting), 1):
-                row = done.result()
-                rows.append(row)
-                tell(row, number, len(chosen), folder)
-                if row.holds and not keep:
-                    shutil.rmtree(folder / row.case.name, ignore_errors=True)
+            try:
+                for number, done in enumerate(as_completed(waiting), 1):
+                    row = done.result()
+                    rows.append(row)
+                    tell(row, number, len(chosen), folder)
+                    if row.holds and not keep:
+                        shutil.rmtree(folder / row.case.name, ignore_errors=True)
+            except KeyboardInterrupt:
+                print("stopping when the cases under way are done", flush=True)
+                pool.shutdown(cancel_futures=True)
+                raise
     finally:
         zygote.close()
     return sorted(rows, key=lambda row: chosen.index(row.case))
