@@ -27,7 +27,7 @@ from pentatron.parallel.pieces import Shape, region
 # kernel clears page by page, where smaller ones are used again.
 BLOCK_BYTES = 16 * 2**20
 # Steps of writing and hashing that may wait while the next block is fetched.
-_BLOCKS_AHEAD = 4
+_BLOCKS_AHEAD = 6
 # Smaller tensors are written together, until they come to so much or are so many.
 _BATCH_BYTES = 8 * 2**20
 _BATCH_PARTS = 512
@@ -99,16 +99,18 @@ Read = Callable[[str, Shape, Shape], Tensor]
 
 
 class _Writer:
-    """Writes and hashes in two threads, as both can go on while the next block is fetched.
+    """Writes, hashes and sums in threads of their own, as all can go on while the next block is fetched.
 
-    A third one sends to the disk what was written, so that little is left to wait for in the end.
+    One more sends to the disk what was written, so that little is left to wait for in the end.
     """
 
     def __init__(self, file: FileIO, hashed: bool) -> None:
         self.file, self.digest, self.bytes = file, hashlib.sha256() if hashed else None, 0
         # Of each tensor, so that damage can be named more exactly than by the file.
         self.sums: dict[str, int] = {}
-        self._writing, self._hashing, self._flushing = (ThreadPoolExecutor(1) for _ in range(3))
+        self._writing, self._hashing, self._summing, self._flushing = (
+            ThreadPoolExecutor(1) for _ in range(4)
+        )
         self._pending: collections.deque[Future[Any]] = collections.deque()
         self._batch: list[tuple[str, bytes | memoryview]] = []
         self._batched = 0
@@ -128,7 +130,8 @@ class _Writer:
         batch, self._batch, self._batched = self._batch, [], 0
         self._pending.append(self._writing.submit(self._put, [data for _, data in batch]))
         if self.digest is not None:
-            self._pending.append(self._hashing.submit(self._hash, batch))
+            self._pending.append(self._hashing.submit(self._hash, self.digest, batch))
+            self._pending.append(self._summing.submit(self._sum, batch))
 
     def _put(self, parts: list[bytes | memoryview]) -> None:
         while parts:
@@ -143,10 +146,12 @@ class _Writer:
             self._check_flush()
             self._flush, self._unflushed = self._flushing.submit(os.fdatasync, self.file.fileno()), 0
 
-    def _hash(self, batch: list[tuple[str, bytes | memoryview]]) -> None:
-        assert self.digest is not None
+    def _hash(self, digest: Any, batch: list[tuple[str, bytes | memoryview]]) -> None:
+        for _, data in batch:
+            digest.update(data)
+
+    def _sum(self, batch: list[tuple[str, bytes | memoryview]]) -> None:
         for tensor, data in batch:
-            self.digest.update(data)
             if tensor:
                 self.sums[tensor] = zlib.crc32(data, self.sums.get(tensor, 0))
 
@@ -166,7 +171,7 @@ class _Writer:
         return self.digest.hexdigest() if self.digest is not None else ""
 
     def close(self) -> None:
-        for threads in (self._writing, self._hashing, self._flushing):
+        for threads in (self._writing, self._hashing, self._summing, self._flushing):
             threads.shutdown(cancel_futures=True)
 
 
