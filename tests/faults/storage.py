@@ -35,7 +35,9 @@ def filled(lab: Lab, more: str = "") -> Outcome:
     rescued = lab.folder / "rescued"
     mount = {"at": str(lab.run), "kib": 6000}
     ran = lab.fork("alone", more, [fault], mounts=[mount], rescue=(str(lab.run), str(rescued)))
-    outcome = Outcome(remark="told, training goes on; the last save fails too, and the last valid step is kept")
+    outcome = Outcome(
+        remark="told, training goes on; the last save fails too, and the last valid step is kept"
+    )
     # In the background, the one of step 6 may still be under way.
     step = r"step [68]" if more else "step 8"
     sentence = rf"the checkpoint of {step} could not be saved .*No space left on device.* free.*earlier checkpoints are intact"
