@@ -79,9 +79,10 @@ def _complete_schedule(found: dict[str, Any]) -> None:
     iterations = found.get("train_iters") or -(-(found.get("train_samples") or size) // size)
     found["global_batch_size"], found["train_iters"] = size, iterations
     found["lr_decay_iters"] = found.get("lr_decay_iters") or iterations
-    decay = found.get("weight_decay", table()["weight_decay"].default)
-    for name in ("start_weight_decay", "end_weight_decay"):
-        found[name] = decay if found.get(name) is None else found[name]
+    if found.get("weight_decay_incr_style", "constant") != "constant":
+        decay = found.get("weight_decay", table()["weight_decay"].default)
+        for name in ("start_weight_decay", "end_weight_decay"):
+            found[name] = decay if found.get(name) is None else found[name]
     for name, least in (("lr_warmup_iters", 0), ("min_lr", 0.0)):
         found[name] = found.get(name) or least
 
