@@ -18,6 +18,7 @@ _STEADY = ("step", "reading data")
 # A step may take so many times as long as the longest before it.
 _TIMES_THE_LONGEST_STEP = 10
 _LEAST_SECONDS = 60.0
+_TIMES_OUTSIDE_STEPS = 5
 # Between two looks of ours: longer than that, and we were held up ourselves.
 _HELD_UP = 5.0
 
@@ -32,6 +33,11 @@ class Limits:
     @property
     def pulse(self) -> float:
         return _LEAST_SECONDS if self.heartbeat is None else self.heartbeat
+
+    def silence(self, beat: Beat) -> float:
+        """How long a rank may give no sign: reading or writing much can hold the interpreter, steps do not."""
+        steady = beat.phase in _STEADY or self.heartbeat is not None
+        return self.pulse if steady else _TIMES_OUTSIDE_STEPS * self.pulse
 
     def of(self, beat: Beat) -> float:
         """How long a rank may stay where it is."""
@@ -140,7 +146,9 @@ class HangWatch:
         if not beats or self.limits.heartbeat == 0:
             return None
         standing = [
-            Standing(s.beat, now - s.pulse_at, now - s.place_at, now - s.pulse_at > self.limits.pulse)
+            Standing(
+                s.beat, now - s.pulse_at, now - s.place_at, now - s.pulse_at > self.limits.silence(s.beat)
+            )
             for _, s in sorted(self._seen.items())
         ]
         limit = max(self.limits.of(s.beat) for s in standing)

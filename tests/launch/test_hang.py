@@ -67,6 +67,12 @@ def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
     )
 
 
+def test_a_long_load_may_hold_the_interpreter() -> None:
+    loading = replace(beat(0), phase="building the model")
+    assert Limits(None, 600.0).silence(loading) == 5 * Limits(None, 600.0).silence(beat(0))
+    assert Limits(20.0, 600.0).silence(loading) == 20, "unless the user says how long"
+
+
 @pytest.mark.parametrize(
     "change",
     [{"phase": "saving"}, {"phase": "evaluating"}, {"phase": "building the model"}, {"began": 7}],
