@@ -97,6 +97,10 @@ class CheckpointStore:
         """One rank's part, in files of this store's format; errors come back as text, so that the other ranks hear of them."""
         return write_part(temporary / f"rank-{rank:05d}.safetensors", parts)
 
+    def bytes_of(self, part: Fragment) -> int:
+        """What it takes on the disk."""
+        return part.values.numel() * part.values.element_size()
+
     def complete(
         self,
         temporary: Path,
@@ -127,8 +131,8 @@ class CheckpointStore:
         made, problem = self.temporary(step), ""
         if group.rank == 0:
             try:
-                # First of all, as they may be what fills the disk.
-                remove_steps(self.folder, ())
+                # First of all, as it may be what fills the disk.
+                self.remove_leftovers()
                 made.mkdir(parents=True)
             except OSError as error:
                 problem = f"rank 0: {error.strerror or error}"
@@ -147,9 +151,11 @@ class CheckpointStore:
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Gives a step whose files are written its manifest and its name; returns where it now lies."""
-        final = self._free_step(manifest.step)
         write_text(temporary / FILE_NAME, manifest.to_json())
         sync_folder(temporary)
+        # Last of all, as an earlier save of the same step may make way for it.
+        final = self._free_step(manifest.step)
+        self._verified.discard(final.name)
         temporary.rename(final)
         sync_folder(self.folder)
         self._point_to(final)
@@ -229,6 +235,10 @@ class CheckpointStore:
         """Whether a save would leave no step that was ever read and compared, had it not been for those it removes."""
         staying, going = self.divide(saved)
         return self.verify and bool(going) and not any(step.name in self._verified for step in staying)
+
+    def remove_leftovers(self) -> None:
+        """What killed saves and removals have left; nothing may be under way."""
+        remove_steps(self.folder, ())
 
     def remove_old(self, saved: int) -> None:
         remove_steps(self.folder, self.divide(saved)[1])
@@ -321,9 +331,11 @@ class _Save:
 
 
 def _is_finished(path: Path) -> bool:
-    """Others write steps called iter_0000100 as well: such a one is ours if it has our manifest."""
+    """Others write steps called iter_0000100 as well: such a one is ours if it has our manifest, or has lost it."""
     match = _STEP_NAME.fullmatch(path.name)
-    return match is not None and path.is_dir() and (match[3] is None or (path / FILE_NAME).is_file())
+    if match is None or not path.is_dir():
+        return False
+    return match[3] is None or any(next(path.glob(name), None) for name in (FILE_NAME, "rank-*.safetensors"))
 
 
 def _order(folder: Path) -> tuple[int, int]:

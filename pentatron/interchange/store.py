@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.cover import cover_problem
+from pentatron.checkpoint.load import WEIGHTS
 from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.parts import Written
 from pentatron.checkpoint.store import CheckpointStore
@@ -98,38 +99,40 @@ class TorchDistStore(CheckpointStore):
     def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> _Wrote:
         """This rank's files; errors come back as text, so that the other ranks hear of them."""
         try:
-            named = _RankFile(HashedFile(temporary / f"__{rank}_0.distcp"))
-        except OSError as error:
-            return _Wrote(failure=error.strerror or str(error))
-        beside: dict[str, Tensor] = {}
-        records: list[tuple[str, TensorRecord]] = []
-        path = temporary / f"rank-{rank:05d}.safetensors"
-        try:
-            for fragment in parts:
-                if fragment.values.numel() == 0:
-                    continue
-                kind, _, ours = fragment.tensor.partition("/")
-                if kind in ("weights", *KEPT):
-                    records.append((fragment.tensor, self._add(named, kind, ours, fragment)))
-                    continue
-                if fragment.tensor.startswith(_ROUTERS) and ours in self.links:
-                    named.add(self.links[ours], [""], fragment.start, fragment.values, torch.float32)
-                key = piece_key(
-                    fragment.tensor, tuple(fragment.shape), fragment.start, tuple(fragment.values.shape)
-                )
-                beside[key] = fragment.values
-                piece = StoredPiece(path.name, key, tuple(fragment.start), tuple(fragment.values.shape))
-                records.append((fragment.tensor, _one_piece(fragment, piece, fragment.values.dtype)))
-            files = [named.file.finish()]
-            if beside:
-                files.append(write_tensors(path, beside))
-            return _Wrote(files=tuple(files), places=tuple(named.places), records=tuple(records))
+            with HashedFile(temporary / f"__{rank}_0.distcp") as file:
+                return self._write(_RankFile(file), temporary / f"rank-{rank:05d}.safetensors", parts)
         except OSError as error:
             return _Wrote(failure=error.strerror or str(error))
         except (ValueError, KeyError, RuntimeError) as error:
             return _Wrote(mistake=f"{type(error).__name__}: {error}")
-        finally:
-            named.file.close()
+
+    def bytes_of(self, part: Fragment) -> int:
+        twice = part.tensor.startswith(WEIGHTS) and part.values.dtype != self.dtype
+        return super().bytes_of(part) + twice * part.values.numel() * self.dtype.itemsize
+
+    def _write(self, named: _RankFile, path: Path, parts: Sequence[Fragment]) -> _Wrote:
+        """What Megatron-LM has names for, and in a file of our own the rest."""
+        beside: dict[str, Tensor] = {}
+        records: list[tuple[str, TensorRecord]] = []
+        for fragment in parts:
+            if fragment.values.numel() == 0:
+                continue
+            kind, _, ours = fragment.tensor.partition("/")
+            if kind in ("weights", *KEPT):
+                records.append((fragment.tensor, self._add(named, kind, ours, fragment)))
+                continue
+            if fragment.tensor.startswith(_ROUTERS) and ours in self.links:
+                named.add(self.links[ours], [""], fragment.start, fragment.values, torch.float32)
+            key = piece_key(
+                fragment.tensor, tuple(fragment.shape), fragment.start, tuple(fragment.values.shape)
+            )
+            beside[key] = fragment.values
+            piece = StoredPiece(path.name, key, tuple(fragment.start), tuple(fragment.values.shape))
+            records.append((fragment.tensor, _one_piece(fragment, piece, fragment.values.dtype)))
+        files = [named.file.finish()]
+        if beside:
+            files.append(write_tensors(path, beside))
+        return _Wrote(files=tuple(files), places=tuple(named.places), records=tuple(records))
 
     def _add(self, named: _RankFile, kind: str, ours: str, fragment: Fragment) -> TensorRecord:
         """Weights twice where the run computes with others than it keeps; once under both names where they are the same."""
@@ -157,16 +160,14 @@ class TorchDistStore(CheckpointStore):
         tensors = _collected(record for wrote in everyone for record in wrote.records)
         places = [place for wrote in everyone for place in wrote.places]
         files = [file for wrote in everyone for file in wrote.files]
-        rest = _RankFile(HashedFile(temporary / f"__{len(everyone)}_0.distcp"))
-        try:
+        with HashedFile(temporary / f"__{len(everyone)}_0.distcp") as file:
+            rest = _RankFile(file)
             self._add_padding(rest, {place.theirs: place.dtype for place in places})
             offset, length = rest.file.save([None])
             nothing = Place("", None, (), "", rest.file.path.name, offset, length)
             places += rest.places
             places += [dataclasses.replace(nothing, theirs=name) for name in self._extra_states()]
             files.append(rest.file.finish())
-        finally:
-            rest.file.close()
         shapes = {
             place.theirs: self.shapes[_bare(place.theirs)] for place in places if place.start is not None
         }

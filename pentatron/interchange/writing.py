@@ -3,6 +3,7 @@
 A rank's `.distcp` file is one torch.save after the other; `.metadata` says which tensor each of them is a rectangle of.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -47,11 +48,16 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
+        self._failure: OSError | None = None
         self._file: BinaryIO = path.open("xb")
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._failure = error
+            raise
         self._digest.update(view)
         self.bytes += len(view)
         return len(view)
@@ -62,7 +68,13 @@ class HashedFile:
     def save(self, value: Any) -> tuple[int, int]:
         """Adds what torch.save makes of a value: (first byte, bytes)."""
         before = self.bytes
-        torch.save(value, self)  # type: ignore[arg-type]
+        try:
+            torch.save(value, self)  # type: ignore[arg-type]
+        except RuntimeError:
+            # Torch says that a position is not what it expected, and not that the disk is full.
+            if self._failure is not None:
+                raise self._failure from None
+            raise
         return before, self.bytes - before
 
     def finish(self) -> FileRecord:
@@ -71,8 +83,13 @@ class HashedFile:
         self._file.close()
         return FileRecord(self.path.name, self.bytes, self._digest.hexdigest())
 
-    def close(self) -> None:
-        self._file.close()
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Of a file that is not finished, something may be left to write, which fails once more where it has failed before.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def save_rectangle(file: HashedFile, values: Tensor, size: Shape, dtype: torch.dtype) -> tuple[int, int]:
@@ -81,12 +98,9 @@ def save_rectangle(file: HashedFile, values: Tensor, size: Shape, dtype: torch.d
 
 
 def write_whole(path: Path, write: bytes) -> FileRecord:
-    file = HashedFile(path)
-    try:
+    with HashedFile(path) as file:
         file.write(write)
         return file.finish()
-    finally:
-        file.close()
 
 
 def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Place]) -> list[FileRecord]:

@@ -1,5 +1,7 @@
 """When and what a run saves, and what it tells of it."""
 
+import contextlib
+
 from pentatron.checkpoint.saver import Saved, Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import NotSaved
@@ -86,7 +88,9 @@ class Checkpoints:
         Its failure is told as long as there will be another save, and raised at the end.
         """
         try:
-            self._tell(self.saver.settle(wait))
+            # A step that takes as long as a save would be taken for a hang.
+            with self.world.whereabouts.doing("saving") if wait else contextlib.nullcontext():
+                self._tell(self.saver.settle(wait))
         except NotSaved as failure:
             if wait:
                 raise

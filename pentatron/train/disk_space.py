@@ -4,6 +4,7 @@ import itertools
 import shutil
 from pathlib import Path
 
+from pentatron.checkpoint.parts import own_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
@@ -28,7 +29,7 @@ def disk_notes(
     left = saves_left(config, state.step)
     if left == 0:
         return []
-    size = checkpoint_bytes(world, model, optimizer)
+    size = checkpoint_bytes(world, model, optimizer, store)
 
     def judge() -> list[str]:
         return _judge(config, store, size, left, state.step)
@@ -36,15 +37,16 @@ def disk_notes(
     return on_some_ranks(world.is_first, judge, world.everyone) or []
 
 
-def checkpoint_bytes(world: World, model: ParallelModel, optimizer: AnyOptimizer) -> int:
+def checkpoint_bytes(
+    world: World, model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore
+) -> int:
     """What one takes, all files of all ranks together; the manifest is not worth counting."""
     parts = itertools.chain(
-        (f.values for f in optimizer.fragments(owned_only=True)),
-        (f.values for f in model.routers.fragments(owned_only=True)),
-        random_state(world).values(),
+        optimizer.fragments(owned_only=True),
+        model.routers.fragments(owned_only=True),
+        own_fragments(random_state(world)),
     )
-    own = sum(values.numel() * values.element_size() for values in parts)
-    return sum(gather_objects(own, world.everyone))
+    return sum(gather_objects(sum(map(store.bytes_of, parts)), world.everyone))
 
 
 def saves_left(config: RunConfig, step: int) -> int:
@@ -57,6 +59,8 @@ def saves_left(config: RunConfig, step: int) -> int:
 
 
 def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int, step: int) -> list[str]:
+    # A save begins with that too: a run that was killed while it saved must not be refused for what it left.
+    store.remove_leftovers()
     free = free_bytes(store.folder)
     if free < size:
         raise UserError(

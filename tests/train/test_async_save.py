@@ -15,10 +15,12 @@ import torch.distributed as dist
 import pentatron.checkpoint.parts as parts_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.manifest import read_manifest
+from pentatron.checkpoint.saver import Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import BadNumbers, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect
+from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.session import run_training
 from tests.harness import RanksFailed, distributed, run_distributed
 from tests.support import LLAMA, resolved
@@ -134,6 +136,25 @@ def test_a_stop_after_a_failure_saves_that_step_again(
     interrupt_at(4, monkeypatch)
     run(tmp_path / "a")
     assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000004"]
+
+
+def test_waiting_for_the_last_save_is_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes so long would be a hang, for which the job is ended."""
+    make, honest = Checkpoints.__init__, Saver.settle
+    made: list[Checkpoints] = []
+    phases: list[str] = []
+
+    def settle(self: Saver, wait: bool) -> Any:
+        if wait and self.under_way is not None:
+            phases.append(made[-1].world.whereabouts.phase)
+        return honest(self, wait)
+
+    monkeypatch.setattr(
+        Checkpoints, "__init__", lambda self, *given: (made.append(self), make(self, *given))[1]
+    )
+    monkeypatch.setattr(Saver, "settle", settle)
+    run(tmp_path / "a", "--async-save --train-iters 2 --save-interval 2")
+    assert phases == ["saving"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

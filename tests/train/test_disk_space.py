@@ -1,11 +1,13 @@
 """Room for checkpoints: what is needed is what is written, and what cannot fit is refused before the first step."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 import pentatron.train.disk_space as space_module
 from pentatron.checkpoint.find import find_step
+from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.config.errors import UserError
 from pentatron.train.disk_space import saves_left
 from tests.support import resolved
@@ -56,6 +58,31 @@ def test_those_that_are_kept_for_good_take_room_too(
     assert "more will lie in" not in capsys.readouterr().out
     run(tmp_path / "b", f"{words} --save-retain-interval 2")
     assert "6 more will lie in" in capsys.readouterr().out
+
+
+def test_what_a_killed_save_left_does_not_keep_a_run_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "a" / "checkpoints" / ".step-00000002.abcd"
+    left.mkdir(parents=True)
+    monkeypatch.setattr(space_module, "free_bytes", lambda folder: 0 if left.exists() else 10**12)
+    run(tmp_path / "a", "--train-iters 1")
+
+
+def test_a_step_that_has_weights_twice_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM's files have what a run computes with beside what it keeps."""
+    words = "--bf16 --ckpt-format torch_dist --train-iters 1"
+    run(tmp_path / "known", words)
+    found, _ = find_step(tmp_path / "known")
+    twice = sum(
+        math.prod(r.shape) for name, r in found.manifest.tensors.items() if name.startswith("weights/")
+    )
+    once = sum(math.prod(r.shape) * DTYPES[r.dtype].itemsize for r in found.manifest.tensors.values())
+    with_free(once + twice, monkeypatch)
+    with pytest.raises(UserError, match="nothing could be saved"):
+        run(tmp_path / "a", words)
+    with_free(once + 2 * twice, monkeypatch)
+    run(tmp_path / "a", words)
 
 
 def test_how_many_saves_are_left() -> None:

@@ -1,0 +1,77 @@
+"""What befalls a save in the format torch_dist: nothing is hidden from the other ranks, and nothing good is lost."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+import pentatron.checkpoint.store as store_module
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.errors import UserError
+from pentatron.interchange.store import store_for
+from pentatron.parallel.pieces import Fragment
+from pentatron.train.sources import Source
+from tests.checkpoint.steps import ALONE, newest, whole
+from tests.support import resolved
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61 --seq-length 16"
+
+
+def store_in(folder: Path, more: str = "") -> CheckpointStore:
+    return store_for(resolved(f"{MODEL} --ckpt-format torch_dist --save {folder} {more}").config)
+
+
+def parts() -> list[Fragment]:
+    return [whole("weights/embedding.word.weight", torch.rand(61, 32)), whole("rng/some", torch.rand(4000))]
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    config = resolved(MODEL).config.nested()
+    return store.save(step, parts(), {}, {"step": step}, config, ALONE)
+
+
+@pytest.mark.parametrize("room", [0, 3000, 9000])
+def test_a_disk_that_is_full_is_told_in_words(tmp_path: Path, room: int) -> None:
+    """Wherever it ends: in torch's own writer, in what is kept back until the end, or in the file beside."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        wrote = store_in(tmp_path).write_own(tmp_path, 0, parts())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (wrote.failure, wrote.mistake) == ("File too large", "")
+
+
+def test_a_folder_that_one_rank_does_not_see_is_told_too(tmp_path: Path) -> None:
+    wrote = store_in(tmp_path).write_own(tmp_path / "elsewhere", 1, parts())
+    assert wrote.failure == "No such file or directory"
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", "manifest.json"])
+def test_a_run_whose_steps_are_all_damaged_does_not_begin_anew(tmp_path: Path, damaged: str) -> None:
+    """Not when it is started again either, with the step set aside: that is what a supervisor does."""
+    (save(store_in(tmp_path), 1) / damaged).unlink()
+    source = Source(tmp_path, is_huggingface=False)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is usable .*iter_0000001.*--fresh"):
+            source.newest_step(verify=True, set_aside=True)
+
+
+def test_a_step_saved_again_takes_the_place_of_the_first_only_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path)
+    first = save(store, 1)
+    content = (first / "__0_0.distcp").read_bytes()
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module, "write_text", full)
+        with pytest.raises(UserError, match=r"could not be saved.*earlier checkpoints are intact"):
+            save(store, 1)
+    assert newest(store) == (1, []) and (first / "__0_0.distcp").read_bytes() == content
+    save(store, 1)
+    assert newest(store) == (1, []) and (first / "__0_0.distcp").read_bytes() != content, "control"
