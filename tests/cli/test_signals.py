@@ -92,13 +92,13 @@ import pentatron.checkpoint.store as store
 from pentatron.cli.main import run_entry
 from pentatron.config.entry import TRAIN
 
-save = store.CheckpointStore.save
+start = store.CheckpointStore.start
 
 def slowly(self, *words, **named):
     time.sleep(3)
-    return save(self, *words, **named)
+    return start(self, *words, **named)
 
-store.CheckpointStore.save = slowly
+store.CheckpointStore.start = slowly
 run_entry(TRAIN)
 """
 

@@ -88,13 +88,13 @@ def test_what_is_no_part_of_every_step_is_told_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, not divided by the steps between two lines; and a mean is over the steps there were."""
-    save = CheckpointStore.save
+    start = CheckpointStore.start
 
-    def slowly(*arguments: Any) -> Path:
+    def slowly(*arguments: Any) -> Any:
         time.sleep(0.2)
-        return save(*arguments)
+        return start(*arguments)
 
-    monkeypatch.setattr(CheckpointStore, "save", slowly)
+    monkeypatch.setattr(CheckpointStore, "start", slowly)
     asked: list[int] = []
     block = Timers.block
 
