@@ -1,5 +1,6 @@
 """`pentatron COMMAND ...`"""
 
+import errno
 import gc
 import io
 import os
@@ -102,6 +103,15 @@ def _sentences(action: Callable[[], int]) -> int:
         # The reader of our output (head, less) has left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # A log or a table of numbers; of a checkpoint it is told where it is saved.
+        complain(
+            f"{error.filename or 'a file of the run'} cannot be written ({error.strerror}); make room, or choose another --run-dir; "
+            f"checkpoints that were saved before are intact"
+        )
+        return UserError.exit_code
 
 
 def _speaks() -> bool:

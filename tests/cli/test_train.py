@@ -1,5 +1,6 @@
 """The command as a user runs it: real processes, real signals."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.cli.main import main
+from pentatron.cli.main import guarded, main
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -248,3 +249,19 @@ def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_pat
     assert err.count("RuntimeError: a bug") == 1
     assert "rank 1 of 2 failed with exit code 1 before its first step was done:\nTraceback" in err
     assert "not started again: what fails before the first step would fail again" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [(errno.ENOSPC, "train.log cannot be written (No space left on device); make room"), (errno.EACCES, "train.log cannot be opened (Permission denied)")],
+)  # fmt: skip
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    number: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> int:
+        raise OSError(number, os.strerror(number), "train.log")
+
+    assert guarded(fails) == 2
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(OSError, match="Input/output error"):
+        guarded(lambda: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))

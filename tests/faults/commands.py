@@ -187,13 +187,13 @@ class Running:
         self.started = time.time()
         self.followed = Followed(paths)
 
-    def wait(self, seconds: float = 120) -> Ran:
+    def wait(self, seconds: float = 120, leave: float = 5) -> Ran:
+        """`leave`: seconds that the others have after whoever was started has ended; then they are orphans."""
         deadline = time.monotonic() + seconds
         ends = [wait(max(0.0, deadline - time.monotonic())) for wait in self._waits]
         hung = None in ends
         if not hung:
-            # Workers may need a moment to notice that their launcher is gone.
-            until = time.monotonic() + 5
+            until = time.monotonic() + leave
             while self.members() and time.monotonic() < until:
                 time.sleep(_PAUSE)
         orphans = self.members()

@@ -189,7 +189,7 @@ def another_tokenizer(lab: Lab) -> Outcome:
 def dead_reader(lab: Lab) -> Outcome:
     fault = Fault("sample", "kill", step=0, once=lab.marker())
     ran, outcome = lab.fork(LAYOUT, "--num-workers 1", [fault]), Outcome()
-    outcome.told(ran, r"A process that reads data has died \(killed by SIGKILL\)", lab.when(), 10)
+    outcome.told(ran, r"a process that reads data has died \(killed by SIGKILL\)", lab.when(), 10)
     outcome.ended(ran, 2)
     again = lab.fork(LAYOUT, "--num-workers 1")
     outcome.expect(again.code == 0, again.text)

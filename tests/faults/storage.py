@@ -35,12 +35,12 @@ def filled(lab: Lab, more: str = "") -> Outcome:
     rescued = lab.folder / "rescued"
     mount = {"at": str(lab.run), "kib": 6000}
     ran = lab.fork("alone", more, [fault], mounts=[mount], rescue=(str(lab.run), str(rescued)))
-    outcome = Outcome(
-        remark="told, training goes on; the last save fails too, and the last valid step is kept"
-    )
-    # In the background, the one of step 6 may still be under way.
-    step = r"step [68]" if more else "step 8"
-    sentence = rf"the checkpoint of {step} could not be saved .*No space left on device.* free.*earlier checkpoints are intact"
+    outcome = Outcome(remark="told, training goes on, the last valid step is kept")
+    said = "the checkpoint of step 8 could not be saved "
+    if more:
+        # The one of step 6 may still be under way, or take the last byte from the log.
+        said = "(the checkpoint of step [68] could not be saved |a file of the run cannot be written )"
+    sentence = rf"{said}.*No space left on device.*(earlier checkpoints|checkpoints that were saved before) are intact"
     outcome.told(ran, sentence, lab.when())
     outcome.ended(ran, 2)
     (rescued / "ballast").unlink(missing_ok=True)
