@@ -146,7 +146,7 @@ class CheckpointStore:
         free = shutil.disk_usage(existing).free / 2**20
         return NotSaved(
             f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free); "
-            f"earlier checkpoints are intact"
+            f"earlier checkpoints are intact, and once this is mended the same command goes on from the newest"
         )
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pentatron.cli.convert import until_stopped
 from pentatron.cli.help import section_help
 from pentatron.cli.options import read_options
-from pentatron.cli.terminal import say
+from pentatron.cli.terminal import remark, say
 from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
@@ -126,6 +126,9 @@ def _verify(words: Sequence[str]) -> int:
                 if not problems and not options["json"]:
                     also = ", every number finite" if options["numbers"] else ""
                     display.say(f"{folder}: ok ({done}, {len(manifest.tensors)} tensors{also})")
+            if problems and not folder.exists():
+                remark(f"{folder} was removed while this command ran, as a run does with old steps")
+                continue
             for problem in problems if not options["json"] else ():
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")
             judged.append(_verdict(folder, problems))
@@ -166,7 +169,7 @@ def nothing_at(path: Path) -> UserError:
     if not path.exists():
         return UserError(f"{path} does not exist; name a run, its checkpoints, or one step of them")
     kind = foreign_kind(path)
-    what = f"it is {kind}" if kind else "it has no step"
+    what = f"it is {kind}" if kind else "it has no step; name a run, its checkpoints, or one step of them"
     return UserError(f"{path} holds no checkpoint of ours: {what}")
 
 

@@ -3,17 +3,19 @@
 import contextlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
-from pentatron.cli.terminal import say
+from pentatron.cli.terminal import remark, say
 from pentatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.compare import Difference, Side
+    from pentatron.checkpoint.store import Found
 
 # So many of each kind are written out; --json has all.
 _SHOWN = 20
@@ -25,6 +27,7 @@ class _Opened:
     config: dict[str, Any]
     run_state: dict[str, Any]
     is_huggingface: bool
+    step: "Found | None" = None
 
 
 def diff(words: Sequence[str]) -> int:
@@ -62,11 +65,22 @@ def diff(words: Sequence[str]) -> int:
     # Settings are told of, and decide nothing: the same numbers may come from another layout or another machine.
     states = [name for name, _, _ in told["run state"] if name.partition(".")[0] not in NO_STATE]
     same = not (beyond or told["only in A"] or told["only in B"] or states)
+    if not same:
+        _tell_of_damage([one.step for one in (ours, theirs) if one.step is not None])
     if options["json"]:
         say(json.dumps(_as_data(paths, same, told, differing, beyond, len(common)), indent=1))
     else:
         say("\n".join(_as_text(paths, same, told, differing, beyond, len(common), options["tolerance"])))
     return 0 if same else 1
+
+
+def _tell_of_damage(steps: "Sequence[Found]") -> None:
+    """Two steps may differ because one of them is no longer what was saved."""
+    from pentatron.checkpoint.checking import check_sums
+
+    for step in steps:
+        for problem in check_sums(step.folder, step.manifest, min(8, os.cpu_count() or 1), lambda _: None):
+            remark(f"{problem.sentence}; the difference may be this damage")
 
 
 def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
@@ -81,10 +95,10 @@ def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
         raise nothing_at(path)
     found, complaints = find_step(path)
     for complaint in complaints:
-        say(f"note: {complaint}; {found.folder.name} is compared")
+        remark(f"{complaint}; {found.folder.name} is compared")
     reader = closing.enter_context(StepReader(found.folder, found.manifest))
     side = Side(str(found.folder), outlines_of(found.manifest), reader.read)
-    return _Opened(side, found.manifest.config, found.manifest.run_state, is_huggingface=False)
+    return _Opened(side, found.manifest.config, found.manifest.run_state, is_huggingface=False, step=found)
 
 
 def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pentatron.checkpoint.survey import StepFacts
 
 _SHOWN_FILES = 12
+# Read before the others, and known to the guess at what a mistyped one means.
+_FLAGS = {"tensors": "", "stats": False, "json": False}
 # What people look for first in the state of a run; --json has all of it.
 _COUNTS = {
     "consumed_samples": "samples",
@@ -29,7 +31,7 @@ _COUNTS = {
 
 def inspect(words: Sequence[str]) -> int:
     flags, pattern = _pattern([word for word in words if word not in ("--stats", "--json")])
-    options, paths = read_checkpoint_options(flags, {}, 1, 1, "inspect PATH")
+    options, paths = read_checkpoint_options(flags, _FLAGS, 1, 1, "inspect PATH")
     del options
     with_statistics, as_json = "--stats" in words, "--json" in words
     from pentatron.checkpoint.survey import survey

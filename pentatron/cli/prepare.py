@@ -40,10 +40,19 @@ def prepare(words: Sequence[str], entry: EntryPoint, planned: Facts | None = Non
     if draft["job_id"] is None and "SLURM_JOB_ID" in os.environ:
         draft.derive("job_id", os.environ["SLURM_JOB_ID"], "environment SLURM_JOB_ID")
     facts = planned or _facts(draft, worker)
+    if draft["threads_per_process"] is None and planned is None and (threads := asked_threads(facts)):
+        draft.derive("threads_per_process", threads, "environment OMP_NUM_THREADS")
     # As a run does: who names something to load wants to go on from it.
     afresh = draft["fresh"] or not (entry.resumes or draft.given("load"))
     learn_from_loaded(draft, facts, afresh)
     return Prepared(resolve(draft, facts), facts, worker)
+
+
+def asked_threads(facts: Facts) -> int:
+    """What the user exported; the 1 that torchrun sets where nothing is exported is nobody's wish."""
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    asked = int(text) if text.isascii() and text.isdigit() else 0
+    return 0 if asked == 1 and facts.launcher else asked
 
 
 def _facts(draft: Draft, worker: Worker | None) -> Facts:

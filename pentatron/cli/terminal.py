@@ -20,3 +20,9 @@ def complain(text: str) -> None:
     """An error the user can act on, without a traceback."""
     sys.stderr.write(f"pentatron: {spoken(text)}\n")
     sys.stderr.flush()
+
+
+def remark(text: str) -> None:
+    """A note beside the answer of a command, which may be JSON for another program."""
+    sys.stderr.write(f"note: {spoken(text)}\n")
+    sys.stderr.flush()

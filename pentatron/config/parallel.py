@@ -151,7 +151,9 @@ class LaunchConfig:
         None, "worker processes to start (one per GPU; 1 without GPU)", also="--num-processes"
     )
     device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    threads_per_process: int | None = setting(None, "CPU threads of one worker (cores / processes)")
+    threads_per_process: int | None = setting(
+        None, "CPU threads of one worker (OMP_NUM_THREADS, else cores / processes)"
+    )
     master_port: int | None = setting(None, "port of the meeting point (a free one)")
     world_size: int | None = setting(
         None, "number of processes you expect; a different real number is refused"

@@ -35,7 +35,9 @@ class Endings:
         wished = self.config.exit_signal_handler and number.name == self.config.exit_signal
         return Ending(
             f"exiting program after receiving {number.name}.",
-            f"stopped by {signal_name(number)}",
+            "stopped as its launcher is gone"
+            if self.stop.is_left_alone
+            else f"stopped by {signal_name(number)}",
             0 if wished else _BY_SIGNAL + number,
             number,
         )

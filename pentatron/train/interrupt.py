@@ -1,5 +1,6 @@
 """Ctrl-C and termination signals as a request, honoured at the next step boundary."""
 
+import contextlib
 import os
 import signal
 import time
@@ -19,21 +20,30 @@ class StopRequest:
     Schedulers repeat their signals, or send a harder one after a warning; that must not break off the save they ask for.
     """
 
-    def __init__(self, launcher: int | None = None) -> None:
+    def __init__(self, launcher: int | None = None, tells: bool = False) -> None:
         self._received: signal.Signals | None = None
+        self._tells = tells
         self._launcher = launcher
         self._since = 0.0
 
     @property
     def signal(self) -> signal.Signals | None:
-        if self._received is None and self._launcher is not None and os.getppid() != self._launcher:
-            # Whoever would pass signals on to us is gone: end in good order rather than train on unseen.
-            return signal.SIGTERM
-        return self._received
+        # Without a launcher to pass signals on to us: end in good order rather than train on unseen.
+        return signal.SIGTERM if self.is_left_alone else self._received
+
+    @property
+    def is_left_alone(self) -> bool:
+        """The launcher is gone, which the kernel may have told us by SIGTERM, and nobody asked for anything else."""
+        gone = self._launcher is not None and os.getppid() != self._launcher
+        return gone and self._received in (None, signal.SIGTERM)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received, self._since = signal.Signals(number), time.monotonic()
+            if self._tells and number == signal.SIGINT:
+                # For a person who waits; a step and its save may take minutes. Not by Python's streams, which may be busy.
+                with contextlib.suppress(OSError):
+                    os.write(2, b"Ctrl-C: the run ends after this step; once more ends it at once\n")
         elif number == signal.SIGINT and not self._is_echo():
             raise KeyboardInterrupt
 
@@ -42,9 +52,9 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(launcher: int | None) -> Iterator[StopRequest]:
-    """Watches the signals, and, if a launcher's process id is given, that it lives."""
-    request = StopRequest(launcher)
+def stop_on_signals(launcher: int | None, tells: bool = False) -> Iterator[StopRequest]:
+    """Watches the signals, and, if a launcher's process id is given, that it lives. `tells`: that Ctrl-C came."""
+    request = StopRequest(launcher, tells)
     before = {number: signal.signal(number, request) for number in WATCHED}
     try:
         yield request

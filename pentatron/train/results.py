@@ -121,6 +121,7 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
     kept += ["performance_summary.json"] * log.save_performance_summary + [
         "memory/"
     ] * log.monitor_memory_continuously
+    kept = [name for name in kept if (folder.path / name).exists()]
     output.say(
         f"run folder: {folder.path} ({', '.join(kept)}), "
         f"checkpoints: {config.checkpoint.save if saves else 'none'}"

@@ -102,7 +102,7 @@ def open_session(
     display = open_display(config.log.progress_bar, shows_steps=own_lines) if world.is_first else Silent()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
-        stop = cleanup.enter_context(stop_on_signals(launcher))
+        stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
         checkpoints = Path(config.checkpoint.save)
         on_some_ranks(
             world.is_first,

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pentatron.checkpoint import checking
 from pentatron.checkpoint.compare import Side, compare_tensor
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import CheckpointStore
@@ -98,6 +100,37 @@ def test_verify_names_what_is_damaged(steps: Path, capsys: pytest.CaptureFixture
             len(problem["expected"]) == len(problem["found"]) == 64
             and problem["expected"] != problem["found"]
         )
+
+
+def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(
+    steps: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = checking.open_manifest
+
+    def open_late(folder: Path) -> object:
+        shutil.rmtree(folder) if folder.name == "step-00000001" else None
+        return opened(folder)
+
+    monkeypatch.setattr(checking, "open_manifest", open_late)
+    code, said = run(capsys, "verify", steps)
+    assert code == 0 and said.count(": ok") == 2
+    assert f"note: {steps / 'step-00000001'} was removed while this command ran" in said
+
+
+def test_a_difference_by_damage_is_told_beside_the_answer(
+    steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(steps / "step-00000002", steps.parent / "copy" / "step-00000002")
+    DAMAGE["payload bit"](other)
+    assert main(["checkpoint", "diff", str(steps / "step-00000002"), str(other), "--json"]) == 1
+    told = capsys.readouterr()
+    assert len(json.loads(told.out)["tensors"]) == 1
+    assert re.search(r"^note: .*copy.*sha256 is .*; the difference may be this damage\n$", told.err), told.err
+
+
+def test_mistakes_get_a_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --tensors?" in run(capsys, "inspect", tmp_path, "--tensor")[1]
+    assert "it has no step; name a run, its checkpoints, or one step" in run(capsys, "inspect", tmp_path)[1]
 
 
 def test_diff_of_a_step_with_itself_in_other_pieces(

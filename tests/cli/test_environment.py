@@ -14,7 +14,9 @@ from pentatron.cli.environment import (
     timeout_seconds,
 )
 from pentatron.cli.main import main
+from pentatron.cli.prepare import asked_threads
 from pentatron.config.address import meeting_point
+from pentatron.config.draft import Facts
 from pentatron.config.errors import UserError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -207,6 +209,16 @@ def test_meeting_points(url: str, expected: tuple[str, int] | None) -> None:
         return
     with pytest.raises(UserError, match="must look like tcp://HOST:PORT, for example tcp://localhost:12345"):
         split_meeting_point(url)
+
+
+@pytest.mark.parametrize(
+    ("exported", "launcher", "threads"), [("5", "", 5), ("5", "torchrun", 5), ("1", "", 1), ("1", "torchrun", 0), ("4,2", "", 0)]
+)  # fmt: skip
+def test_exported_threads_are_a_wish_unless_torchrun_filled_them_in(
+    environment: dict[str, str], exported: str, launcher: str, threads: int
+) -> None:
+    environment["OMP_NUM_THREADS"] = exported
+    assert asked_threads(Facts(2, 2, 8, launcher)) == threads
 
 
 def test_workers_inherit_threads_unless_the_user_chose(environment: dict[str, str]) -> None:

@@ -150,3 +150,4 @@ def test_workers_do_not_outlive_a_killed_launcher(run: Run) -> None:
     wait_until_gone(run.workers)
     last = losses(run.folder)[-1][0]
     assert (run.folder / "checkpoints" / f"step-{last:08d}").is_dir(), "and they leave in good order"
+    assert f"stopped as its launcher is gone after step {last};" in (run.folder / "train.log").read_text()

@@ -35,3 +35,20 @@ def test_without_a_launcher_the_second_signal_counts_at_once() -> None:
     request(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         request(signal.SIGINT, None)
+
+
+def test_the_first_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    request = StopRequest(tells=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        request(number, None)
+    StopRequest()(signal.SIGINT, None)
+    assert capfd.readouterr().err == "Ctrl-C: the run ends after this step; once more ends it at once\n"
+
+
+def test_a_launcher_that_is_gone_is_not_called_a_signal() -> None:
+    alone, asked = StopRequest(launcher=os.getppid() + 1), StopRequest(launcher=os.getppid() + 1)
+    asked(signal.SIGINT, None)
+    assert alone.is_left_alone and alone.signal == signal.SIGTERM
+    alone(signal.SIGTERM, None)
+    assert alone.is_left_alone, "the kernel's word of it"
+    assert not asked.is_left_alone
