@@ -144,6 +144,10 @@ def _is_agreed(code: int) -> bool:
     return code in TOLD or code - 128 in WATCHED
 
 
+def _is_wished(code: int) -> bool:
+    return code == 0 or -code in WATCHED or code - 128 in WATCHED
+
+
 def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Failure | None) -> Ended:
     stopped_by = signals.first
     if signals.is_impatient:
@@ -158,9 +162,9 @@ def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Fail
     if (
         hang is None
         and stopped_by is not None
-        and all(c in (0, -stopped_by, 128 + stopped_by) for c in codes)
+        and all(code is not None and _is_wished(code) for code in codes)
     ):
-        # Also of ranks that had not yet begun to listen, or listened no more.
+        # Also of ranks that had not yet begun to listen, or listened no more; a scheduler's harder signal may come then.
         if all(code == -stopped_by for code in codes):
             sys.stderr.write(f"pentatron: stopped by {stopped_by.name} before training began\n")
         return Ended(128 + stopped_by, stopped_by=stopped_by)

@@ -107,7 +107,8 @@ def line_of(text: str, flag: str) -> str:
         ("--lr", "--lr, --learning-rate X learning rate; default 0.0003"),
         ("--zero-stage", "--zero-stage 0|1|2|3, --use-distributed-optimizer what data-parallel ranks share: 0 nothing, "
                          "1 optimizer state, 2 + gradients, 3 + parameters; default 0"),
-        ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint check the checksums before resuming; default on"),
+        ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint check the checksums before resuming, and of "
+                                "a new checkpoint before the last checked one goes; default on"),
         ("--bf16", "--bf16 bf16 weights and activations, fp32 master weights and gradients"),
         ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, changes nothing"),
         ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "

@@ -313,9 +313,9 @@ def test_paths_of_a_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest
         find_step(tmp_path / "none")
     with pytest.raises(UserError, match=r"holds no usable checkpoint .it is a Hugging Face folder"):
         find_step(folder)
-    (tmp_path / "iter_0000500").mkdir()
+    (tmp_path / "iter_0000500" / "mp_rank_00").mkdir(parents=True)
     for find in (lambda: find_step(tmp_path), lambda: find_weights(str(tmp_path), verify=True)):
-        with pytest.raises(UserError, match=r"a format of Megatron-LM, which is not read here; convert them"):
+        with pytest.raises(UserError, match=r"iter_0000500 .*Megatron-LM.*--ckpt-format torch"):
             find()
 
 
