@@ -60,7 +60,13 @@ class TorchFile:
         self._last = None
 
     def get_slice(self, key: str) -> "_Rectangle":
-        place, start, size, shape = key.split("|")
+        try:
+            return self._rectangle(*key.split("|"))
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            # Keys are written by whoever wrote the manifest.
+            raise DamagedCheckpoint(f"nothing can be read by the key {key[:80]!r} ({error})") from None
+
+    def _rectangle(self, place: str, start: str, size: str, shape: str) -> "_Rectangle":
         if self._last is None or self._last[0] != place:
             self._last = place, self._tensor(place)
         whole, at, extent = self._last[1], _numbers(start), _numbers(size)

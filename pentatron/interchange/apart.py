@@ -27,6 +27,9 @@ _BUILTINS = frozenset(
 _TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
 _WRAPPERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _MEMORY_BYTES = 16 * 2**30
+# What may be printed, in about bytes: a small file can name one list many times, and that one another.
+_PRINTED = 2**28
+_OF_A_VALUE = 64
 
 
 class Refused(Exception):
@@ -147,18 +150,29 @@ def read_archive(path: str) -> Any:
             name, extra = (int.from_bytes(raw.read(2), "little") for _ in range(2))
             return entry.header_offset + 30 + name + extra, entry.file_size
 
-        return _plain(found, first_byte)
+        return _Printable(first_byte).plain(found)
 
 
-def _plain(value: Any, first_byte: Any) -> Any:
+class _Printable:
+    """Turns what was read into what JSON can say. `first_byte`: where a storage begins."""
+
+    def __init__(self, first_byte: Any) -> None:
+        self.first_byte, self.left = first_byte, _PRINTED
+
+    def plain(self, value: Any) -> Any:
+        self.left -= _OF_A_VALUE + (len(value) if isinstance(value, str) else 0)
+        if self.left < 0:
+            raise ValueError("it holds more than any checkpoint")
+        return _plain(value, self.plain, self.first_byte)
+
+
+def _plain(value: Any, plain: Any, first_byte: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item, first_byte) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {
-            str(key): _plain(item, first_byte) for key, item in value.items() if not isinstance(key, Inert)
-        }
+        return {str(key): plain(item) for key, item in value.items() if not isinstance(key, Inert)}
     if isinstance(value, type) and issubclass(value, Inert):
         return {"~": value.origin}
     if not isinstance(value, Inert):
@@ -166,12 +180,12 @@ def _plain(value: Any, first_byte: Any) -> Any:
     if value.origin in _TENSORS:
         return _tensor(value.args, first_byte)
     if value.origin in _WRAPPERS:
-        return _plain(value.args[0], first_byte)
+        return plain(value.args[0])
     if value.origin == "argparse.Namespace":
-        return _plain(value.state or {}, first_byte)
+        return plain(value.state or {})
     if value.origin.endswith(".BytesIO") or value.origin == "storage":
         return {"~": value.origin}
-    return {"~": value.origin, "of": _plain(list(value.args), first_byte)}
+    return {"~": value.origin, "of": plain(list(value.args))}
 
 
 def _tensor(args: tuple[Any, ...], first_byte: Any) -> dict[str, Any]:

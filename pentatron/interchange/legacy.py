@@ -64,8 +64,8 @@ class _Rank:
         """The stages of a rank: one, or several where stages are virtual."""
         if "model" in self.content:
             return [self.content["model"]]
-        names = sorted(n for n in self.content if re.fullmatch(r"model\d+", n))
-        return [self.content[name] for name in names]
+        numbers = sorted(int(n[len("model") :]) for n in self.content if re.fullmatch(r"model\d+", n))
+        return [self.content[f"model{number}"] for number in numbers]
 
 
 def open_legacy(folder: Path) -> Contents:

@@ -31,6 +31,14 @@ _FOREIGN = {
     "encoder_num_layers": None,
     "quick_geglu": False,
     "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+    "softmax_type": "vanilla",
+    "no_rope_freq": None,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "experimental_attention_variant": None,
+    "hybrid_override_pattern": None,
+    "is_hybrid_model": False,
 }
 
 
@@ -56,8 +64,9 @@ def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
         found["position_embedding_type"] = "rope"
     if not args.get("group_query_attention"):
         found["num_query_groups"] = args.get("num_attention_heads")
-    if isinstance(args.get("moe_layer_freq"), list):
-        found["moe_layer_freq"] = str(args["moe_layer_freq"]).replace(" ", "")
+    for name in ("moe_layer_freq", "window_attn_skip_freq"):
+        if isinstance(args.get(name), list):
+            found[name] = str(args[name]).replace(" ", "")
     if found.get("vocab_size") is None:
         found["vocab_size"] = args.get("padded_vocab_size")
     _complete_schedule(found)

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from pentatron.checkpoint.manifest import DamagedCheckpoint
+from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.config.errors import UserError
 from pentatron.interchange.found import read_megatron
+from pentatron.interchange.legacy import _Rank
 from pentatron.interchange.reading import read_apart
+from pentatron.interchange.settings import our_settings
 from tests.interchange.test_runs import TORCH_DIST, without_manifest
 from tests.train.test_loaded import train
 
@@ -119,3 +123,35 @@ def test_an_index_cannot_name_files_elsewhere(clean: Path, tmp_path: Path) -> No
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match=r"lies in \.\./other\.distcp, which is no file of this folder"):
         read_megatron(tmp_path / "folder")
+
+
+def test_a_small_file_cannot_become_a_large_answer(tmp_path: Path) -> None:
+    """A list that names another ten times, which names another ten times."""
+    nested: list[Any] = ["more"] * 10
+    for _ in range(12):
+        nested = [nested] * 10
+    torch.save({"args": nested}, tmp_path / "common.pt")
+    with pytest.raises(UserError, match="it holds more than any checkpoint"):
+        read_apart(tmp_path / "common.pt")
+
+
+def test_stages_of_a_rank_come_in_the_order_of_their_numbers() -> None:
+    """The tenth is not between the first and the second: layers would change places, and nothing would show it."""
+    chunks = {f"model{number}": {"is": number} for number in range(12)}
+    assert [chunk["is"] for chunk in _Rank(0, 0, 0, "file", chunks).chunks] == list(range(12))
+
+
+def test_what_would_make_another_model_is_refused_or_taken() -> None:
+    arguments = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "window_attn_skip_freq": [1, 0]}
+    assert our_settings(arguments, "it")["window_attn_skip_freq"] == "[1,0]"
+    with pytest.raises(UserError, match="not built here: it was made with softmax_type = learnable"):
+        our_settings({**arguments, "softmax_type": "learnable"}, "it")
+
+
+@pytest.mark.parametrize(
+    "key", ["", "a|b|c|d", "saved:0:9999999||1|1", "plain:0:float99:1|0|1|1", "plain:-9:float32:1|0|1|1"]
+)
+def test_a_key_that_leads_nowhere_is_damage(tmp_path: Path, key: str) -> None:
+    (tmp_path / "some.pt").write_bytes(bytes(64))
+    with TorchFile(tmp_path / "some.pt") as file, pytest.raises(DamagedCheckpoint):
+        file.get_slice(key)
