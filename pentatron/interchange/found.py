@@ -1,6 +1,9 @@
 """A checkpoint of Megatron-LM, opened as if it were one of ours."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pentatron.checkpoint.find import megatron_step
 from pentatron.checkpoint.store import Found
@@ -23,17 +26,47 @@ def read_megatron(path: Path) -> tuple[Found, list[str]]:
         raise UserError(
             f"{folder} is not complete: there is no .metadata or no metadata.json; name another checkpoint"
         )
-    contents = open_torch_dist(folder) if kind == "torch_dist" else open_legacy(folder)
+    try:
+        contents = open_torch_dist(folder) if kind == "torch_dist" else open_legacy(folder)
+        opened = as_found(contents)
+    except UserError:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
+        # Whoever wrote the files may have written anything into them.
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(
+            f"{folder} makes no sense as a checkpoint of Megatron-LM ({reason}); name another one"
+        ) from error
     remarks = [
         f"{folder} is a checkpoint of Megatron-LM: what is pickled in it was read by a process apart, and nothing of it ran",
         *contents.remarks,
     ]
-    return as_found(contents), remarks
+    return opened, remarks
 
 
 def as_found(contents: Contents) -> Found:
     settings = our_settings(contents.arguments, str(contents.folder))
+    _require_plausible(contents, settings)
     defaults = {name: item.default for name, item in table().items()}
     config = build({**defaults, **settings})
     state = run_state_of(contents.common, contents.arguments, contents.iteration)
     return Found(contents.folder, manifest_of(contents, config.model, config.moe, state, config.nested()))
+
+
+def _require_plausible(contents: Contents, settings: Mapping[str, Any]) -> None:
+    """Names and sizes of a model are listed before a tensor of it is looked for: there must not be more than its tensors have."""
+    elements = sum(math.prod(stored.shape) for stored in contents.tensors.values())
+    for name in ("num_layers", "num_experts"):
+        if (settings.get(name) or 0) * settings["hidden_size"] > elements:
+            raise UserError(
+                f"{contents.folder} cannot be the model that it describes ({name} {settings[name]} of hidden_size "
+                f"{settings['hidden_size']}, and all tensors have {elements} elements); name another checkpoint"
+            )

@@ -142,7 +142,12 @@ def test_stages_of_a_rank_come_in_the_order_of_their_numbers() -> None:
 
 
 def test_what_would_make_another_model_is_refused_or_taken() -> None:
-    arguments = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "window_attn_skip_freq": [1, 0]}
+    arguments = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "window_attn_skip_freq": [1, 0],
+    }
     assert our_settings(arguments, "it")["window_attn_skip_freq"] == "[1,0]"
     with pytest.raises(UserError, match="not built here: it was made with softmax_type = learnable"):
         our_settings({**arguments, "softmax_type": "learnable"}, "it")
@@ -155,3 +160,29 @@ def test_a_key_that_leads_nowhere_is_damage(tmp_path: Path, key: str) -> None:
     (tmp_path / "some.pt").write_bytes(bytes(64))
     with TorchFile(tmp_path / "some.pt") as file, pytest.raises(DamagedCheckpoint):
         file.get_slice(key)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("consumed_train_samples", "x"), ("kv_channels", -1), ("num_layers", 10**12)]
+)
+def test_arguments_that_make_no_sense_are_a_sentence(
+    name: str, value: Any, clean: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(clean, tmp_path / "folder")
+    file = tmp_path / "folder" / "iter_0000001" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    setattr(common["args"], name, value)
+    torch.save(common, file)
+    with pytest.raises(UserError, match=r"makes no sense|cannot be the model"):
+        read_megatron(tmp_path / "folder")
+
+
+def test_an_index_that_makes_no_sense_is_a_sentence(clean: Path, tmp_path: Path) -> None:
+    shutil.copytree(clean, tmp_path / "folder")
+    file = tmp_path / "folder" / "iter_0000001" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for place in metadata.storage_data.values():
+        place.offset = "here"
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="makes no sense as a checkpoint"):
+        read_megatron(tmp_path / "folder")
