@@ -103,14 +103,20 @@ def with_sums(tensors: Mapping[str, TensorRecord], crc32: Mapping[str, str]) -> 
     }
 
 
+def whole_tensors(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    """Every tensor with all its pieces; ValueError unless they make it up exactly."""
+    tensors = _collect(records)
+    for name, record in tensors.items():
+        problem = record.problem(name)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
+    return tensors
+
+
 def manifest_of(
     step: int, everyone: Sequence[Written], run_state: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Manifest:
     """What all ranks wrote, once it is sure that the pieces make up every tensor exactly."""
     files = {written.file.name: written.file for written in everyone if written.file is not None}
-    tensors = _collect(record for written in everyone for record in written.tensors.items())
-    for name, record in tensors.items():
-        problem = record.problem(name)
-        if problem is not None:
-            raise ValueError(f"{name}: {problem}")
+    tensors = whole_tensors(record for written in everyone for record in written.tensors.items())
     return Manifest(step, files, tensors, dict(run_state), dict(config))

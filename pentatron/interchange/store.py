@@ -17,7 +17,7 @@ from torch import Tensor
 from pentatron.checkpoint.cover import cover_problem
 from pentatron.checkpoint.load import WEIGHTS
 from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
-from pentatron.checkpoint.parts import Written
+from pentatron.checkpoint.parts import Written, whole_tensors
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
 from pentatron.checkpoint.torch_file import rectangle_key, saved_place
@@ -157,7 +157,7 @@ class TorchDistStore(CheckpointStore):
         config: Mapping[str, Any],
     ) -> Manifest:
         """Rank 0 adds what belongs to no rank, once it is sure that the parts make up every tensor exactly."""
-        tensors = _collected(record for wrote in everyone for record in wrote.records)
+        tensors = whole_tensors(record for wrote in everyone for record in wrote.records)
         places = [place for wrote in everyone for place in wrote.places]
         files = [file for wrote in everyone for file in wrote.files]
         with HashedFile(temporary / f"__{len(everyone)}_0.distcp") as file:
@@ -238,28 +238,6 @@ def _bare(theirs: str) -> str:
 
 def _one_piece(fragment: Fragment, piece: StoredPiece, dtype: torch.dtype) -> TensorRecord:
     return TensorRecord(str(dtype).removeprefix("torch."), tuple(fragment.shape), (piece,))
-
-
-def _collected(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    found: dict[str, TensorRecord] = {}
-    for name, record in records:
-        known = found.get(name)
-        if known is None:
-            found[name] = record
-        elif (known.dtype, known.shape) != (record.dtype, record.shape):
-            raise ValueError(
-                f"{name} is {known.dtype} {list(known.shape)} in one part and {record.dtype} in another"
-            )
-        else:
-            found[name] = dataclasses.replace(known, pieces=(*known.pieces, *record.pieces))
-    made = {}
-    for name, record in sorted(found.items()):
-        record = dataclasses.replace(record, pieces=tuple(sorted(record.pieces, key=lambda p: p.start)))
-        problem = record.problem(name)
-        if problem is not None:
-            raise ValueError(f"{name}: {problem}")
-        made[name] = record
-    return made
 
 
 def _require_whole(shapes: Mapping[str, Shape], places: Iterable[Place]) -> None:

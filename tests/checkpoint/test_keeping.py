@@ -57,7 +57,12 @@ def test_a_new_step_that_is_damaged_replaces_nothing(tmp_path: Path, monkeypatch
     """A disk that says it has written and has not: found before the only good step goes."""
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
-    honest = CheckpointStore.commit
+    honest, rename = CheckpointStore.commit, Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if "damaged" in target.name:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
 
     def commit(self: CheckpointStore, temporary: Path, manifest: Manifest) -> Path:
         final = honest(self, temporary, manifest)
@@ -72,8 +77,14 @@ def test_a_new_step_that_is_damaged_replaces_nothing(tmp_path: Path, monkeypatch
             save(store, 2)
     assert newest(store) == (1, []) and [p.name for p in store.damaged()] == ["step-00000002.damaged"]
     assert (tmp_path / "latest").read_text() == "step-00000001\n" and (tmp_path / TRACKER).read_text() == "1"
-    save(store, 3)
-    assert numbers(store) == [3], "control"
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "commit", commit)
+        patched.setattr(Path, "rename", full)
+        with pytest.raises(UserError, match=r"step 3 could not be saved.*weights/b is damaged"):
+            save(store, 3)
+    assert (tmp_path / "step-00000001").is_dir() and newest(store)[0] == 1
+    save(store, 4)
+    assert numbers(store) == [4], "control"
 
 
 def test_the_tracker_has_the_number_and_misleads_nobody(tmp_path: Path) -> None:
