@@ -1,6 +1,5 @@
 """Everything that is wrong with a step, rather than the first thing: `newest_valid` needs to know that, people need to know what."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,10 +9,8 @@ from pentatron.checkpoint.load import StepReader
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest, what_is_damaged
 from pentatron.checkpoint.retention import number_of
 from pentatron.checkpoint.statistics import statistics_of
-from pentatron.checkpoint.tensor_file import DTYPES
+from pentatron.checkpoint.tensor_file import DTYPES, hash_file
 from pentatron.config.errors import UserError
-
-_READ_BYTES = 4 * 2**20
 
 # Told of bytes as they are read.
 Tell = Callable[[int], None]
@@ -56,7 +53,7 @@ def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> li
 def _check_sum(folder: Path, manifest: Manifest, name: str, tell: Tell) -> Iterator[Problem]:
     expected, path = manifest.files[name].sha256, folder / name
     try:
-        found = _sum(path, tell)
+        found = hash_file(path, tell=tell)
         if found == expected:
             return
         names, said = what_is_damaged(path, manifest)
@@ -66,16 +63,6 @@ def _check_sum(folder: Path, manifest: Manifest, name: str, tell: Tell) -> Itera
         return
     sentence = f"{path}: sha256 is {found[:12]}…, not {expected[:12]}…; {said}"
     yield Problem(sentence, name, tuple(names), expected, found)
-
-
-def _sum(path: Path, tell: Tell) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-            tell(count)
-    return digest.hexdigest()
 
 
 def check_numbers(folder: Path, manifest: Manifest, tell: Tell) -> list[Problem]:

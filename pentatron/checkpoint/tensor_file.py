@@ -249,14 +249,19 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def hash_file(path: Path, cold: bool = False) -> str:
-    """SHA-256 of a file. `cold`: of what lies on the disk, where the system still has it in memory as it was written."""
+def hash_file(path: Path, cold: bool = False, tell: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file. `cold`: of what lies on the disk, where the system still has it in memory as it was written.
+
+    `tell` is told of bytes as they are read.
+    """
     digest, block = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
         if cold and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while size := file.readinto(block):
             digest.update(block[:size])
+            if tell is not None:
+                tell(size)
     return digest.hexdigest()
 
 
