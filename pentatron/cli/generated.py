@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.terminal import say
+from pentatron.cli.terminal import say, show
 from pentatron.config.errors import UserError
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.models.generate import require_room
@@ -69,23 +69,23 @@ class Words:
                     complete += 1
 
     def _stream(self, made: Iterable[tuple[int, Text]]) -> None:
-        _write(self._prompt(0))
+        show(self._prompt(0))
         text, shown = None, Shown(self.tokenizer) if self.tokenizer is not None else None
         for _, text in made:
             if not self.as_tokens and shown is not None:
-                _write(shown.more(text))
+                show(shown.more(text))
             elif text.end != "stop":
-                _write(f",{text.tokens[-1]}")
-        _write("\n")
+                show(f",{text.tokens[-1]}")
+        show("\n")
         self._say_why(0, text)
 
     def _show_whole(self, number: int, text: Text) -> None:
-        _write(f"--- prompt {number + 1} of {len(self.prompts)} ---\n{self._prompt(number)}")
+        show(f"--- prompt {number + 1} of {len(self.prompts)} ---\n{self._prompt(number)}")
         if self.tokenizer is not None and not self.as_tokens:
-            _write(text.decoded(self.tokenizer))
+            show(text.decoded(self.tokenizer))
         else:
-            _write("".join(f",{token}" for token in text.tokens))
-        _write("\n")
+            show("".join(f",{token}" for token in text.tokens))
+        show("\n")
         self._say_why(number, text)
 
     def _prompt(self, number: int) -> str:
@@ -119,11 +119,3 @@ def note(text: str) -> None:
     """Beside the texts, for people."""
     sys.stderr.write(f"note: {text}\n")
     sys.stderr.flush()
-
-
-def _write(text: str) -> None:
-    # A young model writes control characters, which a terminal would obey; a file gets them as they are.
-    if sys.stdout.isatty():
-        text = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pentatron.cli.options import read_options
-from pentatron.cli.terminal import say
+from pentatron.cli.terminal import say, show
 from pentatron.config.errors import UserError
 
 USAGE = """usage: huggingface_reference.py --model_path FOLDER --prompt TEXT [--max-new-tokens N]
@@ -29,7 +29,8 @@ def reference_command(words: Sequence[str]) -> int:
     if count < 1:
         raise UserError(f"--max-new-tokens {count} must be 1 or more")
     tokens, text = _greedy(folder, prompt, count)
-    say(f"tokens: {','.join(map(str, tokens))}\ntext: {prompt}{text}")
+    say(f"tokens: {','.join(map(str, tokens))}")
+    show(f"text: {prompt}{text}\n")
     say(f"the same here: pentatron generate {folder} {shlex.quote(prompt)} --greedy --max-new-tokens {count}")
     return 0
 
