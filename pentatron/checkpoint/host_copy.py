@@ -82,12 +82,13 @@ def _reached(devices: set[torch.device]) -> dict[torch.device, Any]:
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]], after: dict[torch.device, Any] | None = None) -> None:
     """On a GPU in a stream of its own, beside what is computed."""
     for device, reached in (after or _reached({values.device for values, _ in pairs})).items():
-        with torch.cuda.stream(torch.cuda.Stream(device)) as stream:
-            stream.wait_event(reached)
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(reached)
+        with torch.cuda.stream(stream):
             for values, place in pairs:
                 if values.device == device:
                     place.copy_(values, non_blocking=True)
-            stream.synchronize()
+        stream.synchronize()
     for values, place in pairs:
         if values.device.type != "cuda":
             _copy_in_memory(values.detach(), place)

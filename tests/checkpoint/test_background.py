@@ -163,3 +163,16 @@ def test_a_folder_that_cannot_be_made_stops_nobody_from_updating(tmp_path: Path)
         begin(saving, 1)
     saving.wait_until_copied()
     assert saving.settle(wait=True) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies from a GPU go through a stream of its own")
+def test_a_copy_of_a_gpu_is_of_the_moment_it_was_begun() -> None:
+    values, changing = torch.randn(1000, 1000, device="cuda"), torch.randn(10, device="cuda")
+    expected = values.cpu(), changing.cpu()
+    copy = HostCopy()
+    parts = [Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in (("a", values), ("b", changing))]
+    finish = copy.begin(parts[:1], parts[1:])
+    changing.zero_()
+    found = {part.tensor: part.values for part in finish()}
+    copy.wait()
+    assert torch.equal(found["a"], expected[0]) and torch.equal(found["b"], expected[1])
