@@ -170,7 +170,9 @@ def test_a_copy_of_a_gpu_is_of_the_moment_it_was_begun() -> None:
     values, changing = torch.randn(1000, 1000, device="cuda"), torch.randn(10, device="cuda")
     expected = values.cpu(), changing.cpu()
     copy = HostCopy()
-    parts = [Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in (("a", values), ("b", changing))]
+    parts = [
+        Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in (("a", values), ("b", changing))
+    ]
     finish = copy.begin(parts[:1], parts[1:])
     changing.zero_()
     found = {part.tensor: part.values for part in finish()}
