@@ -1,6 +1,6 @@
 """Everything that is wrong with a step, rather than the first thing: `newest_valid` needs to know that, people need to know what."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +9,9 @@ from pentatron.checkpoint.load import StepReader
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest, what_is_damaged
 from pentatron.checkpoint.retention import number_of
 from pentatron.checkpoint.statistics import statistics_of
-from pentatron.checkpoint.tensor_file import DTYPES, hash_file
+from pentatron.checkpoint.sums import Tell, sum_of_file
+from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.config.errors import UserError
-
-# Told of bytes as they are read.
-Tell = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,10 @@ def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> li
 
 
 def _check_sum(folder: Path, manifest: Manifest, name: str, tell: Tell) -> Iterator[Problem]:
-    expected, path = manifest.files[name].sha256, folder / name
+    record, path = manifest.files[name], folder / name
+    expected = record.sha256
     try:
-        found = hash_file(path, tell=tell)
+        found = sum_of_file(path, record.block_bytes, tell=tell)
         if found == expected:
             return
         names, said = what_is_damaged(path, manifest)

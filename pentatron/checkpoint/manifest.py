@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint consists of. Written last, so that a folder without one is no checkpoint.
 
-Version 1 stored every tensor in one piece under its own name; such manifests are read as what they are, a special
-case of version 2. Sums of single pieces came later; programs that do not know them pass over them.
+Version 1 stored every tensor in one piece under its own name, and version 2 took the sum of a file's bytes in one; such manifests are
+read as what they are, special cases of version 3. Sums of single pieces came later; programs that do not know them pass over them.
 """
 
 import hashlib
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from pentatron.checkpoint.cover import cover_problem
-from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, hash_file, piece_sums
+from pentatron.checkpoint.sums import sum_of_file
+from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, piece_sums
 from pentatron.checkpoint.untrusted import check_types, is_inside, read_json, too_large
 from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Shape
 
 FORMAT = "pentatron-checkpoint"
-VERSION = 2
+VERSION = 3
 FILE_NAME = "manifest.json"
 
 
@@ -87,7 +88,8 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "files": {
-                n: {"name": r.name, "bytes": r.bytes, "sha256": r.sha256} for n, r in self.files.items()
+                n: {"name": r.name, "bytes": r.bytes, "sha256": r.sha256, "block_bytes": r.block_bytes}
+                for n, r in self.files.items()
             },
             "tensors": {name: _plain(record) for name, record in self.tensors.items()},
             "run_state": self.run_state,
@@ -217,8 +219,14 @@ def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bo
     """The same for these files, as many at a time as this process has threads. `cold`: as the disk has them, not as memory does."""
     if not names:
         return
-    with ThreadPoolExecutor(max(1, min(len(names), torch.get_num_threads()))) as threads:
-        sums = list(threads.map(lambda name: hash_file(folder / name, cold), names))
+    count = torch.get_num_threads()
+    of_each = max(1, count // len(names))
+
+    def sum_of(name: str) -> str:
+        return sum_of_file(folder / name, manifest.files[name].block_bytes, of_each, cold)
+
+    with ThreadPoolExecutor(max(1, min(len(names), count))) as threads:
+        sums = list(threads.map(sum_of, names))
     bad = [(name, found) for name, found in zip(names, sums) if found != manifest.files[name].sha256]
     if bad:
         name, found = bad[0]

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.checkpoint.bases import read_bases
-from pentatron.checkpoint.checking import Problem, Tell, check_sums, open_manifest
+from pentatron.checkpoint.checking import Problem, check_sums, open_manifest
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.retention import Retention, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.sums import Tell
 from pentatron.config.errors import UserError
 
 

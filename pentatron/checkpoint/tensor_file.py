@@ -5,7 +5,6 @@ needs both, and one pass over the bytes. Reading goes through the library.
 """
 
 import collections
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from pentatron.checkpoint.sums import READ_BYTES, SUM_BLOCK_BYTES, BlockSums
 from pentatron.config.parsing import parse_json
 from pentatron.parallel.pieces import Shape, region
 
@@ -31,8 +31,6 @@ _BLOCKS_AHEAD = 6
 # Smaller tensors are written together, until they come to so much or are so many.
 _BATCH_BYTES = 8 * 2**20
 _BATCH_PARTS = 512
-# At a time, where files are only looked at.
-_READ_BYTES = 2**20
 # What the safetensors library accepts.
 _LARGEST_HEADER = 100_000_000
 # What is written goes to the disk in portions of about this size.
@@ -73,11 +71,12 @@ def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says about one file."""
+    """What a manifest says about one file. `block_bytes`: what its sum is made of (see sums.py)."""
 
     name: str
     bytes: int
     sha256: str
+    block_bytes: int = 0
     # CRC-32 of each tensor by its name in the file; a manifest has them where it lists the pieces.
     crc32: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -99,18 +98,17 @@ Read = Callable[[str, Shape, Shape], Tensor]
 
 
 class _Writer:
-    """Writes, hashes and sums in threads of their own, as all can go on while the next block is fetched.
+    """Writes and takes sums in threads of their own, as all can go on while the next block is fetched.
 
     One more sends to the disk what was written, so that little is left to wait for in the end.
     """
 
     def __init__(self, file: FileIO, hashed: bool) -> None:
-        self.file, self.digest, self.bytes = file, hashlib.sha256() if hashed else None, 0
+        self.file, self.bytes = file, 0
+        self.blocks = BlockSums(torch.get_num_threads()) if hashed else None
         # Of each tensor, so that damage can be named more exactly than by the file.
         self.sums: dict[str, int] = {}
-        self._writing, self._hashing, self._summing, self._flushing = (
-            ThreadPoolExecutor(1) for _ in range(4)
-        )
+        self._writing, self._summing, self._flushing = (ThreadPoolExecutor(1) for _ in range(3))
         self._pending: collections.deque[Future[Any]] = collections.deque()
         self._batch: list[tuple[str, bytes | memoryview]] = []
         self._batched = 0
@@ -129,8 +127,9 @@ class _Writer:
         self._wait(_BLOCKS_AHEAD)
         batch, self._batch, self._batched = self._batch, [], 0
         self._pending.append(self._writing.submit(self._put, [data for _, data in batch]))
-        if self.digest is not None:
-            self._pending.append(self._hashing.submit(self._hash, self.digest, batch))
+        if self.blocks is not None:
+            for _, data in batch:
+                self._pending.extend(self.blocks.add(data))
             self._pending.append(self._summing.submit(self._sum, batch))
 
     def _put(self, parts: list[bytes | memoryview]) -> None:
@@ -145,10 +144,6 @@ class _Writer:
         if self._unflushed >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
             self._check_flush()
             self._flush, self._unflushed = self._flushing.submit(os.fdatasync, self.file.fileno()), 0
-
-    def _hash(self, digest: Any, batch: list[tuple[str, bytes | memoryview]]) -> None:
-        for _, data in batch:
-            digest.update(data)
 
     def _sum(self, batch: list[tuple[str, bytes | memoryview]]) -> None:
         for tensor, data in batch:
@@ -168,11 +163,13 @@ class _Writer:
         self._send()
         self._wait(0)
         self._check_flush()
-        return self.digest.hexdigest() if self.digest is not None else ""
+        return self.blocks.finish() if self.blocks is not None else ""
 
     def close(self) -> None:
-        for threads in (self._writing, self._hashing, self._summing, self._flushing):
+        for threads in (self._writing, self._summing, self._flushing):
             threads.shutdown(cancel_futures=True)
+        if self.blocks is not None:
+            self.blocks.close()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
@@ -209,7 +206,7 @@ def write_blocks(
             writer.close()
         os.fsync(file.fileno())
     sums = {name: f"{writer.sums.get(name, 0):08x}" for name in ordered} if hashed else {}
-    return FileRecord(path.name, writer.bytes, digest, sums)
+    return FileRecord(path.name, writer.bytes, digest, SUM_BLOCK_BYTES if hashed else 0, sums)
 
 
 def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None) -> bytes:
@@ -249,22 +246,6 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def hash_file(path: Path, cold: bool = False, tell: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file. `cold`: of what lies on the disk, where the system still has it in memory as it was written.
-
-    `tell` is told of bytes as they are read.
-    """
-    digest, block = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        if cold and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while size := file.readinto(block):
-            digest.update(block[:size])
-            if tell is not None:
-                tell(size)
-    return digest.hexdigest()
-
-
 def piece_sums(path: Path) -> dict[str, str]:
     """CRC-32 of every tensor of a file, by its name there; ValueError if the header makes no sense."""
     with path.open("rb") as file:
@@ -283,7 +264,7 @@ def piece_sums(path: Path) -> dict[str, str]:
 def _crc32(file: BinaryIO, start: int, left: int) -> int:
     file.seek(max(0, start))
     total = 0
-    while left > 0 and (data := file.read(min(left, _READ_BYTES))):
+    while left > 0 and (data := file.read(min(left, READ_BYTES))):
         total, left = zlib.crc32(data, total), left - len(data)
     return total
 

@@ -19,6 +19,8 @@ _LARGEST_MANIFEST = 2**30
 # Corners are counted by powers of two; no layer has a tensor of so many dimensions.
 _MOST_DIMENSIONS = 8
 _LAST_STEP = 10**15
+# Smaller ones would cost more to count than to add up.
+_SMALLEST_BLOCK = 2**16
 
 
 def read_json(path: Path) -> Any:
@@ -42,6 +44,10 @@ def check_types(content: Mapping[str, Any]) -> None:
         _require(isinstance(record, dict), f"the file {name}", record)
         for key, kind in kinds.items():
             _require(type(record[key]) is kind, f"{key} of {name}", record[key])
+        block = record.get("block_bytes", 0)
+        _require(
+            type(block) is int and (block == 0 or block >= _SMALLEST_BLOCK), f"block_bytes of {name}", block
+        )
     for name, record in content["tensors"].items():
         _require(one_line(name) == name, "the name of a tensor", name)
         _require(isinstance(record, dict) and type(record["dtype"]) is str, f"the type of {name}", record)

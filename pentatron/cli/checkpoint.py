@@ -15,7 +15,8 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
 if TYPE_CHECKING:
-    from pentatron.checkpoint.checking import Problem, Tell
+    from pentatron.checkpoint.checking import Problem
+    from pentatron.checkpoint.sums import Tell
     from pentatron.hf.progress import Progress
 
 USAGE = """usage: pentatron checkpoint COMMAND [...]

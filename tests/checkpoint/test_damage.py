@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.tensor_file import hash_file
+from pentatron.checkpoint.sums import sum_of_file
 from pentatron.config.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save, tensors
 
@@ -40,7 +40,7 @@ def in_rows(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> Non
     pieces = [{"file": DATA, "key": f"weights/b[{i}:{i + 1}]", "start": [i], "shape": [1]} for i in range(5)]
     save_file({**stored, **{p["key"]: values[i : i + 1].clone() for i, p in enumerate(pieces)}}, path)
     change(pieces)
-    record = {"name": DATA, "bytes": path.stat().st_size, "sha256": hash_file(path)}
+    record = {"name": DATA, "bytes": path.stat().st_size, "sha256": sum_of_file(path, 0)}
 
     def alter(manifest: dict[str, Any]) -> None:
         manifest["files"][DATA] = record
@@ -131,8 +131,8 @@ def test_without_verification_only_structure_is_checked(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_but_not_set_aside(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
-    rewrite(save(store, 1), lambda m: m.update(version=3))
-    with pytest.raises(UserError, match=r"format version 3, this program knows 2"):
+    rewrite(save(store, 1), lambda m: m.update(version=4))
+    with pytest.raises(UserError, match=r"format version 4, this program knows 3"):
         newest(store)
     assert [p.name for p in store.steps()] == ["step-00000001"]
 
@@ -146,8 +146,21 @@ def test_a_mere_reader_renames_nothing(tmp_path: Path) -> None:
     assert len(store.steps()) == 2 and store.damaged() == []
 
 
+def as_version_2(folder: Path) -> None:
+    """The manifest as the second version wrote it: the sum of a file is that of all its bytes."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["version"] = 2
+        for name, record in manifest["files"].items():
+            del record["block_bytes"]
+            record["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+    rewrite(folder, change)
+
+
 def as_version_1(folder: Path) -> None:
     """The manifest as the first version wrote it: every tensor in one piece, without a key."""
+    as_version_2(folder)
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["version"] = 1
@@ -158,9 +171,10 @@ def as_version_1(folder: Path) -> None:
     rewrite(folder, change)
 
 
-def test_the_first_version_is_still_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_version", [as_version_1, as_version_2])
+def test_earlier_versions_are_still_read(tmp_path: Path, as_version: Callable[[Path], None]) -> None:
     store = CheckpointStore(tmp_path, keep=None)
-    as_version_1(save(store, 2))
+    as_version(save(store, 2))
     found, complaints = store.newest_valid(verify=True, set_aside=True)
     assert found is not None and not complaints
     assert all(torch.equal(t, load(found, name)[name]) for name, t in tensors(2).items())
