@@ -117,11 +117,10 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
         shown = "\n".join(f"    {_printable(line)}" for line in sample.splitlines())
         output.say(f"a sample of what it writes now:\n{shown}")
     log = config.log
-    kept = ["config.yaml", "train.log", "metrics.jsonl", "loss.svg"]
-    kept += ["performance_summary.json"] * log.save_performance_summary + [
-        "memory/"
-    ] * log.monitor_memory_continuously
-    kept = [name for name in kept if (folder.path / name).exists()]
+    kept = ["config.yaml", "train.log", "metrics.jsonl"] + ["loss.svg"] * folder.curve.exists()
+    # Written when everything else is closed.
+    kept += ["performance_summary.json"] * log.save_performance_summary
+    kept += ["memory/"] * log.monitor_memory_continuously
     output.say(
         f"run folder: {folder.path} ({', '.join(kept)}), "
         f"checkpoints: {config.checkpoint.save if saves else 'none'}"

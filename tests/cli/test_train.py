@@ -116,7 +116,7 @@ def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_los
     assert code == 130
     last = losses(folder)[-1][0]
     assert f"stopped by Ctrl-C after step {last}; its checkpoint is saved" in out
-    assert err == "", err
+    assert err == "Ctrl-C: the run ends after this step; once more ends it at once\n", err
     assert len(losses(folder)) < 60, "too fast to interrupt: make the run longer"
     code, out, err = finish(start(*command))
     assert code == 0, err
