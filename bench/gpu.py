@@ -1,0 +1,171 @@
+"""Training steps on one GPU: our trainer's own, and beside it what a user would pick instead.
+
+    python bench/gpu.py --shape qwen2.5-1.5b qwen3-8b-8l --micro-batch 4 --breakdown
+    python bench/gpu.py --compare ours titan:compile hf:liger --shape qwen3-8b-8l --micro-batch 4 8 --peers FOLDER --json results
+    python bench/gpu.py --through-train --shape qwen2.5-1.5b --micro-batch 4
+    python bench/gpu.py --write-from results
+
+A case is `ours`, `ours:fp8` (or another name of VARIANTS in bench/ours.py), `ours:--compile off` (any flags of `pentatron train`), or one of
+bench/peers.py. Every case has a process of its own, compiled once. They compute in turns, three blocks of eight steps each after
+four steps that do not count; times are of CUDA events around a whole step: forward, loss, backward, clipping at 1.0, AdamW. The rate is that
+of the median step, `spread` compares the medians of the blocks. `--peers` names a folder in which the others' wheels are unpacked.
+`--json FOLDER` keeps every line as a file; `--write-from FOLDER` makes the tables of docs/performance.md of such files.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.kernel_groups import table
+from bench.ours import words_of
+from bench.performance_page import write_page
+from bench.steps import SHAPES, Case, versions
+from bench.through_train import through_train
+from bench.turns import Competitor, Turns, seconds_since
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs/performance.md"
+PACKAGES = ("transformers", "triton", "liger-kernel", "torchtitan", "torchao")
+# Sequences of the shapes that others are not trained with either.
+_USUAL_LENGTH = {"gpt2-124m": 1024, "tiny": 32}
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.environment = dict(os.environ)
+        folders = [
+            str(HERE.parent),
+            *([options.peers] if options.peers else []),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        self.known = self._versions()
+
+    def _versions(self) -> dict[str, str]:
+        """Asked by a process that ends: this one must not take memory of the GPU."""
+        code = f"import json; from bench.steps import versions; print(json.dumps(versions(*{PACKAGES!r})))"
+        asked = subprocess.run(
+            [sys.executable, "-c", code],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            cwd=HERE.parent,
+        )
+        return dict(json.loads(asked.stdout)) if asked.returncode == 0 else versions(*PACKAGES)
+
+    def start(self, case: Case) -> Competitor:
+        own = case.name.partition(":")[0] == "ours"
+        script = HERE / "ours.py" if own else Path(self.options.peers_script)
+        words = ["--case", case.name, "--shape", case.shape, "--micro-batch", str(case.micro_batch)]
+        words += ["--seq", str(case.sequence), "--device", case.device]
+        words += [f"--flags={self.options.flags}"] if own and self.options.flags else []
+        return Competitor(case, [sys.executable, str(script), *words], self.environment)
+
+    def tell(self, result: dict[str, Any]) -> None:
+        found = dict(result)
+        groups = found.pop("breakdown", None)
+        if len(found.get("syncs", ())) > 8:
+            found["syncs"] = [*found["syncs"][:8], f"and {len(found['syncs']) - 8} more"]
+        print(json.dumps(found), flush=True)
+        if groups is not None:
+            print("\n".join(table(groups, found["mbs"] * found["seq"])), flush=True)
+        if self.options.json:
+            folder = Path(self.options.json)
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = self.options.flags if found["case"].startswith("ours") else ""
+            facts = {"flags": flags, "versions": self.known, "command": self.command}
+            name = f"{found['case']}{flags}-{found['shape']}-{found['mbs']}x{found['seq']}"
+            file = folder / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in name)}.json"
+            file.write_text(json.dumps(result | facts, indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def command(self) -> str:
+        return " ".join(["python", "bench/gpu.py", *sys.argv[1:]])
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> None:
+    began = time.monotonic()
+    turns = Turns(bench.start, options.blocks, options.steps, options.timeout, options.breakdown or 0)
+    for shape in options.shape:
+        for micro_batch in options.micro_batch:
+            length = options.seq or _USUAL_LENGTH.get(shape, 4096)
+            cases = [Case(name, shape, micro_batch, length, options.device) for name in options.compare]
+            turns.run(cases, bench.tell)
+            print(
+                f"# {shape}, micro-batch {micro_batch} × {length}: {seconds_since(began)} so far",
+                file=sys.stderr,
+            )
+
+
+def against_train(bench: Bench, options: argparse.Namespace) -> None:
+    """The real command from `.bin/.idx` files, beside the bare step."""
+    for shape in options.shape:
+        for micro_batch in options.micro_batch:
+            length = options.seq or _USUAL_LENGTH.get(shape, 4096)
+            case = Case("ours", shape, micro_batch, length, options.device)
+            found: list[dict[str, Any]] = []
+            Turns(bench.start, options.blocks, options.steps, options.timeout).run([case], found.append)
+            bench.tell(found[0])
+            if "tok_s" not in found[0]:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                words = words_of(case, options.flags, Path(folder) / "run", options.train_steps)
+                bench.tell(through_train(case, words, Path(folder), found[0], bench.environment))
+
+
+def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--compare", nargs="+", default=["ours"], metavar="CASE", help="cases that take turns"
+    )
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3-8b-8l"])
+    parser.add_argument("--micro-batch", nargs="+", type=int, default=[4], metavar="N")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence (4096; 1024 of GPT-2)")
+    parser.add_argument("--flags", default="", help="more words for pentatron train, of every case of ours")
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
+    parser.add_argument("--breakdown", type=int, nargs="?", const=2, metavar="STEPS", help="kernels by group")
+    parser.add_argument("--through-train", action="store_true", help="pentatron train against the bare step")
+    parser.add_argument("--train-steps", type=int, default=40, help="steps of that run")
+    parser.add_argument("--peers", help="folder with the unpacked wheels of the others")
+    parser.add_argument("--peers-script", default=str(HERE / "peers.py"))
+    parser.add_argument(
+        "--timeout", type=float, default=240.0, help="seconds a process may take for an answer"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this program only"
+    )
+    parser.add_argument("--json", metavar="FOLDER", help="keep every result there")
+    parser.add_argument(
+        "--write-from", metavar="FOLDER", help="write the tables of docs/performance.md, measure nothing"
+    )
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    options = read_options()
+    if options.write_from:
+        write_page(PAGE, Path(options.write_from))
+        return
+    bench = Bench(options)
+    print(json.dumps({"versions": bench.known}), flush=True)
+    if options.through_train:
+        against_train(bench, options)
+    else:
+        measure(bench, options)
+
+
+if __name__ == "__main__":
+    main()

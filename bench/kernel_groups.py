@@ -1,0 +1,144 @@
+"""Where the GPU's time of a step goes: its kernels by group, from torch's profiler."""
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# Put around parts of a step by whoever builds it, so that kernels without a telling name are counted where they belong.
+OPTIMIZER, GRADIENT_NORM, LOSS = "bench: optimizer", "bench: gradient norm", "bench: loss"
+GROUPS = (
+    "matmul",
+    "attention",
+    "norms and elementwise",
+    "loss",
+    "gradient norm and clip",
+    "optimizer",
+    "copies and memsets",
+    "communication",
+    "gaps",
+)
+# In this order: the first that matches counts. Of compiled kernels the name lists the operations that were fused.
+_BY_NAME = (
+    ("communication", r"nccl"),
+    ("attention", r"flash|fmha|sdpa|attention|cudnn.*(?:bprop|fprop)|_attn_"),
+    (
+        "loss",
+        r"cross_entropy|log_softmax|logsumexp|nll_loss|_softmax_backward|liger_cross|(?:^|_)loss(?:_|$)|head_loss",
+    ),
+    ("optimizer", r"adam|lamb|multi_tensor_apply.*(?:fused|adam)|fused_update|master_weight"),
+    ("gradient norm and clip", r"l2norm|lpnorm|norm_kernel|foreach_norm|clip|squared_norm|sum_of_squares"),
+    (
+        "matmul",
+        r"gemm|nvjet|cutlass|cublas|matmul|_mm_|_scaled_mm|wgmma|xmma|sm90_.*(?:tn|nt|nn)|splitkreduce|triton_tem|tem_fused",
+    ),
+    ("copies and memsets", r"memcpy|memset|copy_kernel|direct_copy|catarraybatched|fill_kernel|fillfunctor"),
+)
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel by its name alone."""
+    lowered = name.lower()
+    for group, pattern in _BY_NAME:
+        if re.search(pattern, lowered):
+            return group
+    return "norms and elementwise"
+
+
+Interval = tuple[float, float]
+
+
+def breakdown(step: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """Milliseconds a step of every group, and the kernels that take longest."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        torch.cuda.synchronize()
+        for _ in range(steps):
+            step()
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return grouped(events, steps)
+
+
+def grouped(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """From the events of a trace. Gaps are what lies between the first and the last kernel of all steps and is covered by none."""
+    kernels, marks = [], defaultdict(list)
+    for event in events:
+        kind = event.get("cat", "")
+        if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append((event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"])))
+        elif kind == "gpu_user_annotation":
+            span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+            marks[_marked(event["name"])].append(span)
+    if not kernels:
+        return {"groups": {}, "kernels": [], "step_ms": 0.0}
+    spent: dict[str, float] = defaultdict(float)
+    by_kernel: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, start, end in kernels:
+        group = _group(name, start, marks)
+        spent[group] += end - start
+        by_kernel[group, name][0] += end - start
+        by_kernel[group, name][1] += 1
+    whole = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
+    spent["gaps"] = whole - _covered([(start, end) for _, start, end in kernels])
+    per_step = 1e3 * steps
+    longest = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:24]
+    return {
+        "groups": {group: round(spent[group] / per_step, 2) for group in GROUPS if spent[group]},
+        "kernels": [
+            {"group": group, "name": name[:110], "ms": round(us / per_step, 2), "calls": round(n / steps, 1)}
+            for (group, name), (us, n) in longest
+        ],
+        "launches": round(len(kernels) / steps),
+        "step_ms": round(whole / per_step, 2),
+    }
+
+
+def _marked(name: str) -> str:
+    if name == OPTIMIZER or name.startswith("Optimizer.step"):
+        return "optimizer"
+    return {GRADIENT_NORM: "gradient norm and clip", LOSS: "loss"}.get(name, "")
+
+
+def _group(name: str, start: float, marks: Mapping[str, Sequence[Interval]]) -> str:
+    """By name; where it says little, by the part of the step in which the kernel ran."""
+    group = group_of(name)
+    if group in ("norms and elementwise", "copies and memsets", "gradient norm and clip"):
+        for marked in ("gradient norm and clip", "optimizer", "loss"):
+            if any(first <= start < last for first, last in marks.get(marked, ())):
+                return marked
+    return group
+
+
+def _covered(intervals: Sequence[Interval]) -> float:
+    """Kernels of two streams at once count once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def table(found: Mapping[str, Any], tokens: int) -> list[str]:
+    """For the terminal: groups first, then the longest kernels."""
+    whole = found["step_ms"]
+    if not whole:
+        return ["no kernel ran on a GPU"]
+    lines = [f"  {'group':<24} {'ms':>8} {'share':>6}"]
+    for group, ms in found["groups"].items():
+        lines.append(f"  {group:<24} {ms:>8.2f} {ms / whole:>6.1%}")
+    lines.append(
+        f"  {'step under the profiler':<24} {whole:>8.2f}        {found['launches']} kernels, {1e3 * tokens / whole:,.0f} tokens/s"
+    )
+    lines += [
+        f"    {k['ms']:>7.2f} ms {k['calls']:>6.0f}x  {k['group']:<22} {k['name']}" for k in found["kernels"]
+    ]
+    return lines

@@ -1,0 +1,170 @@
+"""Processes that share one GPU in turns: each keeps its weights there and computes when it is asked, so that whatever changes
+with time (clocks, heat) falls on all alike, and everything is compiled once."""
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench.steps import GIB, Case, record
+
+# What a process takes of a GPU beside what torch allocates, and what is left free all the same.
+_CONTEXT, _RESERVE = 0.8 * GIB, 2.0 * GIB
+
+
+class Competitor:
+    """A process of bench/ours.py or bench/peers.py."""
+
+    def __init__(self, case: Case, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.case = case
+        self.blocks: list[list[float]] = []
+        self.last: dict[str, Any] = {}
+        self.extras: dict[str, Any] = {}
+        self.failure: dict[str, Any] | None = None
+        self.log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  (closed by `end`)
+        self.process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+
+    def ask(self, timeout: float, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+            ready, _, _ = select.select([self.process.stdout], [], [], timeout)
+            answer = self.process.stdout.readline() if ready else ""
+        if not answer:
+            why = "no answer in time" if self.process.poll() is None else f"ended with {self.process.poll()}"
+            answer = json.dumps({"error": why})
+        found: dict[str, Any] = json.loads(answer)
+        if "oom" in found or "error" in found:
+            self.failure = found
+        return found
+
+    def block(self, steps: int, timeout: float) -> bool:
+        found = self.ask(timeout, do="block", steps=steps)
+        if self.failure is None:
+            self.blocks.append(found.pop("seconds"))
+            self.last = found
+        return self.failure is None
+
+    @property
+    def beyond_held(self) -> float:
+        return float(self.last["peak"] - self.last["held"])
+
+    def end(self) -> None:
+        """Ends the process; what it wrote is shown if it failed."""
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            assert self.process.stdin is not None
+            self.process.stdin.write('{"do": "end"}\n')
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.failure is not None and "oom" not in self.failure:
+            self.log.seek(0)
+            for line in self.log.read().splitlines()[-25:]:
+                print(f"    {self.case.name}: {line}", file=sys.stderr)
+        self.log.close()
+
+    def result(self, in_turns: bool) -> dict[str, Any]:
+        if self.failure is not None or not self.blocks:
+            c = self.case
+            named = {"case": c.name, "shape": c.shape, "mbs": c.micro_batch, "seq": c.sequence}
+            return named | (self.failure or {"error": "nothing was measured"})
+        return record(self.case, self.blocks, self.last) | {"in_turns": in_turns} | self.extras
+
+
+Start = Callable[[Case], Competitor]
+
+
+class Turns:
+    """Rounds of one block each; cases for which there is no room beside the others come after them, each alone."""
+
+    def __init__(self, start: Start, blocks: int, steps: int, timeout: float, breakdown: int = 0) -> None:
+        self.start, self.blocks, self.steps, self.timeout = start, blocks, steps, timeout
+        self.breakdown = breakdown
+
+    def run(self, cases: Sequence[Case], tell: Callable[[dict[str, Any]], None]) -> None:
+        together, later = self._first_round(cases)
+        for _ in range(1, self.blocks):
+            for competitor in together:
+                if competitor.failure is None:
+                    competitor.block(self.steps, self.timeout)
+        for competitor in together:
+            if competitor.failure is not None and "oom" in competitor.failure and len(together) > 1:
+                # With all of the GPU it may have room.
+                later.append(competitor.case)
+                competitor.end()
+                continue
+            self._finish(competitor, len(together) > 1, tell)
+        for case in later:
+            alone = self.start(case)
+            for _ in range(self.blocks):
+                if alone.failure is None:
+                    alone.block(self.steps, self.timeout)
+            self._finish(alone, False, tell)
+
+    def _first_round(self, cases: Sequence[Case]) -> tuple[list[Competitor], list[Case]]:
+        """Who computes in turns, with their first blocks done, and who has to wait."""
+        together: list[Competitor] = []
+        later: list[Case] = []
+        # Imports take seconds and no GPU: all begin at once.
+        started = {case: self.start(case) for case in cases}
+        for case, competitor in started.items():
+            if not _has_room(together):
+                competitor.end()
+                later.append(case)
+                continue
+            competitor.block(self.steps, self.timeout)
+            if competitor.failure is not None and "oom" in competitor.failure and together:
+                competitor.end()
+                later.append(case)
+            else:
+                together.append(competitor)
+        return together, later
+
+    def _finish(self, competitor: Competitor, in_turns: bool, tell: Callable[[dict[str, Any]], None]) -> None:
+        # A failure after the blocks does not undo them.
+        if competitor.failure is None:
+            self._ask_more(competitor)
+        competitor.end()
+        tell(competitor.result(in_turns))
+
+    def _ask_more(self, competitor: Competitor) -> None:
+        asked = [("synchronisations", {})] + (
+            [("breakdown", {"steps": self.breakdown})] if self.breakdown else []
+        )
+        for what, named in asked:
+            found = competitor.ask(self.timeout, do=what, **named)
+            if competitor.failure is not None:
+                competitor.extras[what] = str(competitor.failure)
+                competitor.failure = None
+                return
+            competitor.extras |= found
+
+
+def _has_room(together: Sequence[Competitor]) -> bool:
+    """For one more that takes what the largest so far takes."""
+    sound = [c for c in together if c.failure is None and c.last.get("total")]
+    if not sound:
+        return True
+    held = sum(c.last["held"] + _CONTEXT for c in sound) + max(c.last["held"] for c in sound) + _CONTEXT
+    return bool(held + max(c.beyond_held for c in sound) + _RESERVE <= sound[0].last["total"])
+
+
+def seconds_since(began: float) -> str:
+    return f"{time.monotonic() - began:.0f} s"
