@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu clean
+.PHONY: help setup demo test check format contract guides parity cuda families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ families: $(READY) ## every family of Hugging Face models against transformers, 
 
 parity: $(READY) ## every layout against one process, write docs/parity.md; a corner: ARGS="--only tp2"
 	@$(BIN)/python scripts/parity.py $(ARGS)
+
+cuda: $(READY) ## on a machine with a GPU: every family, layout and kind of run against its reference; writes docs/cuda.md: ARGS=--write
+	@$(BIN)/python scripts/on_gpu.py $(ARGS)
 
 sweep: $(READY) ## what make test leaves out of its longer series, such as the other eighty of a hundred pairs of layouts
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist worksteal -m sweep $(ARGS)

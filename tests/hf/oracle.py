@@ -81,9 +81,9 @@ def folder_of(case: Case) -> Path:
 
 
 @functools.cache
-def theirs(case: Case) -> Theirs:
+def theirs(case: Case, device: str = "cpu") -> Theirs:
     torch.manual_seed(0)
-    model = their_model(case)
+    model = their_model(case).to(device)
     trained = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -97,7 +97,7 @@ def theirs(case: Case) -> Theirs:
     losses: list[float] = []
     first_logits, gradients = torch.empty(0), {}
     source = batches(model.config.vocab_size, BATCH, 0, 1)
-    for step, batch in zip(range(STEPS), source):
+    for step, batch in zip(range(STEPS), (batch.to(torch.device(device)) for batch in source)):
         logits = model(batch.tokens).logits
         each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         loss = (each * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
@@ -105,11 +105,11 @@ def theirs(case: Case) -> Theirs:
         loss.backward()
         losses.append(loss.item())
         if step == 0:
-            first_logits = logits.detach().clone()
-            gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+            first_logits = logits.detach().cpu().clone()
+            gradients = {name: p.grad.cpu().clone() for name, p in trained.items() if p.grad is not None}
         nn.utils.clip_grad_norm_(trained.values(), CLIP)
         optimizer.step()
-    weights = {name: p.detach().clone() for name, p in trained.items()}
+    weights = {name: p.detach().cpu().clone() for name, p in trained.items()}
     return Theirs(folder_of(case), first_logits, losses, gradients, weights)
 
 
@@ -121,16 +121,16 @@ def configured(folder: Path, words: str, world_size: int) -> RunConfig:
     return resolve(draft, Facts(world_size, world_size, 1)).config
 
 
-def ours(folder: Path, words: str, steps: int = STEPS) -> Ours:
+def ours(folder: Path, words: str, steps: int = STEPS, device: str = "cpu") -> Ours:
     """The body of a run of one layout, on each of its ranks."""
     config = configured(folder, words, dist.get_world_size() if dist.is_initialized() else 1)
-    world = here(config)
+    world = here(config, device)
     model = build_parallel_model(config, world)
     load_weights(open_folder(folder), config.model, config.moe, _own_weights(model))
     optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
     assert config.train.micro_batch_size and config.model.vocab_size
     source = batches(config.model.vocab_size, config.train.micro_batch_size, world.data.rank, world.data.size)
-    steps_of = [[next(source) for _ in range(config.accumulation)] for _ in range(steps)]
+    steps_of = [[next(source).to(world.device) for _ in range(config.accumulation)] for _ in range(steps)]
     seen, kept = Ours(), Trajectory()
     seen.logits = _logits(model, steps_of[0])
     keep_gradients(optimizer, kept, "gradients")
@@ -162,22 +162,22 @@ def _logits(model: ParallelModel, chunk: list[Batch]) -> list[tuple[int, Tensor,
             first = (micro_batch * model.world.data.size + model.world.data.rank) * samples
             part = model.stages[stage]
             table = part.head if part.head is not None else part.embedding.word  # type: ignore[union-attr]
-            found.append((first, batch.position_ids[0], table.first, made.clone()))
+            found.append((first, batch.position_ids[0].cpu(), table.first, made.cpu().clone()))
             return made.new_zeros(())
 
     own = model.own_tokens(chunk)
-    program = Program(model, own, [None] * len(own), lambda: torch.ones(()))
+    program = Program(model, own, [None] * len(own), lambda: torch.ones((), device=model.world.device))
     model.train(False)
     model.executor.evaluate(model.config.forward_schedule(len(own)), program)
     model.train()
     return found
 
 
-def run(case: Case, words: str, ranks: int, steps: int = STEPS) -> list[Ours]:
+def run(case: Case, words: str, ranks: int, steps: int = STEPS, device: str = "cpu") -> list[Ours]:
     folder = folder_of(case)
     if ranks == 1:
-        return [ours(folder, words, steps)]
-    return run_distributed(ours, ranks, timeout=120.0, folder=folder, words=words, steps=steps)
+        return [ours(folder, words, steps, device)]
+    return run_distributed(ours, ranks, timeout=120.0, folder=folder, words=words, steps=steps, device=device)
 
 
 # Logits relative to the largest, losses and gradients relative to themselves, weights as they are.
@@ -210,8 +210,8 @@ class Gaps:
         ]
 
 
-def compare(case: Case, found: list[Ours]) -> Gaps:
-    expected = theirs(case)
+def compare(case: Case, found: list[Ours], device: str = "cpu") -> Gaps:
+    expected = theirs(case, device)
     gradients = in_their_names(case, (s for rank in found for s in rank.gradients), expected.gradients)
     weights = in_their_names(case, (s for rank in found for s in rank.weights), expected.weights)
     everything = float(torch.stack([g.square().sum() for g in expected.gradients.values()]).sum().sqrt())

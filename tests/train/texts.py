@@ -16,14 +16,18 @@ NEW = 10
 
 
 def texts(
-    folder: Path, ranks: Ranks, samplings: Sequence[Sampling], stop: frozenset[int] = frozenset()
+    folder: Path,
+    ranks: Ranks,
+    samplings: Sequence[Sampling],
+    stop: frozenset[int] = frozenset(),
+    device: str = "cpu",
 ) -> tuple[list[list[Text]], int]:
     """For each sampling those of all prompts; and how many weights this rank holds."""
     source = open_source(find_weights(str(folder), verify=True)[0])
     config = settings_of(source, ranks)
     spread = ranks.world_size > 1
-    cpu = torch.device("cpu")
-    world = connect(config.grid, dist.get_rank(), dist.get_rank(), cpu) if spread else single_process(cpu)
+    place = torch.device(device)
+    world = connect(config.grid, dist.get_rank(), dist.get_rank(), place) if spread else single_process(place)
     stages = load_stages(source, config, world, torch.float32)
     model = speaking(stages, config, world)
     # Three at a time: the last prompt is read after the others have ended.

@@ -1,0 +1,264 @@
+"""Everything that is checked on a GPU, and what cannot be: what `make cuda` runs and writes into docs/cuda.md."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pentatron.config.draft import Facts
+from pentatron.config.entry import LAYOUT
+from pentatron.config.presets import presets
+from pentatron.config.resolve import gather, resolve
+from pentatron.config.run import RunConfig, table
+from pentatron.train.comparison import STEPS
+from pentatron.train.verify import alone, small_twin
+from tests.cuda import families, spread, trials, whole_runs
+from tests.cuda.trials import Found, Rows
+from tests.hf.families import CASES as OF_TRANSFORMERS
+from tests.parity.bf16 import FP16
+from tests.parity.cases import BATCH, FAMILIES, MIXTURES, SHAPE
+
+# What makes a GPU faster, and how it is switched off.
+_SWITCHES = {
+    "compile": "--no-compile",
+    "fused_update": "--no-fused-update",
+    "cross_entropy_loss_fusion": "--no-cross-entropy-loss-fusion",
+    "moe_grouped_gemm": "--no-moe-grouped-gemm",
+}
+# The layers as they are written, one operation after the other: the reference of all that is faster.
+EAGER = " ".join(flag for setting, flag in _SWITCHES.items() if setting in table())
+# As a user gets it on a GPU who asks for nothing.
+FAST = ""
+
+KINDS = FAMILIES | MIXTURES
+TINY = {
+    family: f"{SHAPE} --num-layers 2 --micro-batch-size {BATCH // 2} {words}"
+    for family, words in KINDS.items()
+}
+# Wide enough for the kernels that a real model gets; heads of 64 and of 128, words that are no multiple of anything.
+_WIDE = (
+    f"--num-layers 2 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 384 --seq-length 192 --vocab-size 1003 "
+    f"--make-vocab-size-divisible-by 64 --micro-batch-size 2 --init-method-std 0.05 --adam-eps 1e-6 --clip-grad 0.5 "
+    f"--weight-decay 0.1 --lr 1e-3 --train-iters {STEPS} --global-batch-size 4"
+)
+_HEADS = {"qwen3": 128, "qwen3-moe": 128}
+WIDE = {
+    family: f"{_WIDE} {words} --kv-channels {_HEADS.get(family, 64)}".replace(
+        "--moe-ffn-hidden-size 24", "--moe-ffn-hidden-size 128"
+    )
+    for family, words in KINDS.items()
+}
+RECOMPUTED = {
+    "llama, full recompute": f"{WIDE['llama']} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "qwen3, selective recompute": f"{WIDE['qwen3']} --recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+}
+
+# One of so many layouts of four processes; all of them would take minutes more.
+OF_FOUR = 3
+
+EXACT, PRESETS = "fp32 on the GPU against the CPU", "Every preset's structure in small form, fp32"
+FASTER, HALVES = "What is on by default against plain layers", "bf16 and fp16"
+ORACLE, LAYOUTS = "Beside transformers, both on the GPU", "Processes that share the GPU"
+CONTROLS, WHOLE = "Planted mistakes in layouts", "Whole runs"
+TABLES = {
+    EXACT: "The same model, batches and steps. Wide: 256 wide, heads of 64 and 128, 192 tokens.",
+    PRESETS: "Presets with the same structure share a row.",
+    FASTER: "Both on the GPU. fp32: tensor by tensor. bf16: how many times as far from fp32 as plain layers in bf16.",
+    HALVES: "Plain layers: how many times as far from fp32 as the CPU in the same precision.",
+    ORACLE: "Models made and saved by `transformers`, loaded from their folder and trained 20 steps beside the original, fp32.",
+    LAYOUTS: "Two or four processes over gloo, fp32, against one process on the GPU. Pipelines, rings and all-to-all pass through host memory.",
+    CONTROLS: "The mistake must be seen.",
+    WHOLE: "Resumed: equal bit for bit, so any difference counts as infinite. Started by `pentatron train`: losses within 1e-5. Texts: the words of "
+    "the CPU, probabilities within 1e-4.",
+}
+NOT_RUN = (
+    "NCCL between GPUs, and with it several GPUs or machines: there was one GPU. All collectives above went over gloo.",
+    f"Layouts of eight processes, and all but one in {OF_FOUR} of those of four: `make parity` has them on a CPU, "
+    "`scripts/parity.py --device cuda` on a GPU.",
+    "GPUs other than the one named above; AMD and Intel GPUs.",
+    "bf16 of the layouts, tensor by tensor: `make parity` holds it on a CPU, `bench/precision.py` compares loss curves on a GPU.",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """`measure` gets the device and returns rows of the table; `ranks` is how many processes it starts."""
+
+    table: str
+    name: str
+    measure: Callable[[str], Rows]
+    ranks: int = 1
+
+
+def _exact() -> list[Check]:
+    found = []
+    for size, words_of in (("tiny", TINY), ("wide", WIDE)):
+        for family, words in words_of.items():
+            name = f"{family}, {size}"
+            found.append(
+                Check(EXACT, name, functools.partial(_on_the_cpu_exactly, name, words)),
+            )
+    return found
+
+
+def _on_the_cpu_exactly(name: str, words: str, device: str) -> Rows:
+    return trials.exactly(name, words, EAGER, device, "cpu", EAGER)
+
+
+def _halves() -> list[Check]:
+    found = []
+    for half, flags in (("bf16", "--bf16"), ("fp16", FP16)):
+        for family, words in TINY.items():
+            name = f"{family}, {half}"
+            found.append(Check(HALVES, name, functools.partial(_on_the_cpu_roughly, name, words, flags)))
+    return found
+
+
+def _on_the_cpu_roughly(name: str, words: str, flags: str, device: str) -> Rows:
+    return trials.roughly(name, words, flags, EAGER, device, "cpu", EAGER)
+
+
+def _faster() -> list[Check]:
+    cases = WIDE | RECOMPUTED
+    exact = [
+        Check(FASTER, f"{name}, fp32", functools.partial(_faster_exactly, f"{name}, fp32", words))
+        for name, words in cases.items()
+    ]
+    rough = [
+        Check(FASTER, f"{name}, bf16", functools.partial(_faster_roughly, f"{name}, bf16", words))
+        for name, words in cases.items()
+    ]
+    return exact + rough
+
+
+def _faster_exactly(name: str, words: str, device: str) -> Rows:
+    return trials.exactly(name, words, FAST, device, device, f"{EAGER} --attention-backend math")
+
+
+def _faster_roughly(name: str, words: str, device: str) -> Rows:
+    # Flash: scores that are rounded to bf16, as the plain ones are, would allow much.
+    kernel = "--attention-backend flash" if device == "cuda" else ""
+    return trials.roughly(name, words, "--bf16", FAST, device, device, EAGER, kernel)
+
+
+def _twins() -> dict[str, list[str]]:
+    """Presets by the structure of their small twin, as text."""
+    found: dict[str, list[str]] = {}
+    for preset in presets():
+        twin = _twin(preset)
+        found.setdefault(repr((twin.model, twin.moe)), []).append(preset)
+    return found
+
+
+def _twin(preset: str) -> RunConfig:
+    words = f"--preset {preset} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {EAGER}"
+    words += " --micro-batch-size 2 --global-batch-size 8"
+    return alone(small_twin(resolve(gather(words.split(), LAYOUT), Facts(1), built_only=False).config))
+
+
+def _every_preset(device: str) -> Rows:
+    """One check, because only one process then has to find out which presets are alike."""
+    rows: Rows = {}
+    for alike in _twins().values():
+        more = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
+        rows[f"{alike[0]}{more}"] = trials.same_structure(_twin(alike[0]), device)
+    return rows
+
+
+def _oracle() -> list[Check]:
+    plain = [
+        Check(ORACLE, case.name, functools.partial(families.beside_transformers, case.name, EAGER))
+        for case in OF_TRANSFORMERS
+    ]
+    faster = [
+        Check(ORACLE, f"{name}, as by default", functools.partial(_oracle_by_default, name))
+        for name in ("gpt2", "llama2", "qwen2 tied", "qwen3", "qwen3-moe")
+    ]
+    return plain + faster
+
+
+def _oracle_by_default(name: str, device: str) -> Rows:
+    found = families.beside_transformers(name, FAST, device)
+    return {f"{name}, as by default": row for name, row in found.items()}
+
+
+def _layouts() -> list[Check]:
+    found = []
+    for ranks, every, count in ((2, 1, 4), (4, OF_FOUR, 4)):
+        for number, cases in enumerate(spread.in_batches(spread.of_size(ranks)[::every], count), 1):
+            measure = functools.partial(spread.layouts, cases, EAGER)
+            found.append(Check(LAYOUTS, f"{ranks} processes, part {number}", measure, ranks))
+    for number, cases in enumerate(spread.in_batches(spread.EACH_AXIS, 3), 1):
+        found.append(
+            Check(
+                LAYOUTS,
+                f"2 processes, on by default, part {number}",
+                functools.partial(_by_default, cases),
+                2,
+            )
+        )
+    return found
+
+
+def _by_default(cases: spread.Cases, device: str) -> Rows:
+    return {f"{name}, as by default": row for name, row in spread.layouts(cases, FAST, device).items()}
+
+
+def _whole() -> list[Check]:
+    resumed = [
+        Check(WHOLE, f"resumed: {name}", functools.partial(_resumed, name), ranks)
+        for name, (ranks, _) in whole_runs.RESUMED.items()
+    ]
+    launched = [
+        Check(WHOLE, f"launched: {name}", functools.partial(_launched, name), 2)
+        for name in whole_runs.LAUNCHED
+    ]
+    spoken = [Check(WHOLE, f"texts: {name}", functools.partial(_spoken, name)) for name in whole_runs.SPOKEN]
+    return [*resumed, *launched, *spoken, Check(WHOLE, "own tests", _own_tests)]
+
+
+def _resumed(name: str, device: str) -> Rows:
+    return _titled("resumed", whole_runs.resumed(name, FAST, device))
+
+
+def _launched(name: str, device: str) -> Rows:
+    return _titled("started by the launcher", whole_runs.launched(name, FAST, device))
+
+
+def _spoken(name: str, device: str) -> Rows:
+    return _titled("texts", whole_runs.spoken(name, device))
+
+
+def _own_tests(device: str) -> Rows:
+    return whole_runs.own_tests()
+
+
+def _titled(title: str, rows: Rows) -> Rows:
+    return {f"{title}: {name}": row for name, row in rows.items()}
+
+
+def checks() -> list[Check]:
+    planted = [
+        Check(CONTROLS, bug, functools.partial(spread.planted_bug, bug, EAGER), 2)
+        for bug in spread.smallest_bugs(6)
+    ]
+    return [
+        *_layouts(),
+        *_whole(),
+        *_faster(),
+        *_exact(),
+        Check(PRESETS, "every preset", _every_preset),
+        *_halves(),
+        *_oracle(),
+        *planted,
+    ]
+
+
+def measured(check: Check, device: str) -> Rows:
+    """What fails is as far away as can be, and says why."""
+    try:
+        return check.measure(device)
+    except ModuleNotFoundError as error:
+        return {check.name: Found(0.0, left_out=f"{error.name} is not installed")}
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return {check.name: Found(float("inf"), note=f"{type(error).__name__}: {lines[-1][:300]}")}

@@ -1,0 +1,25 @@
+"""What ranks run that share a GPU. They import this module and need nothing of what compares them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pentatron.parallel.world import connect, single_process
+from pentatron.train.comparison import Trajectory
+from pentatron.train.session import run_training
+from tests.parity.trajectory import run
+from tests.support import resolved
+
+
+def several(commands: Sequence[str], device: str) -> list[Trajectory]:
+    """One layout after the other, as a process takes seconds to open a GPU."""
+    return [run(words, dist.get_world_size(), device) for words in commands]
+
+
+def train(words: str, device: str) -> None:
+    """A whole run, as the command makes it."""
+    chosen = resolved(words, dist.get_world_size())
+    place = torch.device(device)
+    world = connect(chosen.config.grid, dist.get_rank(), dist.get_rank(), place)
+    run_training(chosen, world if world.everyone.size > 1 else single_process(place), True)

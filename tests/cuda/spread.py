@@ -1,0 +1,100 @@
+"""Several processes that share the GPU, over gloo: layouts against one process on the same GPU."""
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pentatron.train.comparison import Trajectory, disagreements, failures, gaps, worst
+from tests.cuda import on_ranks
+from tests.cuda.trials import Found, Rows
+from tests.harness import run_distributed
+from tests.harness.report import RanksFailed
+from tests.parity.bugs import BUGS
+from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
+from tests.parity.judge import Task, judged
+from tests.parity.mixtures import MIXTURE_LAYOUTS
+from tests.parity.trajectory import run
+
+TIMEOUT = 220.0
+Cases = Sequence[tuple[str, str]]
+# Every layout, each with a family in turn.
+EVERY = [
+    (layout.name, family)
+    for layouts, families in ((LAYOUTS, FAMILIES), (MIXTURE_LAYOUTS, MIXTURES))
+    for layout, family in zip(layouts, itertools.cycle(families))
+]
+# One of each axis, for what is compiled anew in every layout.
+EACH_AXIS = (
+    ("tp2 sp", "qwen3"),
+    ("dp2 zero1 overlap", "llama"),
+    ("dp2 zero3", "qwen2.5"),
+    ("pp2", "llama"),
+    ("cp2 all_gather", "qwen3"),
+    ("ep2", "qwen3-moe"),
+)
+
+
+@functools.cache
+def named(layout: str, family: str) -> Layout:
+    return next(x for x in (MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS) if x.name == layout)
+
+
+def of_size(ranks: int) -> Cases:
+    return [case for case in EVERY if named(*case).ranks == ranks]
+
+
+def in_batches(cases: Cases, count: int) -> list[Cases]:
+    """Dealt out one by one, so that like layouts do not meet."""
+    return [cases[n::count] for n in range(count)]
+
+
+@functools.cache
+def alone(words: str, device: str) -> Trajectory:
+    return run(words, 1, device)
+
+
+def layouts(cases: Cases, more: str, device: str) -> Rows:
+    commands = {case: f"{named(*case).command(case[1])} {more}" for case in cases}
+    ranks = named(*cases[0]).ranks
+    try:
+        found = run_distributed(
+            on_ranks.several, ranks, timeout=TIMEOUT, commands=list(commands.values()), device=device
+        )
+    except RanksFailed as error:
+        if len(cases) == 1:
+            return {_shown(*cases[0]): Found(float("inf"), note=str(error).strip().splitlines()[-1])}
+        # Which one it was, and what the others are worth.
+        return {name: row for case in cases for name, row in layouts([case], more, device).items()}
+    by_layout = zip(*found)
+    return {_shown(*case): _judged(case, more, device, seen) for case, seen in zip(commands, by_layout)}
+
+
+def _judged(case: tuple[str, str], more: str, device: str, seen: Iterable[Trajectory]) -> Found:
+    ranks = list(seen)
+    found = gaps(ranks, alone(f"{named(*case).alone(case[1])} {more}", device))
+    if unequal := disagreements(ranks):
+        return Found(float("inf"), note=f"copies differ: {unequal[0]}")
+    return Found(worst(found).ratio, note=worst(found).what if failures(found) else "")
+
+
+def _shown(layout: str, family: str) -> str:
+    return f"{layout} ({family})"
+
+
+def smallest_bugs(count: int) -> list[str]:
+    """Mistakes of layouts with two processes, each of another layout."""
+    by_layout: dict[str, str] = {}
+    for bug, (_, family, layout) in BUGS.items():
+        if named(layout, family).ranks == 2:
+            by_layout.setdefault(layout, bug)
+    return list(by_layout.values())[:count]
+
+
+def planted_bug(bug: str, more: str, device: str) -> Rows:
+    """A control: the share is what one process without the mistake finds of itself."""
+    _, family, layout = BUGS[bug]
+    case = named(layout, family)
+    with_more = replace(case, both=f"{case.both} {more}")
+    cell = judged(Task(with_more, family, device, bug))
+    return {f"{bug} ({layout}, {family})": Found(0.0, {bug: worst(cell.judged).ratio})}

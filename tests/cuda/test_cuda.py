@@ -1,0 +1,60 @@
+"""Everything of `make cuda`, check by check; without a GPU nothing of it runs, but the catalogue must still be whole."""
+
+import pytest
+import torch
+
+from pentatron.train.comparison import Trajectory
+from tests.cuda import trials
+from tests.cuda.catalogue import NOT_RUN, TABLES, TINY, Check, checks, measured
+from tests.cuda.trials import LOSS_MASK, ONE_WEIGHT, ROPE_BASE, Found
+from tests.parity.cases import FAMILIES, MIXTURES
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("check", checks(), ids=lambda check: f"{check.table}: {check.name}")
+def test_on_the_gpu(check: Check) -> None:
+    rows = measured(check, "cuda")
+    assert [f"{name}: {row.complaint} {row.note}" for name, row in rows.items() if not row.passes] == []
+
+
+def test_the_catalogue_is_whole() -> None:
+    found = checks()
+    assert {check.table for check in found} == {*TABLES} and NOT_RUN
+    names = [f"{check.table} {check.name}" for check in found]
+    assert len(names) == len({*names})
+    assert TINY.keys() == FAMILIES.keys() | MIXTURES.keys()
+    text = " ".join(names)
+    for word in (
+        "ZeRO 3",
+        "2 processes",
+        "4 processes",
+        "fp16",
+        "bf16",
+        "wide",
+        "resumed",
+        "launched",
+        "qwen3",
+    ):
+        assert word in text, word
+
+
+def test_planted_mistakes_are_far_beyond_what_is_allowed() -> None:
+    """The same that a GPU is held to, with the CPU in its place."""
+    (row,) = trials.exactly("qwen3", TINY["qwen3"], "", "cpu", "cpu", "").values()
+    assert row.share == 0 and {*row.controls} == {ONE_WEIGHT, ROPE_BASE, LOSS_MASK}
+    assert all(share > 10 for share in row.controls.values()), row.controls
+    assert row.passes and not Found(0.5, {"unseen": 0.9}).passes and not Found(float("nan")).passes
+
+
+def test_half_precision_is_held_against_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = trials.roughly("llama", TINY["llama"], "--bf16", "", "cpu", "cpu", "").values()
+    assert row.passes and 0.6 < row.share < 0.65, row
+    nothing_rounded = trials.trial
+
+    def in_fp32(words: str, device: str, mistake: str = "") -> Trajectory:
+        return nothing_rounded(words.replace("--bf16", ""), device, mistake)
+
+    monkeypatch.setattr(trials, "trial", in_fp32)
+    (exact,) = trials.roughly("llama", TINY["llama"], "--bf16", "", "cpu", "cpu", "").values()
+    assert exact.share == 0

@@ -1,0 +1,140 @@
+"""A few training steps of one process, on the GPU or the CPU, with or without a planted mistake; and how far two of them are apart."""
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from pentatron.config.run import RunConfig
+from pentatron.optim.build import build_optimizer
+from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.world import single_process
+from pentatron.train.comparison import Trajectory, failures, gaps, worst
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.trial import UnevenMasks, follow, reveal
+from tests.parity.bf16 import ALLOWED, KINDS, distance
+from tests.support import resolved
+
+# What someone could have got wrong, none of it large; each must be further away than what is allowed.
+ONE_WEIGHT, ROPE_BASE, LOSS_MASK = "one weight", "rope base + 1 %", "loss mask ignored"
+# In bf16 one weight of many is lost in the rounding.
+ONE_MATRIX = "one matrix + 20 %"
+
+
+@dataclass(frozen=True)
+class Found:
+    """`share`: the largest gap, in units of what is allowed. `controls`: what each planted mistake makes of it. `left_out`: why it could
+    not be run, if it could not."""
+
+    share: float
+    controls: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    left_out: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return bool(self.left_out) or (self.share <= 1 and all(share > 1 for share in self.controls.values()))
+
+    @property
+    def complaint(self) -> str:
+        missed = [name for name, share in self.controls.items() if not share > 1]
+        seen = "" if self.share <= 1 else f"{self.share:.3g} times what is allowed"
+        return ", ".join([*([seen] if seen else []), *(f"control not noticed: {name}" for name in missed)])
+
+
+Rows = dict[str, Found]
+
+
+def trial(words: str, device: str, mistake: str = "") -> Trajectory:
+    """As `run_trial`, with a mistake."""
+    more = " --rotary-base 10100" if mistake == ROPE_BASE else ""
+    return trial_of(resolved(f"{words}{more}").config, device, mistake)
+
+
+def trial_of(config: RunConfig, device: str, mistake: str = "") -> Trajectory:
+    world = single_process(torch.device(device))
+    model = build_parallel_model(config, world)
+    reveal(model)
+    _change(model, mistake)
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    with unmasked() if mistake == LOSS_MASK else contextlib.nullcontext():
+        return follow(config, world, model, optimizer)
+
+
+@torch.no_grad()
+def _change(model: ParallelModel, mistake: str) -> None:
+    if mistake not in (ONE_WEIGHT, ONE_MATRIX):
+        return
+    matrices = [h.parameter.data for h in held_parameters(*model.stages.values()) if h.parameter.dim() == 2]
+    chosen = matrices[len(matrices) // 2]
+    if mistake == ONE_WEIGHT:
+        chosen[0, 0] += chosen.std()
+    else:
+        chosen *= 1.2
+
+
+def unmasked() -> Any:
+    """As if the loss took no notice of which labels count."""
+    as_they_are = UnevenMasks.__getitem__
+
+    def everything_counts(samples: UnevenMasks, index: int) -> dict[str, Any]:
+        sample = as_they_are(samples, index)
+        return {**sample, "loss_mask": np.ones_like(sample["loss_mask"])}
+
+    return mock.patch.object(UnevenMasks, "__getitem__", everything_counts)
+
+
+@functools.cache
+def reference(words: str, device: str = "cpu") -> Trajectory:
+    return trial(words, device)
+
+
+def mistakes_of(words: str, half: bool = False) -> tuple[str, ...]:
+    rotated = (ROPE_BASE,) if "rope" in words and not half else ()
+    return (ONE_MATRIX if half else ONE_WEIGHT, *rotated, LOSS_MASK)
+
+
+def exactly(name: str, words: str, more: str, device: str, other: str, other_words: str) -> Rows:
+    """A run in fp32 against another, tensor by tensor, as layouts are compared with one process."""
+    expected = reference(f"{words} {other_words}", other)
+
+    def judged(mistake: str = "") -> tuple[float, str]:
+        found = gaps([trial(f"{words} {more}", device, mistake)], expected)
+        # How many labels count is said beside the loss: that alone must not be what gives a mistake away.
+        found = [gap for gap in found if not (mistake and gap.what.startswith("tokens"))]
+        return worst(found).ratio, worst(found).what if failures(found) else ""
+
+    share, note = judged()
+    return {name: Found(share, {m: judged(m)[0] for m in mistakes_of(words)}, note)}
+
+
+def roughly(
+    name: str, words: str, half: str, more: str, device: str, other: str, other_words: str, kernel: str = ""
+) -> Rows:
+    """A run in half precision: how many times as far from fp32 as another in the same precision, as a share of what is allowed.
+
+    `kernel`: what that other one needs, and fp32 cannot have.
+    """
+    exact = reference(f"{words} {other_words}", other)
+    rounded = reference(f"{words} {half} {other_words} {kernel}", other)
+    own = {kind: distance([rounded], exact, kind) for kind in KINDS}
+
+    def judged(mistake: str = "") -> tuple[float, str]:
+        found = trial(f"{words} {half} {more}", device, mistake)
+        far = {kind: distance([found], exact, kind) / own[kind] for kind in KINDS}
+        kind = max(far, key=lambda k: far[k])
+        return far[kind] / ALLOWED, kind if far[kind] > ALLOWED else ""
+
+    share, note = judged()
+    return {name: Found(share, {m: judged(m)[0] for m in mistakes_of(words, half=True)}, note)}
+
+
+def same_structure(config: RunConfig, device: str) -> Found:
+    """A small model of a preset's structure, on the device and on the CPU."""
+    found = gaps([trial_of(config, device)], trial_of(config, "cpu"))
+    return Found(worst(found).ratio, note=worst(found).what if failures(found) else "")

@@ -1,0 +1,143 @@
+"""Whole runs on the GPU: stopped and resumed, in fp16, started by the launcher; texts; the tests that only a GPU can run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pentatron.checkpoint.digest import StateDigest, state_digest
+from pentatron.checkpoint.find import find_step
+from pentatron.models.sampling import Sampling
+from pentatron.train.continue_text import Ranks
+from tests.cuda import on_ranks
+from tests.cuda.trials import Found, Rows
+from tests.harness import run_distributed
+from tests.parity.cases import MIXTURES
+from tests.train.test_bit_exact import FP16, MODEL, RUN, STOP, write_corpora
+from tests.train.texts import texts
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 220.0
+RESUMED = {
+    "one process, bf16": (1, "--bf16"),
+    "one process, fp16 with a scale that overflows": (1, FP16),
+    "one process, bf16, saved in the background": (1, "--bf16 --async-save"),
+    "one process, experts, bf16": (1, f"{MIXTURES['qwen3-moe']} --bf16"),
+    "two processes, tensor, fp16": (2, f"--tp_size 2 --sequence-parallel {FP16}"),
+    "two processes, ZeRO 1, bf16": (2, "--zero-stage 1 --bf16"),
+    "two processes, ZeRO 3, bf16": (2, "--zero-stage 3 --bf16"),
+    "two processes, pipeline, bf16": (2, "--pp_size 2 --pipeline-schedule zero-bubble --bf16"),
+}
+# They skip themselves where there is no GPU.
+OWN_TESTS = "nn/test_dropout.py optim/test_offload.py parallel/test_grouped.py parallel/test_executor.py parallel/test_reduction.py parallel/test_messages.py checkpoint/test_background.py kernels"
+
+
+def _state(folder: Path, ranks: int, words: str, device: str) -> StateDigest:
+    command = f"{RUN} {MODEL} {words} --run-dir {folder}"
+    run_distributed(on_ranks.train, ranks, timeout=TIMEOUT, words=command, device=device)
+    found, complaints = find_step(folder)
+    assert not complaints
+    return state_digest(found.folder, found.manifest)
+
+
+def resumed(name: str, more: str, device: str) -> Rows:
+    """Stopped in the middle and resumed: the state at the end is the undisturbed run's, bit for bit. Where it was stopped, it is not."""
+    ranks, words = RESUMED[name]
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        words = f"{words} {more} {write_corpora(folder)}"
+        whole = _state(folder / "whole", ranks, words, device)
+        stopped = _state(folder / "cut", ranks, f"{words} --exit-interval {STOP}", device)
+        apart = _state(folder / "cut", ranks, words, device).differences(whole)
+        unlike = {*stopped.differences(whole)}
+    control = {"not resumed": float("inf") if "weights" in unlike else 0.0}
+    return {name: Found(float("inf") if apart else 0.0, control, ", ".join(apart))}
+
+
+LAUNCHED = {
+    "2 tensor": "--nproc-per-node 2 --tensor-model-parallel-size 2",
+    "2 pipeline": "--nproc-per-node 2 --pipeline-model-parallel-size 2",
+    "2 data, ZeRO 3": "--nproc-per-node 2 --zero-stage 3",
+    "2 context, ring": "--nproc-per-node 2 --context-parallel-size 2",
+}
+_STEPS = 8
+
+
+def _losses(folder: Path, words: str, device: str) -> list[float]:
+    command = (
+        f"--mock-data --vocab-size 256 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters {_STEPS} "
+        f"--global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --eval-interval 0 --no-save-checkpoints --sample-tokens 0 "
+        f"--progress-bar off --log-interval 1 --device {device} --run-dir {folder} {words}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pentatron", "train", *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{words}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [float(row["loss"]) for row in rows]
+
+
+def launched(name: str, more: str, device: str) -> Rows:
+    """`pentatron train` with two processes, which share the GPU if there is one alone, against one process; every loss within 1e-5."""
+    alone = "--nproc-per-node 1"
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        exact = _losses(folder / "alone", f"{alone} {more}", device)
+        found = _losses(folder / "spread", f"{LAUNCHED[name]} {more}", device)
+        other = _losses(folder / "other", f"{alone} --lr 1.01e-3 {more}", device)
+
+    def apart(losses: list[float]) -> float:
+        return max(abs(f / e - 1) for f, e in zip(losses, exact, strict=True)) / 1e-5
+
+    return {name: Found(apart(found), {"learning rate + 1 %": apart(other)})}
+
+
+SPOKEN = ("gpt2", "llama", "mistral with a window", "qwen2", "qwen3", "qwen3_moe")
+
+
+def spoken(name: str, device: str) -> Rows:
+    """Texts of a Hugging Face folder: on the GPU the words that the CPU chooses, as likely within 1e-4; so too drawn by lot."""
+    # Here, because they bring `transformers` along.
+    from tests.hf.support import save, theirs
+    from tests.train.test_generation import CASES
+
+    model_type, config = CASES[name]
+    hot = Sampling(1.2, top_k=30, top_p=0.95, seed=4)
+    with tempfile.TemporaryDirectory() as made:
+        folder = save(theirs(model_type, **config), Path(made))
+        expected, _ = texts(folder, Ranks(), [Sampling(), hot])
+        found, _ = texts(folder, Ranks(), [Sampling(), hot], device=device)
+        other, _ = texts(folder, Ranks(), [hot, Sampling()], device=device)
+
+    def apart(mine: list) -> float:  # type: ignore[type-arg]
+        pairs = [(a, b) for ours, cpus in zip(mine, expected) for a, b in zip(ours, cpus)]
+        if any(a.tokens != b.tokens for a, b in pairs):
+            return float("inf")
+        return max(abs(p - q) for a, b in pairs for p, q in zip(a.logprobs, b.logprobs)) / 1e-4
+
+    return {name: Found(apart(found), {"the other way to choose": apart(other)})}
+
+
+def own_tests() -> Rows:
+    """The tests of the suite that only a GPU can run."""
+    files = [f"tests/{path}" for path in OWN_TESTS.split() if (ROOT / "tests" / path).exists()]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-rs", *files]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment, timeout=TIMEOUT
+    )
+    last = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]
+    failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    good = done.returncode == pytest.ExitCode.OK
+    return {
+        "tests that need a GPU": Found(0.0 if good else float("inf"), note="; ".join([last, *failed[:5]]))
+    }
