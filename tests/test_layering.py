@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "pentatron"
 LEVELS = {
     "layout": 0,
     "config": 1,
+    "kernels": 1,
     "parallel": 2,
     "data": 2,
     "nn": 3,

@@ -200,3 +200,17 @@ class KernelConfig:
     bias_swiglu_fusion: bool = setting(
         True, "fused SwiGLU", notice="there is no separate fused SwiGLU kernel here"
     )
+    fused_cross_entropy: str = setting(
+        "auto",
+        "losses without logits in fp32; their gradient is written over them (auto: on a GPU)",
+        choices=("auto", "on", "off"),
+        sets={"--cross-entropy-loss-fusion": "on", "--no-cross-entropy-loss-fusion": "off"},
+    )
+    cross_entropy_fusion_impl: str = setting(
+        "auto",
+        "how: torch's own operations, or one Triton kernel (auto: the kernel on a GPU that has Triton)",
+        choices=("auto", "native", "te"),
+    )
+    cross_entropy_chunk: int = setting(
+        32768, "tokens whose logits a fused loss has at a time; further ones are computed again in backward"
+    )

@@ -78,6 +78,14 @@ def _bias_anyway(name: str, draft: Draft, facts: Facts) -> str:
     return "every linear layer has a bias already" if twice else ""
 
 
+def _not_fused(draft: Draft, facts: Facts) -> str:
+    fusion = draft["fused_cross_entropy"]
+    if fusion == "off":
+        return "the loss is not fused (--no-cross-entropy-loss-fusion), so this changes nothing"
+    off_here = fusion == "auto" and draft["device"] == "cpu"
+    return "on a CPU the loss is fused only with --cross-entropy-loss-fusion" if off_here else ""
+
+
 IDLE_OF_THE_MODEL: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(
         "rotary_base rotary_percent rotary_interleaved rope_scaling_type "
@@ -92,4 +100,5 @@ IDLE_OF_THE_MODEL: dict[str, Callable[[Draft, Facts], str]] = {
     "window_size": _sees_everything,
     "window_attn_skip_freq": _no_window,
     **{name: partial(_bias_anyway, name) for name in ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")},
+    **dict.fromkeys(("cross_entropy_fusion_impl", "cross_entropy_chunk"), _not_fused),
 }

@@ -19,7 +19,7 @@ from pentatron.nn.attention import attention_kernels
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.init import draw_weights
 from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable, tie_on_one_rank
-from pentatron.nn.loss import token_losses
+from pentatron.nn.loss import CrossEntropy
 from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
 from pentatron.nn.rope import build_rope
@@ -76,6 +76,7 @@ class CausalLM(nn.Module):
         self.axis = axis
         self.attention_dropout = config.attention_dropout
         self.recompute: Recompute = NOTHING
+        self.cross_entropy = CrossEntropy()
         tied = not config.untie_embeddings_and_output_weights
         self.embedding = Embedding(config, axis, tied and not part.head) if part.embedding else None
         self.rope = build_rope(config)
@@ -126,10 +127,7 @@ class CausalLM(nn.Module):
             return x_BSD
         if wanted_B is not None:
             x_BSD = x_BSD[torch.arange(len(wanted_B), device=wanted_B.device), wanted_B][:, None]
-        logits_BSV, first_word = self._logits(self.final_norm(x_BSD))
-        if labels_BS is None:
-            return logits_BSV
-        return token_losses(logits_BSV, labels_BS, self.vocab_size, first_word, self.axis.group)
+        return self._logits_or_losses(self.final_norm(x_BSD), labels_BS)
 
     def _through(
         self,
@@ -158,12 +156,23 @@ class CausalLM(nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         self.use_recompute(NOTHING)
 
-    def _logits(self, x_BSD: Tensor) -> tuple[Tensor, int]:
-        """This rank's part of the logits, and the number of the first word in it."""
+    def use_cross_entropy(self, wanted: CrossEntropy) -> None:
+        """How losses are computed from now on."""
+        self.cross_entropy = wanted
+
+    def _logits_or_losses(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor:
+        """This rank's part of the logits, or with labels the loss of every token."""
+
+        def losses(head: VocabularyTable, x_BSD: Tensor) -> Tensor:
+            assert labels_BS is not None
+            return self.cross_entropy.of_stream(head, x_BSD, labels_BS, self.vocab_size)
+
         if self.head is not None:
-            return self.head(x_BSD), self.head.first
+            made: Tensor = self.head(x_BSD, None if labels_BS is None else losses)
+            return made
         assert self.embedding is not None, "a tied head without a copy of its own is beside the embedding"
-        return self.embedding.word.logits(x_BSD), self.embedding.word.first
+        table = self.embedding.word
+        return table.logits(x_BSD) if labels_BS is None else losses(table, x_BSD)
 
 
 def build_stages(

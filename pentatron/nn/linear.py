@@ -1,6 +1,6 @@
 """Linear layers and tables, split over the tensor axis. With one rank on it they are the ordinary ones."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
@@ -145,8 +145,11 @@ class VocabularyTable(WeightedModule):
 class VocabularyHead(VocabularyTable):
     """Word vectors that are multiplied with the stream."""
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.logits(x_BSD)
+    def forward(
+        self, x_BSD: Tensor, made: Callable[[VocabularyTable, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Logits, or what `made` makes of the head and the stream: inside, since weights may be waited for at the door."""
+        return self.logits(x_BSD) if made is None else made(self, x_BSD)
 
 
 def tie_on_one_rank(table: VocabularyTable, head: VocabularyHead) -> None:

@@ -11,6 +11,7 @@ from pentatron.data.loader import Batch
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.linear import defer_weight_gradients
+from pentatron.nn.loss import cross_entropy_of
 from pentatron.nn.recompute import recompute_of
 from pentatron.parallel.axes import Axes, axes_of
 from pentatron.parallel.collectives import all_reduce_
@@ -86,6 +87,7 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     stages = program.build_stages(config, parts, axes, device)
     for stage in stages.values():
         stage.use_recompute(recompute_of(config.memory))
+        stage.use_cross_entropy(cross_entropy_of(config.kernels))
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)

@@ -41,6 +41,7 @@ _LEFT_OUT: dict[str, Any] = {
     "fp16": False,
     "attention_dropout": 0.0,
     "attention_backend": "auto",
+    "cross_entropy_fusion_impl": "auto",
 }
 _DIVISION = (
     "pipeline_model_parallel_layout",

@@ -57,6 +57,7 @@ class Layout:
 
     `same_cut`: what is computed depends on the micro-batches, so the run on one process has the same ones; otherwise it
     takes the whole batch at once. `scaled`: the loss is multiplied before backward, as in fp16, and on one process it is not.
+    `fused`: so is its cross entropy, and in chunks.
     """
 
     name: str
@@ -66,10 +67,11 @@ class Layout:
     both: str = ""
     same_cut: bool = False
     scaled: bool = False
+    fused: bool = False
 
     def command(self, family: str) -> str:
-        scale = SCALED if self.scaled else ""
-        return f"{self.reference(family)} {self.words} {scale} --micro-batch-size {self.micro_batch}"
+        more = f"{SCALED if self.scaled else ''} {FUSED if self.fused else ''}"
+        return f"{self.reference(family)} {self.words} {more} --micro-batch-size {self.micro_batch}"
 
     def reference(self, family: str) -> str:
         return f"{SHAPE} --num-layers {self.depth} {(FAMILIES | MIXTURES)[family]} {self.both}"
@@ -105,11 +107,16 @@ def _pp(size: int, more: str = "") -> str:
 
 
 def every_second_scaled(layouts: Iterable[Layout]) -> tuple[Layout, ...]:
-    """A scale is no reason for a layout of its own: it must change nothing in any of them."""
-    return tuple(replace(layout, scaled=number % 2 == 1) for number, layout in enumerate(layouts))
+    """A scale is no reason for a layout of its own: it must change nothing in any of them. Neither is a fused loss."""
+    return tuple(
+        replace(layout, scaled=number % 2 == 1, fused=number // 2 % 2 == 1)
+        for number, layout in enumerate(layouts)
+    )
 
 
 SCALED = "--loss-scale 4096"
+# A chunk that divides no micro-batch, and is smaller than all but those of one sequence.
+FUSED = "--cross-entropy-loss-fusion --cross-entropy-chunk 20"
 SP = "--sequence-parallel"
 GPIPE = "--pipeline-schedule gpipe"
 VIRTUAL = "--virtual-pipeline-model-parallel-size 2"

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from pentatron.config.errors import UserError
 from pentatron.megatron.state import current
-from pentatron.nn.loss import token_losses
+from pentatron.nn.loss import cross_entropy_of
 
 
 def vocab_parallel_cross_entropy(
@@ -19,4 +19,5 @@ def vocab_parallel_cross_entropy(
     axis, vocabulary = run.groups.axes.tensor, run.config.model.vocab_size
     assert vocabulary is not None
     first = axis.rank * vocab_parallel_logits.shape[-1]
-    return token_losses(vocab_parallel_logits, target, vocabulary, first, axis.group)
+    how = cross_entropy_of(run.config.kernels)
+    return how.of_logits(vocab_parallel_logits, target, vocabulary, first, axis.group)

@@ -1,0 +1,99 @@
+"""The two passes of the cross entropy as `cross_entropy.py` describes them, each of them one kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Entries of a row that a program has at a time, and the warps it has for them.
+_READ, _READ_WARPS = 8192, 8
+_WRITE, _WRITE_WARPS = 4096, 8
+
+
+def row_sums(
+    logits: Tensor, labels: Tensor, words: int, first: int, block: int = _READ, warps: int = _READ_WARPS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row the largest logit, the sum of `exp(logit − largest)`, and the label's logit: 0 if it is not here."""
+    rows = logits.shape[0]
+    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    _row_sums[(rows,)](logits, labels, found, rows, first, logits.stride(0), words, block, num_warps=warps)
+    return found[0], found[1], found[2]
+
+
+def write_gradient(
+    gradient: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    weights: Tensor,
+    words: int,
+    first: int,
+    block: int = _WRITE,
+    warps: int = _WRITE_WARPS,
+) -> None:
+    """`(softmax − 1 at the label) · weight` of every row; `gradient` may be `logits` itself."""
+    rows, width = logits.shape
+    _write_gradient[(rows, triton.cdiv(width, block))](
+        gradient,
+        logits,
+        labels,
+        log_sums,
+        weights,
+        words,
+        width,
+        first,
+        gradient.stride(0),
+        logits.stride(0),
+        block,
+        num_warps=warps,
+    )
+
+
+@triton.jit
+def _row_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # Offsets of a large vocabulary times a long batch do not fit 32 bits.
+    row = tl.program_id(0).to(tl.int64)
+    begin = logits + row * stride
+    places = tl.arange(0, BLOCK)
+    # Finite, so that logits of minus infinity give 0 and not the difference of two infinities.
+    largest = -3.0e38
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WORDS, BLOCK):
+        logit = tl.load(begin + start + places, mask=start + places < WORDS, other=-float("inf"))
+        logit = logit.to(tl.float32)
+        larger = tl.maximum(largest, tl.max(logit, 0))
+        sums = sums * tl.exp(largest - larger) + tl.exp(logit - larger)
+        largest = larger
+    local = tl.load(labels + row) - first
+    of_label = tl.load(begin + local, mask=(local >= 0) & (local < WORDS), other=0.0)
+    tl.store(found + row, largest)
+    tl.store(found + rows + row, tl.sum(sums, 0))
+    tl.store(found + 2 * rows + row, of_label.to(tl.float32))
+
+
+@triton.jit
+def _write_gradient(  # type: ignore[no-untyped-def]
+    gradient,
+    logits,
+    labels,
+    log_sums,
+    weights,
+    words,
+    width,
+    first,
+    gradient_stride,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    weight = tl.load(weights + row)
+    # A token that does not count is not even read.
+    counts = places < tl.where(weight != 0.0, words, 0)
+    logit = tl.load(logits + row * stride + places, mask=counts, other=-float("inf")).to(tl.float32)
+    local = tl.load(labels + row) - first
+    share = tl.exp(logit - tl.load(log_sums + row)) - tl.where(places == local, 1.0, 0.0)
+    made = tl.where(counts, share * weight, 0.0)
+    tl.store(
+        gradient + row * gradient_stride + places, made.to(gradient.dtype.element_ty), mask=places < width
+    )
