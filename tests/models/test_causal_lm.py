@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pentatron.config.model import TransformerConfig
 from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.nn.loss import CrossEntropy
 from tests.support import LLAMA, model_config
 
 FAMILIES = {
@@ -205,3 +206,23 @@ def test_cross_entropy_is_torchs() -> None:
     logits = model(tokens, positions)[..., :61].float()
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 16)
     assert torch.equal(model(tokens, positions, labels), expected)
+
+
+@pytest.mark.parametrize(
+    "words", ["", f"{LLAMA} --untie-embeddings-and-output-weights"], ids=["tied", "untied"]
+)
+@pytest.mark.parametrize("chunk", [7, 100])
+def test_a_fused_cross_entropy_changes_rounding_alone(words: str, chunk: int) -> None:
+    """Of every parameter, the tied one among them, which head and embedding both have gradients for."""
+    tokens, positions, labels = batch()
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for how in (CrossEntropy("off"), CrossEntropy("on", "native", chunk)):
+        model, _ = build(words)
+        model.use_cross_entropy(how)
+        losses = model(tokens, positions, labels)
+        (losses * weights).sum().backward()
+        found.append((losses.detach(), [p.grad for p in model.parameters()]))
+        logits = model(tokens, positions)
+        assert logits.shape[-1] >= 61 and logits.requires_grad
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
