@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import pentatron.kernels.cross_entropy as fused_module
 import pentatron.models.causal_lm as causal_lm_module
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as context_module
+import pentatron.nn.loss as loss_module
 import pentatron.nn.transformer_layer as layer_module
 import pentatron.parallel.deferral as deferral_module
 import pentatron.parallel.gathering as gathering_module
@@ -168,6 +170,20 @@ def padding_takes_probability() -> None:
         return forward(ctx, logits, labels, first + logits.shape[-1], first, group)
 
     _SplitCrossEntropy.forward = staticmethod(unmasked)  # type: ignore[method-assign]
+
+
+def padding_takes_probability_fused() -> None:
+    sums = fused_module.row_sums
+
+    def unmasked(logits: Tensor, labels: Tensor, words: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        return sums(logits, labels, logits.shape[-1], first)
+
+    fused_module.row_sums = unmasked
+
+
+def own_largest_logit() -> None:
+    """Every rank's sum is taken relative to its own largest logit."""
+    loss_module.all_reduce_max_ = lambda largest, group: largest
 
 
 def clipped_by_a_local_norm() -> None:
@@ -347,6 +363,8 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "dropout by local position": (dropout_by_local_position, "gpt", "tp2 sp"),
     "dropout by local sample": (dropout_by_local_sample, "gpt", "dp2"),
     "padding takes probability": (padding_takes_probability, "llama", "tp2"),
+    "padding takes probability in a fused loss": (padding_takes_probability_fused, "llama", "tp4"),
+    "each rank's own largest logit": (own_largest_logit, "llama", "tp4"),
     "clipped by a local norm": (clipped_by_a_local_norm, "llama", "tp2"),
     "heads in another order": (heads_interleaved, "llama", "tp2"),
     "positions of split sequences from zero": (positions_from_zero, "llama", "cp2"),

@@ -109,7 +109,7 @@ def _pp(size: int, more: str = "") -> str:
 def every_second_scaled(layouts: Iterable[Layout]) -> tuple[Layout, ...]:
     """A scale is no reason for a layout of its own: it must change nothing in any of them. Neither is a fused loss."""
     return tuple(
-        replace(layout, scaled=number % 2 == 1, fused=number // 2 % 2 == 1)
+        replace(layout, scaled=number % 2 == 1, fused=number // 2 % 2 == 0)
         for number, layout in enumerate(layouts)
     )
 
