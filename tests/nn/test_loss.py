@@ -152,12 +152,15 @@ def arrived(how: CrossEntropy, monkeypatch: pytest.MonkeyPatch) -> tuple[list[in
     """Where logits were after their matmul, and where their gradient came from; chunk by chunk."""
     logits: list[int] = []
     gradients: list[int] = []
+    # While they are alive, nothing else can be where they are.
+    alive: list[Tensor] = []
     layer = head()
     multiplied = layer.multiplied
 
     def watched(x: Tensor) -> Tensor:
         made = multiplied(x)
         logits.append(made.data_ptr())
+        alive.append(made.detach())
         if made.requires_grad:
             made.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
         return made
