@@ -51,7 +51,7 @@ class CoreTransformerConfig(TransformerConfig):
 
     @property
     def moe_grouped_gemm(self) -> bool:
-        return self.moe.moe_grouped_gemm
+        return bool(self.moe.moe_grouped_gemm)
 
 
 def arguments(config: RunConfig) -> SimpleNamespace:

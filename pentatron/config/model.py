@@ -146,7 +146,11 @@ class MoEConfig:
     moe_token_dispatcher_type: str = setting(
         "alltoall", "how tokens travel to experts", choices=("alltoall", "allgather")
     )
-    moe_grouped_gemm: bool = setting(False, "run the experts of a rank as one grouped matmul")
+    moe_grouped_gemm: bool | None = setting(
+        None,
+        "run the experts of a rank as one grouped matmul (where its kernel is: bf16 on a GPU)",
+        sets={"--moe-grouped-gemm": True, "--no-moe-grouped-gemm": False},
+    )
     moe_use_legacy_grouped_gemm: bool = setting(
         False, "an older grouped matmul", notice="there is one grouped matmul here, so this changes nothing"
     )

@@ -101,7 +101,7 @@ def spec_of(
     if experts is not None and not moe_layers(moe.moe_layer_freq, config.num_layers)[layer]:
         experts = None
     return _layer(
-        NORMS[normalization or config.normalization], config.qk_layernorm, experts, moe.moe_grouped_gemm
+        NORMS[normalization or config.normalization], config.qk_layernorm, experts, bool(moe.moe_grouped_gemm)
     )
 
 

@@ -6,7 +6,6 @@ or an expert without any token. What is computed, and in which order it is summe
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from pentatron.nn.router import Routing
 from pentatron.parallel.expert_axis import ExpertAxis
 
-# Rows sorted by this rank's experts and how many each has → what the experts (or this rank's part of them) make of them.
-Experts = Callable[[Tensor, Sequence[int]], Tensor]
+# Rows sorted by this rank's experts and how many each has, on the host and where the rows are → what the experts (or this
+# rank's part of them) make of them.
+Experts = Callable[[Tensor, Sequence[int], Tensor], Tensor]
 
 
 def all_to_all(x_TD: Tensor, routing: Routing, count: int, axis: ExpertAxis, experts: Experts) -> Tensor:
@@ -32,8 +32,9 @@ def all_to_all(x_TD: Tensor, routing: Routing, count: int, axis: ExpertAxis, exp
     sent, received = ([sum(row) for row in rows] for rows in sizes)
     rows_ND = _dealt(x_TD, order[: sum(sent) // axis.cut], topk)
     arrived_ND = axis.exchanged(_for_each_part(rows_ND, sent, axis.cut), sent, received)
-    sorting = _by_own_expert(sizes[1], x_TD.device)
-    made_ND = experts(_dealt(arrived_ND, sorting, 1), [sum(column) for column in zip(*sizes[1])])
+    sorting = _by_own_expert(received_GE, sum(received))
+    counts = [sum(column) for column in zip(*sizes[1])]
+    made_ND = experts(_dealt(arrived_ND, sorting, 1), counts, received_GE.sum(0))
     returned_ND = axis.exchanged(_put_back(made_ND, sorting, len(sorting)), received, sent)
     summed_ND = _sum_of_parts(returned_ND, sent, axis.cut)
     made_TKD = _put_back(summed_ND, order[: len(summed_ND)], tokens * topk).unflatten(0, (tokens, topk))
@@ -52,7 +53,7 @@ def all_gather(x_TD: Tensor, routing: Routing, count: int, axis: ExpertAxis, exp
     order, counts_E = _by_expert(chosen_AK - own.start, here_AK, len(own))
     counts = counts_E.tolist()
     order = order[: sum(counts)]
-    made_ND = experts(_dealt(x_AD, order, topk), counts)
+    made_ND = experts(_dealt(x_AD, order, topk), counts, counts_E)
     made_AKD = _put_back(made_ND, order, chosen_AK.numel()).unflatten(0, (-1, topk))
     return axis.summed(_weighted(made_AKD, weights_AK))
 
@@ -71,17 +72,12 @@ def _by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> tuple[T
     return chosen.argsort(stable=True), counts[:count]
 
 
-def _by_own_expert(received_GE: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows arrive by rank and expert; this orders them by expert and rank."""
-    flat = [size for row in received_GE for size in row]
-    starts = [end - size for end, size in zip(accumulate(flat), flat)]
-    own = len(received_GE[0])
-    pieces = [
-        torch.arange(starts[number], starts[number] + flat[number])
-        for expert in range(own)
-        for number in range(expert, len(flat), own)
-    ]
-    return torch.cat(pieces).to(device, non_blocking=True)
+def _by_own_expert(received_GE: Tensor, rows: int) -> Tensor:
+    """`rows` arrive by rank and expert; this orders them by expert and rank."""
+    ranks, own = received_GE.shape
+    experts = torch.arange(own, device=received_GE.device).repeat(ranks)
+    # Told how many there are, a GPU need not be asked.
+    return experts.repeat_interleave(received_GE.flatten(), output_size=rows).argsort(stable=True)
 
 
 def _for_each_part(rows_ND: Tensor, sent: Sequence[int], cut: int) -> Tensor:

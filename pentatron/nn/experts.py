@@ -5,28 +5,28 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.nn.experts_on_device import Matrices, mixed_on_device
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import WeightedModule
 from pentatron.nn.mlp import activated
 from pentatron.nn.recompute import NOTHING, Recompute
+from pentatron.nn.router import Routing
 from pentatron.parallel.deferral import grouped_linear
 from pentatron.parallel.expert_axis import ExpertAxis
+from pentatron.parallel.grouped import GroupedRows, Groups, one_kernel_can
 from pentatron.parallel.pieces import Declared, Initial, Piece, Shape
 
 
 class ExpertLinear(WeightedModule):
-    """`y = x Wᵀ` with a matrix for each expert; `grouped`: in one matmul where the device has such."""
+    """`y = x Wᵀ` with a matrix for each expert."""
 
-    def __init__(
-        self, shape: Shape, local: Shape, pieces: tuple[Piece, ...], scale: float, grouped: bool
-    ) -> None:
+    def __init__(self, shape: Shape, local: Shape, pieces: tuple[Piece, ...], scale: float) -> None:
         super().__init__()
-        self.grouped = grouped
         declared = Declared(shape, pieces, Initial(scale), copies="expert_data")
         self.weight = self.declare("weight", local, declared)
 
-    def forward(self, rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
-        return grouped_linear(rows_ND, self.weight, counts, self.grouped, self.deferred)
+    def forward(self, rows_ND: Tensor, groups: GroupedRows) -> Tensor:
+        return grouped_linear(rows_ND, self.weight, groups, self.deferred)
 
 
 class Experts(nn.Module):
@@ -36,6 +36,9 @@ class Experts(nn.Module):
         super().__init__()
         assert moe.num_experts and moe.moe_ffn_hidden_size
         self.gated = config.gated_linear_unit
+        self.count = moe.num_experts
+        # In one matmul for all experts, unless the user does not want that.
+        self.grouped = moe.moe_grouped_gemm is not False
         self.recompute: Recompute = NOTHING
         hidden, inner, own = config.hidden_size, moe.moe_ffn_hidden_size, axis.own(moe.num_experts)
         share, count = inner // axis.cut, len(own)
@@ -53,19 +56,33 @@ class Experts(nn.Module):
             (count, halves * share, hidden),
             rows,
             1.0,
-            moe.moe_grouped_gemm,
         )
         self.linear_fc2 = ExpertLinear(
             (moe.num_experts, hidden, inner),
             (count, hidden, share),
             (columns,),
             residual_scale(config.num_layers),
-            moe.moe_grouped_gemm,
         )
 
-    def forward(self, rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
-        inner = self.linear_fc1(rows_ND, counts)
+    def forward(self, rows_ND: Tensor, counts: Sequence[int], counts_E: Tensor | None = None) -> Tensor:
+        """`counts`: how many rows each expert has, one after the other; `counts_E` are the same where the rows are."""
+        groups = Groups(tuple(counts), self.grouped, counts_E)
+        inner = self.linear_fc1(rows_ND, groups)
         between = self.recompute("moe_act", activated, inner, self.gated)
         with self.recompute.made_again("moe_act", between, lambda: activated(inner, self.gated)):
-            made: Tensor = self.linear_fc2(between, counts)
+            made: Tensor = self.linear_fc2(between, groups)
         return made
+
+    def all_on(self, x_TD: Tensor) -> bool:
+        """Whether the device of these tokens can mix all experts by itself, the host not knowing who goes where."""
+        widths = (*self.linear_fc1.weight.shape[1:], *self.linear_fc2.weight.shape[1:])
+        all_here = len(self.linear_fc1.weight) == self.count
+        return self.grouped and all_here and one_kernel_can(x_TD, *widths)
+
+    def mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Each token's sum of what its experts make of it; all experts are here, on the device of the tokens."""
+        # What lies between the matrices is made again in any case; asked to keep less, the rows are too.
+        keeps_rows = "moe_act" not in self.recompute.parts
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        matrices = Matrices(fc1.weight, fc2.weight, self.gated, keeps_rows, fc1.deferred)
+        return mixed_on_device(x_TD, routing, self.count, matrices)

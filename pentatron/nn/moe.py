@@ -56,7 +56,7 @@ class SharedGate(DeclaringModule):
 
 class MoE(nn.Module):
     """`submodules` are those of the shared expert. `num_experts`, if given, must be what the configuration says;
-    `grouped` asks for one grouped matmul even where that does not."""
+    `grouped` asks for one grouped matmul even where that does not want it."""
 
     def __init__(
         self,
@@ -95,7 +95,11 @@ class MoE(nn.Module):
 
     def _mixed(self, x_BSD: Tensor) -> Tensor:
         routing = self.router(x_BSD)
-        made_TD = self.dispatch(x_BSD.flatten(0, 1), routing, self.count, self.axis, self.experts)
+        x_TD = x_BSD.flatten(0, 1)
+        if self.axis.group.size == 1 and self.experts.all_on(x_TD):
+            made_TD = self.experts.mixed(x_TD, routing)
+        else:
+            made_TD = self.dispatch(x_TD, routing, self.count, self.axis, self.experts)
         made_BSD = made_TD.view_as(x_BSD)
         return (
             made_BSD

@@ -5,7 +5,7 @@ the gradient of its output) instead of computing it; the weight half computes th
 the way autograd would, hooks included. Gradients of biases, norms and tables are cheap and come with the input half.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentatron.parallel.grouped import Groups
+from pentatron.parallel.grouped import GroupedRows
 
 # A stage and a micro-batch.
 Cell = tuple[int, int]
@@ -49,7 +49,7 @@ class GroupedProduct:
     weight: nn.Parameter
     inputs: Tensor
     gradient: Tensor
-    groups: Groups
+    groups: GroupedRows
 
     def compute(self) -> Tensor:
         return self.groups.outer(self.gradient, self.inputs)
@@ -135,17 +135,10 @@ class _Linear(torch.autograd.Function):
 
 
 def grouped_linear(
-    rows: Tensor,
-    weight: nn.Parameter,
-    counts: Sequence[int],
-    grouped: bool,
-    deferred: DeferredGradients | None,
+    rows: Tensor, weight: nn.Parameter, groups: GroupedRows, deferred: DeferredGradients | None
 ) -> Tensor:
-    """`x Wᵀ` with a matrix for each group of rows; `weight` is [groups, outputs, inputs], `counts` the rows of each.
-
-    `grouped` asks for one matmul instead of one for each group.
-    """
-    result = _GroupedLinear.apply(rows, weight, Groups(tuple(counts), grouped), deferred)
+    """`x Wᵀ` with a matrix for each group of rows; `weight` is [groups, outputs, inputs]."""
+    result = _GroupedLinear.apply(rows, weight, groups, deferred)
     assert isinstance(result, Tensor)
     return result
 
@@ -153,7 +146,7 @@ def grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: nn.Parameter, groups: Groups, deferred: DeferredGradients | None
+        ctx: Any, rows: Tensor, weight: nn.Parameter, groups: GroupedRows, deferred: DeferredGradients | None
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.parameter, ctx.groups, ctx.deferred = weight, groups, deferred
@@ -166,7 +159,10 @@ class _GroupedLinear(torch.autograd.Function):
         of_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
         of_weight = None
         if ctx.needs_input_grad[1]:
-            product = GroupedProduct(ctx.parameter, rows, gradient, ctx.groups)
-            deferred = ctx.deferred is not None and ctx.deferred.take(product)
-            of_weight = None if deferred else product.compute()
+            of_weight = now_or_later(GroupedProduct(ctx.parameter, rows, gradient, ctx.groups), ctx.deferred)
         return of_input, of_weight, None, None
+
+
+def now_or_later(product: Product, deferred: DeferredGradients | None) -> Tensor | None:
+    """The gradient of a weight, unless it is left for later."""
+    return None if deferred is not None and deferred.take(product) else product.compute()

@@ -29,6 +29,7 @@ from pentatron.train.disk_space import disk_notes
 from pentatron.train.ending import Ending
 from pentatron.train.environment import settle_environment
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
+from pentatron.train.here import without_effect_here
 from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
 from pentatron.train.last_words import Sentence, sentence_of, write_last_words
@@ -239,7 +240,7 @@ class Session:
         output.say(describe(config, world, parameters))
         if pipeline := describe_pipeline(config):
             output.say(pipeline)
-        notes = [*_without_effect_here(self.resolved, world), *_behind(config, self.state), *began.notes]
+        notes = [*without_effect_here(self.resolved, world), *_behind(config, self.state), *began.notes]
         for note in notes:
             output.say(f"note: {note}")
         for remark in began.remarks:
@@ -299,26 +300,6 @@ class Session:
         return _open_output(
             self.resolved, self.world, self.folder, self.display, began, self.cleanup, parameters
         )
-
-
-def _without_effect_here(resolved: Resolved, world: World) -> list[str]:
-    """Settings that only another device, or a later version, could act on."""
-    found = []
-    if resolved.config.memory.record_memory_history and world.device.type == "cpu":
-        found.append("--record-memory-history: only a GPU's allocations are recorded, and there is none here")
-    if resolved.config.parallel.optimizer_cpu_offload and world.device.type == "cpu":
-        found.append("--optimizer-cpu-offload: everything is in host memory already, so this changes nothing")
-    if resolved.config.precision.fp16 and world.device.type == "cpu":
-        found.append(
-            "--fp16: most CPUs have no instructions for fp16 and take hundreds of times as long for large matrices; without it, "
-            "or with --bf16, a run on a CPU is faster"
-        )
-    kernel = world.device.type == "cuda" and resolved.config.precision.bf16
-    if resolved.given("moe_grouped_gemm") and resolved.config.moe.moe_grouped_gemm and not kernel:
-        found.append(
-            "--moe-grouped-gemm: its kernel needs bf16 on a GPU; experts are multiplied one by one here"
-        )
-    return found
 
 
 def _behind(config: RunConfig, state: TrainState) -> list[str]:

@@ -44,7 +44,7 @@ def test_the_kernel_agrees_with_the_loop(counts: tuple[int, ...], inner: int, ou
     for together in (False, True):
         rows = draw(1, sum(counts), inner).to("cuda", torch.bfloat16).requires_grad_()
         weight = torch.nn.Parameter(draw(2, len(counts), outer, inner).to("cuda", torch.bfloat16))
-        made = grouped_linear(rows, weight, counts, together, None)
+        made = grouped_linear(rows, weight, Groups(counts, together), None)
         made.backward(draw(3, sum(counts), outer).to("cuda", torch.bfloat16))
         found.append((made, rows.grad, weight.grad))
     for one, all_at_once in zip(*found, strict=True):

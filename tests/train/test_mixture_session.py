@@ -1,5 +1,6 @@
 """A run with experts from beginning to end: resume, other numbers of ranks, text from it, and what it writes."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from pentatron.config.errors import UserError
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.changes import require_same_model
 from pentatron.train.continue_text import open_continuation
+from pentatron.train.here import without_effect_here
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
@@ -226,3 +228,21 @@ def test_a_checkpoint_older_than_some_settings_is_the_same_model() -> None:
         require_same_model(Path("somewhere"), saved, stretched)
     with pytest.raises(UserError, match="num_experts was None, is 4"):
         require_same_model(Path("somewhere"), saved, mixed)
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "told"),
+    [
+        ("", "cpu", ""),
+        ("--moe-grouped-gemm", "cpu", "one by one here"),
+        ("--no-moe-grouped-gemm", "cpu", "one by one anyway"),
+        ("--moe-grouped-gemm --bf16", "cuda", ""),
+        ("--no-moe-grouped-gemm --bf16", "cuda", ""),
+        ("--moe-grouped-gemm", "cuda", "needs bf16 on a GPU"),
+        ("--moe-grouped-gemm --bf16 --moe-ffn-hidden-size 20", "cuda", "multiples of 8, not 32 and 20"),
+    ],
+)
+def test_what_the_grouped_matmul_cannot_do_here_is_said(words: str, device: str, told: str) -> None:
+    world = dataclasses.replace(single_process(CPU), device=torch.device(device))
+    found = without_effect_here(resolved(f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 {words}"), world)
+    assert len(found) == bool(told) and all(told in line for line in found)
