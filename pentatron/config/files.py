@@ -74,6 +74,8 @@ def _setting(line: _Line, flags: FlagTable, what: str) -> tuple[Setting, Any]:
 def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:
     if spelling.takes_value:
         return coerce(item, written, what)
+    if written is None and item.base_type is bool and item.optional:
+        return None
     if not isinstance(written, bool):
         raise UserError(f"{what} wants true or false, not '{written}'")
     if written:

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentatron.kernels.choice import by_kernel
+
 _WORD = 1 << 64
 
 # How many elements have their bits made at a time: the numbers in between stay in a CPU's cache, and on a GPU, where
 # every operation costs a launch, take a bounded part of its memory.
 _BLOCK_CPU = 1 << 17
 _BLOCK_GPU = 1 << 23
+# The kernel calculates in fp32.
+_OF_THE_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _signed(number: int) -> int:
@@ -63,8 +67,27 @@ def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int, probability: flo
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     if probability == 0:
         return x_BSD
-    dropped: Tensor = _Dropout.apply(x_BSD, _child(keys.rows, site), probability)
+    dropped: Tensor
+    if _in_one_pass(x_BSD):
+        dropped = _DropoutByKernel.apply(x_BSD, None, keys.rows, site, probability)
+    else:
+        dropped = _Dropout.apply(x_BSD, _child(keys.rows, site), probability)
     return dropped
+
+
+def dropout_added(
+    x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int, probability: float
+) -> Tensor:
+    """The stream with what is left of `x_BSD`; on a GPU in one pass."""
+    if probability == 0 or not _in_one_pass(x_BSD) or x_BSD.dtype != stream_BSD.dtype:
+        return stream_BSD + hidden_dropout(x_BSD, keys, site, probability)
+    assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
+    added: Tensor = _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
+    return added
+
+
+def _in_one_pass(x_BSD: Tensor) -> bool:
+    return by_kernel(x_BSD) and x_BSD.dtype in _OF_THE_KERNEL
 
 
 def _child(parent: Tensor, number: int | Tensor) -> Tensor:
@@ -87,6 +110,32 @@ def _scramble_(z: Tensor) -> Tensor:
         z.mul_(_FACTOR)
     lower.bitwise_xor_(upper)
     return z
+
+
+def _limit(probability: float) -> int:
+    """A number below it is dropped; the numbers have a sign, so all of them move down by half their range."""
+    return min(round(probability * 2**32), 2**32 - 1) - 2**31
+
+
+class _DropoutByKernel(torch.autograd.Function):
+    """As `_Dropout`, with the keys of the site made in the kernel: all sites of a model keep the same row keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int, probability: float
+    ) -> Tensor:
+        from pentatron.kernels import dropout_triton
+
+        ctx.save_for_backward(rows_BS)
+        ctx.site, ctx.probability, ctx.has_stream = site, probability, stream_BSD is not None
+        scale = 1 / (1 - probability)
+        return dropout_triton.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        (rows_BS,) = ctx.saved_tensors
+        made = _DropoutByKernel.apply(gradients[0], None, rows_BS, ctx.site, ctx.probability)
+        return made, gradients[0] if ctx.has_stream else None, None, None, None
 
 
 class _Dropout(torch.autograd.Function):
@@ -112,8 +161,7 @@ def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple
     """Some rows of `x_ND` after the other, each with the mask of what is dropped there."""
     channels = x_ND.shape[1]
     pairs = torch.arange(1, (channels + 1) // 2 + 1, dtype=torch.int64, device=x_ND.device) * _INCREMENT
-    # A number below the limit is dropped; the numbers have a sign, so all of them move down by half their range.
-    limit = min(round(probability * 2**32), 2**32 - 1) - 2**31
+    limit = _limit(probability)
     size = max(1, (_BLOCK_GPU if x_ND.is_cuda else _BLOCK_CPU) // max(1, channels))
     for block, keys in zip(x_ND.split(size), rows_N.split(size), strict=True):
         numbers = _scramble_(keys[:, None] + pairs).view(torch.int32)

@@ -10,6 +10,7 @@ from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch, build_loader
 from pentatron.parallel.collectives import largest, raise_together
 from pentatron.parallel.world import World
+from pentatron.train.ahead import ToGPU, read_ahead
 from pentatron.train.interrupt import StopRequest
 
 # Larger than any signal's number.
@@ -22,6 +23,8 @@ def micro_batches(
     """This rank's micro-batches on its device, without end, after what was consumed; `size`: not those of training."""
     size = size or config.train.micro_batch_size
     assert size
+    # A step's worth: all of the next step is there when the last one ends.
+    ahead = max(config.accumulation_of(samples) for _, samples in config.batch_plan.changes)
     on_gpu = world.device.type == "cuda"
     loader = build_loader(
         dataset,
@@ -33,7 +36,9 @@ def micro_batches(
         pin_memory=on_gpu,
         prefetch_factor=config.data.prefetch_factor,
     )
-    return (batch.to(world.device, non_blocking=on_gpu) for batch in loader)
+    # Made here, so that reader processes start before the thread that waits for them.
+    batches = iter(loader)
+    return read_ahead(batches, ahead, ToGPU(world.device)) if on_gpu else batches
 
 
 def agree_on_next_step(
