@@ -19,15 +19,16 @@ from tests.parity.cases import BATCH, FAMILIES, MIXTURES, SHAPE
 
 # What makes a GPU faster, and how it is switched off.
 _SWITCHES = {
-    "compile": "--no-compile",
+    "compile": "--compile off",
     "fused_update": "--no-fused-update",
-    "cross_entropy_loss_fusion": "--no-cross-entropy-loss-fusion",
+    "fused_cross_entropy": "--no-cross-entropy-loss-fusion",
     "moe_grouped_gemm": "--no-moe-grouped-gemm",
 }
 # The layers as they are written, one operation after the other: the reference of all that is faster.
 EAGER = " ".join(flag for setting, flag in _SWITCHES.items() if setting in table())
-# As a user gets it on a GPU who asks for nothing.
+# As a user gets it on a GPU who asks for nothing; and so without what is compiled anew for every layout.
 FAST = ""
+UNCOMPILED = "--compile off" if "compile" in table() else ""
 
 KINDS = FAMILIES | MIXTURES
 TINY = {
@@ -185,7 +186,7 @@ def _layouts() -> list[Check]:
     found = []
     for ranks, every, count in ((2, 1, 4), (4, OF_FOUR, 4)):
         for number, cases in enumerate(spread.in_batches(spread.of_size(ranks)[::every], count), 1):
-            measure = functools.partial(spread.layouts, cases, EAGER)
+            measure = functools.partial(spread.layouts, cases, UNCOMPILED)
             found.append(Check(LAYOUTS, f"{ranks} processes, part {number}", measure, ranks))
     for number, cases in enumerate(spread.in_batches(spread.EACH_AXIS, 3), 1):
         found.append(
@@ -238,7 +239,7 @@ def _titled(title: str, rows: Rows) -> Rows:
 
 def checks() -> list[Check]:
     planted = [
-        Check(CONTROLS, bug, functools.partial(spread.planted_bug, bug, EAGER), 2)
+        Check(CONTROLS, bug, functools.partial(spread.planted_bug, bug, UNCOMPILED), 2)
         for bug in spread.smallest_bugs(6)
     ]
     return [
