@@ -247,7 +247,7 @@ def _complete(draft: Draft, device: Device, world: int) -> list[str]:
         batch = max(1, _TOKENS_A_STEP // draft["seq_length"] // world) * world
         draft.values["global_batch_size"] = Assigned(batch, "flag --global-batch-size")
         assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
-    if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16", "fp8_format")):
+    if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16")):
         half = "bf16" if device.has_bf16 else "fp16"
         draft.values[half] = Assigned(True, f"flag --{half}")
         assumed.append(f"{half} (--{half})" + ("" if device.has_bf16 else f", as {device.name} has no bf16"))

@@ -59,7 +59,8 @@ LIMITS: dict[str, Limit] = {
             "yarn_mscale yarn_mscale_all_dim num_workers train_iters eval_interval eval_iters lr min_lr "
             "lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
             "clip_grad local_rank max_restarts heartbeat_timeout mid_level_dataset_surplus loss_scale min_loss_scale "
-            "ckpt_step manual_gc_interval profile_step_start profile_ranks"
+            "ckpt_step manual_gc_interval profile_step_start profile_ranks "
+            "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         ).split(),
         ZERO_OR_MORE,
     ),

@@ -243,10 +243,6 @@ def _no_meeting(facts: Facts) -> str:
     return "one process has nobody to meet" if facts.world_size == 1 else ""
 
 
-def _no_fp8(draft: Draft, facts: Facts) -> str:
-    return "there are no fp8 matmuls (--fp8)" if draft["fp8_format"] is None else ""
-
-
 def _not_monitored(draft: Draft, facts: Facts) -> str:
     return (
         "memory is not sampled (--monitor-memory-continuously)"
@@ -349,7 +345,6 @@ IDLE: dict[str, Reason] = {
     "init_method": _meeting_point,
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), _nothing_recomputed),
     "recompute_modules": _modules_not_recomputed,
-    "fp8_recipe": _no_fp8,
     **IDLE_OF_PRECISION,
     "memory_monitor_interval": _not_monitored,
     **dict.fromkeys(

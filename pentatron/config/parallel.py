@@ -131,16 +131,34 @@ class PrecisionConfig:
         2, "how many overflows it takes, after it has grown, to make the loss scale smaller"
     )
     fp8_format: str | None = setting(
-        None, "fp8 matmuls", also="--fp8", choices=("e4m3", "hybrid"), not_yet="fp8 training"
+        None,
+        "fp8 matmuls in the layers: e4m3, or hybrid with gradients in e5m2 (GPUs from compute capability 8.9 on)",
+        also="--fp8",
+        choices=("e4m3", "hybrid"),
     )
     fp8_recipe: str = setting(
-        "tensorwise", "scaling of fp8", choices=("tensorwise", "delayed", "blockwise"), not_yet="fp8 training"
+        "tensorwise",
+        "scaling of fp8: one scale for a tensor, by its current content",
+        choices=("tensorwise", "delayed", "blockwise"),
+        not_yet="another scaling of fp8 than by tensor",
     )
+    fp8_output_layer: bool = setting(False, "the head's matmuls in fp8 too")
+    first_last_layers_bf16: bool = setting(
+        False, "the first and the last layers stay in bf16 where the others have fp8 matmuls"
+    )
+    num_layers_at_start_in_bf16: int = setting(1, "how many first layers then stay in bf16")
+    num_layers_at_end_in_bf16: int = setting(1, "how many last layers then stay in bf16")
     deterministic_mode: bool = setting(False, "refuse kernels whose result is not repeatable")
 
     @property
     def name(self) -> str:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def described(self) -> str:
+        if self.fp8_format is None:
+            return self.name
+        return f"{self.name} with fp8 matmuls ({self.fp8_format}{', the head too' if self.fp8_output_layer else ''})"
 
 
 @dataclass(frozen=True)

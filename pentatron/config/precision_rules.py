@@ -8,6 +8,8 @@ from pentatron.config.entry import GRAD_SCALER
 from pentatron.config.run import table
 
 Values = Mapping[str, Any]
+# Sides of the matrices that GPUs multiply in fp8.
+FP8_MULTIPLE = 16
 Reason = Callable[[Draft, Facts], str]
 
 
@@ -22,7 +24,40 @@ def _smallest_scale(v: Values, facts: Facts) -> str | None:
     return f"--initial-loss-scale {first:g} is below --min-loss-scale {least:g}; raise the first or lower the second"
 
 
-PRECISION_RULES = (_precision, _smallest_scale)
+def _beside_fp8(v: Values, facts: Facts) -> str | None:
+    if v["fp8_format"] is None or v["bf16"]:
+        return None
+    return f"--fp8 {v['fp8_format']} is for matmuls of models in bf16; add --bf16, or leave it out"
+
+
+def _fp8_tokens(v: Values, facts: Facts) -> str | None:
+    """Gradients of weights are sums over the tokens of a micro-batch."""
+    if v["fp8_format"] is None:
+        return None
+    size, length, ranks = v["micro_batch_size"], v["seq_length"], v["context_parallel_size"]
+    tokens = size * length // ranks
+    if tokens % FP8_MULTIPLE == 0:
+        return None
+    shared = f" / {ranks} context ranks" if ranks > 1 else ""
+    return (
+        f"--fp8 {v['fp8_format']} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{shared} is {tokens}; "
+        f"change --micro-batch-size or --seq-length"
+    )
+
+
+def _fp8_layers(v: Values, facts: Facts) -> str | None:
+    if v["fp8_format"] is None or not v["first_last_layers_bf16"]:
+        return None
+    first, last, layers = v["num_layers_at_start_in_bf16"], v["num_layers_at_end_in_bf16"], v["num_layers"]
+    if first + last < layers or v["fp8_output_layer"]:
+        return None
+    return (
+        f"--first-last-layers-bf16 with {first} first and {last} last layers leaves none of {layers} for --fp8; lower "
+        f"--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave --fp8 out"
+    )
+
+
+PRECISION_RULES = (_precision, _smallest_scale, _beside_fp8, _fp8_tokens, _fp8_layers)
 
 
 def _of_the_search(name: str) -> Reason:
@@ -51,7 +86,22 @@ def _no_momentum(draft: Draft, facts: Facts) -> str:
     return "--optimizer adam has moments of its own (--adam-beta1)" if draft["optimizer"] != "sgd" else ""
 
 
+def _no_fp8(draft: Draft, facts: Facts) -> str:
+    return "there are no fp8 matmuls (--fp8)" if draft["fp8_format"] is None else ""
+
+
+def _no_layers_left_out(draft: Draft, facts: Facts) -> str:
+    every = (
+        ""
+        if draft["first_last_layers_bf16"]
+        else "all layers have fp8 matmuls without --first-last-layers-bf16"
+    )
+    return _no_fp8(draft, facts) or every
+
+
 IDLE_OF_PRECISION: dict[str, Reason] = {
+    **dict.fromkeys(("fp8_recipe", "fp8_output_layer", "first_last_layers_bf16"), _no_fp8),
+    **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _no_layers_left_out),
     **{n: _of_the_search(n) for n in table() if "loss_scale" in n or n == "hysteresis"},
     "loss_scale": _nothing_scaled,
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), _not_adam),

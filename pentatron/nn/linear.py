@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.deferral import DeferredGradients, linear
 from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
+from pentatron.parallel.scaled_linear import Fp8Format, can_be_scaled, scaled_linear
 from pentatron.parallel.tensor_axis import TensorAxis
 
 
@@ -28,12 +29,15 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
 
 
 class WeightedModule(DeclaringModule):
-    """Multiplies by its weight; with `deferred`, that weight's gradient may come later than the others."""
+    """Multiplies by its weight; with `deferred`, that weight's gradient may come later than the others; with `fp8`, in fp8."""
 
     weight: nn.Parameter
     deferred: DeferredGradients | None = None
+    fp8: Fp8Format | None = None
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.fp8 is not None and can_be_scaled(x):
+            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred)
         return linear(x, self.weight, bias, self.deferred)
 
 

@@ -9,11 +9,13 @@ from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.train.fp8 import require_fp8
 from pentatron.train.state import TrainState
 
 
 def require_fitting_start(resolved: Resolved, world: World) -> None:
-    """Of a run that certainly begins at its first step, before anything is built."""
+    """Before anything is built: that the device can do it, and the batches of a run that certainly begins at its first step."""
+    require_fp8(resolved.config, world.device)
     save, load = resolved.config.checkpoint.save, resolved.config.checkpoint.load
     assert save is not None
     loads_another = (

@@ -21,6 +21,7 @@ from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
+from pentatron.train.fp8 import use_fp8
 from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
 
@@ -88,6 +89,7 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     for stage in stages.values():
         stage.use_recompute(recompute_of(config.memory))
         stage.use_cross_entropy(cross_entropy_of(config.kernels))
+    use_fp8(config, stages.values())
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)

@@ -24,7 +24,7 @@ def describe(config: RunConfig, world: World, parameters: int) -> str:
     size = world.everyone.size
     return (
         f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
-        f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {config.precision.name}; "
+        f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {config.precision.described}; "
         f"{_sizes(config, lambda size: size)} × {config.model.seq_length} tokens a step"
     )
 

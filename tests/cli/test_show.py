@@ -143,7 +143,8 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_preset_that_needs_what_is_not_built_says_so() -> None:
     """None of ours does; one that comes may."""
-    assert remark({"num_layers": 3, "fp8_format": "e4m3"}) == "  not available yet: fp8 training"
+    local = {"num_layers": 3, "non_persistent_ckpt_type": "local"}
+    assert remark(local) == "  not available yet: non-persistent checkpoints"
     assert remark({"fp8_recipe": "delayed"}) == "  for now with --fp8-recipe tensorwise"
     assert remark({"num_layers": 3}) == ""
 

@@ -348,7 +348,27 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
         ONE,
     ),
-    ("fp8_recipe", f"{LEAST} --fp8-recipe tensorwise", LEAST, ONE, ONE),
+    *(
+        (name, f"{LEAST} {flag} {more}", f"{LEAST} {flag} {acts} --bf16 --fp8 e4m3 --num-layers 6", ONE, ONE)
+        for name, flag, more, acts in (
+            ("fp8_recipe", "--fp8-recipe tensorwise", "", ""),
+            ("fp8_output_layer", "--fp8-output-layer", "", ""),
+            ("first_last_layers_bf16", "--first-last-layers-bf16", "", ""),
+            (
+                "num_layers_at_start_in_bf16",
+                "--num-layers-at-start-in-bf16 2",
+                "",
+                "--first-last-layers-bf16",
+            ),
+            (
+                "num_layers_at_start_in_bf16",
+                "--num-layers-at-start-in-bf16 2",
+                "--bf16 --fp8 e4m3",
+                "--first-last-layers-bf16",
+            ),
+            ("num_layers_at_end_in_bf16", "--num-layers-at-end-in-bf16 2", "", "--first-last-layers-bf16"),
+        )
+    ),
     (
         "memory_monitor_interval",
         f"{LEAST} --memory-monitor-interval 1.0",

@@ -218,6 +218,14 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_smallest_scale", "--fp16 --initial-loss-scale 2 --min-loss-scale 4",
      "--initial-loss-scale 2 is below --min-loss-scale 4; raise the first or lower the second",
      "--fp16 --initial-loss-scale 4 --min-loss-scale 4", ONE),
+    ("_beside_fp8", "--fp8 e4m3", "--fp8 e4m3 is for matmuls of models in bf16; add --bf16, or leave it out", "--bf16 --fp8 e4m3", ONE),
+    ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 1",
+     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 1 × 20 is 20; change --micro-batch-size or --seq-length",
+     "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4", ONE),
+    ("_fp8_layers", "--bf16 --fp8 e4m3 --first-last-layers-bf16 --num-layers 2",
+     "--first-last-layers-bf16 with 1 first and 1 last layers leaves none of 2 for --fp8; lower --num-layers-at-start-in-bf16 or "
+     "--num-layers-at-end-in-bf16, or leave --fp8 out",
+     "--bf16 --fp8 e4m3 --first-last-layers-bf16 --num-layers 4", ONE),
     ("_data", "--corpus python", "--corpus and --mock-data are different sources of data; choose one", "", ONE),
     ("_split", "--split 0,1,1",
      "--split 0,1,1 must be up to three numbers with a training share above 0, such as 969,30,1", "--split 99,1,0", ONE),
@@ -455,8 +463,9 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
     assert problems("--zero-stage 3") == [], "it is here"
     assert problems("--fp16") == []
     assert problems("--zero-stage 2") == problems("--use-distributed-optimizer") == []
-    assert problems("--fp8 e4m3 --fp8_recipe=delayed") == [
-        "--fp8 e4m3, --fp8_recipe delayed need fp8 training, which this version does not have yet; leave them out"
+    assert problems("--bf16 --fp8 e4m3 --fp8_recipe=tensorwise") == []
+    assert problems("--bf16 --fp8 e4m3 --fp8_recipe=delayed") == [
+        "--fp8_recipe delayed needs another scaling of fp8 than by tensor, which this version does not have yet; leave it out"
     ]
     assert problems("--recompute-granularity selective --recompute-modules core_attn mlp layernorm") == []
 
@@ -465,7 +474,7 @@ def test_refusals_of_a_presets_values() -> None:
     values = {**resolved().config.flat(), "fp8_recipe": "delayed", "multi_latent_attention": True}
     sources = {"fp8_recipe": "preset x", "multi_latent_attention": "preset x"}
     assert sorted(not_available(values, sources)) == [
-        "--fp8-recipe delayed needs fp8 training, which this version does not have yet; "
+        "--fp8-recipe delayed needs another scaling of fp8 than by tensor, which this version does not have yet; "
         "add --fp8-recipe tensorwise to do without",
         "--multi-latent-attention needs multi-latent attention, which this version does not have yet; "
         "choose another preset",

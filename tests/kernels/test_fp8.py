@@ -1,0 +1,102 @@
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from pentatron.kernels.fp8 import E4M3, E5M2, largest_element, rounded, scale_for, scaled
+
+
+def interprets() -> bool:
+    return importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("largest", [1e-30, 0.7, 1.0, 1.75, 447.9, 448.0, 449.0, 3e38])
+def test_the_scale_is_the_largest_power_of_two_that_fits(largest: float, dtype: torch.dtype) -> None:
+    found = torch.tensor(largest)
+    scale = float(scale_for(found, dtype))
+    assert torch.frexp(torch.tensor(scale)).mantissa == 0.5
+    limit = torch.finfo(dtype).max
+    assert float(found) * scale <= limit < 2 * float(found) * scale
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_parts_round_as_the_whole_does(dtype: torch.dtype) -> None:
+    """So a layout that scales its parts one by one computes what one process does."""
+    torch.manual_seed(1)
+    # Nothing so small that it has fewer digits.
+    whole = (torch.rand(64, 48) + 0.05) * torch.randn(64, 48).sign()
+    whole[7, 7] = 30.0
+    parts = [scaled(part, dtype) for part in whole.split(16)]
+    factors = {float(p.unscale) for p in parts}
+    together = scaled(whole, dtype)
+    assert len(factors) > 1, "they were scaled differently"
+    apart = torch.cat([p.rows.float() * p.unscale for p in parts if p.rows is not None])
+    assert together.rows is not None and torch.equal(apart, together.rows.float() * together.unscale)
+    # A scale that fills the range to the last bit would round every part in its own way.
+    full = [torch.finfo(dtype).max / largest_element(part) for part in (*whole.split(16), whole)]
+    filled = torch.cat([rounded(p, s, dtype).float() / s for p, s in zip(whole.split(16), full)])
+    other = rounded(whole, full[-1], dtype).float() / full[-1]
+    assert float((filled - other).norm() / whole.norm()) > 0.02
+
+
+def test_both_ways_of_writing_hold_the_same() -> None:
+    torch.manual_seed(2)
+    matrix = torch.randn(32, 48).t()
+    both, rows, columns = (
+        scaled(matrix, E4M3),
+        scaled(matrix, E4M3, columns=False),
+        scaled(matrix, E4M3, rows=False),
+    )
+    assert both.rows is not None and both.columns is not None
+    assert both.rows.is_contiguous() and both.columns.is_contiguous() and both.columns.shape == (32, 48)
+    assert torch.equal(both.columns.float(), both.rows.float().t())
+    assert (
+        rows.rows is not None and torch.equal(rows.rows.float(), both.rows.float()) and rows.columns is None
+    )
+    assert columns.columns is not None and torch.equal(columns.columns.float(), both.columns.float())
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_zeros_stay_zeros_and_what_is_no_number_is_seen(dtype: torch.dtype) -> None:
+    for value in (0.0, 1e-42):
+        small = scaled(torch.tensor([[0.0, value]]), dtype)
+        assert small.rows is not None
+        values = small.rows.float() * small.unscale
+        assert torch.isfinite(values).all() and float(values[0, 0]) == 0.0
+    for value in (float("nan"), float("inf"), -float("inf")):
+        broken = scaled(torch.tensor([[1.0, 2.0], [value, 3.0]]), dtype)
+        assert broken.rows is not None
+        assert not torch.isfinite((broken.rows.float() * broken.unscale)[1, 0])
+    beyond = rounded(torch.tensor([1e30, -1e30]), torch.tensor(1.0), dtype)
+    assert beyond.tolist() == [torch.finfo(dtype).max, -torch.finfo(dtype).max], (
+        "it stays at the end of the range"
+    )
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not interprets(), reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(300, 80), (16, 130), (256, 256)])
+def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    from pentatron.kernels.fp8_triton import write_rounded
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(3)
+    # Where kernels are interpreted, what must be rounded up comes out wrong: there, all values are numbers of the format.
+    draw = torch.randn(shape) * 3 if device == "cuda" else torch.randint(-7, 8, shape).float()
+    matrix = draw.bfloat16().to(device)
+    matrix[3, 3] = 1e30
+    for given in (matrix, matrix.t()):
+        scale = torch.tensor(32.0, device=device)
+        rows = torch.empty(given.shape, dtype=dtype, device=device)
+        columns = torch.empty(given.t().shape, dtype=dtype, device=device)
+        write_rounded(given, scale, rows, columns)
+        expected = rounded(given, scale, dtype).float()
+        assert torch.equal(columns.float().t(), rows.float())
+        assert torch.equal(rows.float(), expected)
+        only = torch.empty_like(columns)
+        write_rounded(given, scale, None, only)
+        assert torch.equal(only.float(), columns.float())

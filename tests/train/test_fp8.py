@@ -1,0 +1,123 @@
+"""fp8 in whole runs: what it covers, what it refuses, that it learns as bf16 does, and that layouts agree. On a CPU products are those of
+rounded values, computed in fp32."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import pentatron.train.fitting as fitting
+from pentatron.config.errors import AgreedError
+from pentatron.nn.linear import WeightedModule
+from pentatron.parallel.world import single_process
+from pentatron.train.fp8 import left_in_bf16, require_fp8
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model
+from pentatron.train.session import run_training
+from tests.harness import run_distributed
+from tests.parity.bf16 import KINDS, distance, on_one_process
+from tests.parity.cases import LAYOUTS
+from tests.parity.trajectory import on_a_rank
+from tests.support import LLAMA, resolved
+
+FP8 = "--bf16 --fp8 hybrid"
+
+
+def built(words: str) -> ParallelModel:
+    return build_parallel_model(resolved(f"{LLAMA} {words}").config, single_process())
+
+
+def in_fp8(model: ParallelModel) -> set[str]:
+    return {
+        name
+        for stage in model.stages.values()
+        for name, module in stage.named_modules()
+        if isinstance(module, WeightedModule) and module.fp8 is not None
+    }
+
+
+def test_the_linear_layers_of_the_layers_are_in_fp8() -> None:
+    names = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    assert in_fp8(built("--bf16")) == set()
+    assert in_fp8(built(FP8)) == {f"layers.{i}.{name}" for i in range(2) for name in names}
+    some = built(f"{FP8} --num-layers 6 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
+    assert {name.split(".")[1] for name in in_fp8(some)} == {"1", "2", "3"}
+    untied = "--untie-embeddings-and-output-weights"
+    assert in_fp8(built(f"{FP8} --fp8-output-layer {untied}")) - in_fp8(built(f"{FP8} {untied}")) == {"head"}
+    assert in_fp8(built(f"{FP8} --fp8-output-layer")) - in_fp8(built(FP8)) == {"embedding.word"}
+
+
+def test_what_stays_in_bf16_is_said() -> None:
+    def said(words: str) -> list[str]:
+        model = built(words)
+        return left_in_bf16(model.config, model.stages.values())
+
+    assert said(FP8) == said("--bf16") == []
+    assert said(f"{FP8} --ffn-hidden-size 40") == [
+        "--fp8: matrices stay in bf16 where a side is no multiple of 16: mlp.linear_fc2"
+    ]
+    assert said(f"{FP8} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32") == [
+        "--fp8: the matmuls of experts stay in bf16"
+    ]
+
+
+def test_devices_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = resolved(f"{LLAMA} {FP8} --run-dir {tmp_path}")
+    with pytest.raises(
+        AgreedError, match=r"--fp8 hybrid needs a GPU .* and this run is on a CPU; leave it out"
+    ):
+        run_training(asked, single_process(), resumes=True)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(AgreedError, match=r"this one \(NVIDIA A100\) has 8\.0; leave it out"):
+        require_fp8(asked.config, gpu)
+    require_fp8(resolved("--bf16").config, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    require_fp8(asked.config, gpu)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "require_fp8", lambda config, device: None)
+
+    def run(name: str, words: str) -> list[float]:
+        steps = "--train-iters 40 --lr 3e-3 --init-method-std 0.02 --dataset-size 16 --save-interval 20"
+        given = f"{LLAMA} {steps} --run-dir {tmp_path / name} {words}"
+        run_training(resolved(given), single_process(), resumes=True)
+        return losses(tmp_path / name)
+
+    plain, hybrid = run("bf16", "--bf16"), run("hybrid", f"{FP8} --fp8-output-layer")
+    assert plain[0] - plain[-1] > 1.0, "there is something to learn"
+    assert hybrid != plain
+    assert all(abs(a - b) < 0.05 * a for a, b in zip(plain, hybrid, strict=True)), list(zip(plain, hybrid))
+    run("bf16", f"{FP8} --train-iters 41")
+    told = (tmp_path / "bf16" / "train.log").read_text()
+    assert "settings that are not the checkpoint's: " in told and "--fp8-format hybrid (was unset)" in told
+    assert "bf16 with fp8 matmuls (hybrid)" in told
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "nearer"),
+    [
+        # Whole sequences on every rank, in other micro-batches than on one process: every number is rounded alike.
+        ("pp2 zbv dp2 zero1", "llama", 0.05),
+        ("pp2 dp2 zero3", "qwen2.5", 0.05),
+        # Sums in another order, a last digit of bf16 apart, may round to another number of fp8.
+        ("tp2 sp pp2 virtual2", "qwen2.5", 0.95),
+    ],
+)
+def test_layouts_compute_what_one_process_does(layout: str, family: str, nearer: float) -> None:
+    """Their gradients are nearer to those of one process in fp8 than these are to fp32, and no further from fp32."""
+    case = next(x for x in LAYOUTS if x.name == layout)
+    wide = "--ffn-hidden-size 64"
+    words = f"{case.command(family)} {FP8} {wide}"
+    found = run_distributed(on_a_rank, case.ranks, timeout=180.0, words=words, bug="")
+    exact = on_one_process(f"{case.alone(family)} {wide}")
+    alone = on_one_process(f"{case.alone(family)} {FP8} {wide}")
+    lost = {kind: distance([alone], exact, kind) for kind in KINDS}
+    assert distance(found, alone, "gradients 1") < nearer * lost["gradients 1"]
+    assert all(distance(found, exact, kind) < 1.3 * lost[kind] for kind in KINDS)
