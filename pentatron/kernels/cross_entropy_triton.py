@@ -50,7 +50,7 @@ def write_gradient(
 
 
 @triton.jit
-def _row_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     # Offsets of a large vocabulary times a long batch do not fit 32 bits.
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
@@ -72,7 +72,7 @@ def _row_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, B
 
 
 @triton.jit
-def _write_gradient(  # type: ignore[no-untyped-def]
+def _write_gradient(
     gradient,
     logits,
     labels,
