@@ -3,26 +3,24 @@
 import dataclasses
 import math
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pentatron.bench import plot_results
 from pentatron.bench.candidates import VARIANTS, Candidate, candidates
 from pentatron.bench.folder import ResultsFolder
-from pentatron.bench.measure import measure
 from pentatron.bench.results import Row, Table, conclusions, write_summary
 from pentatron.bench.sizes import default_sizes
-from pentatron.cli.environment import find_worker, prepare_for_workers
+from pentatron.cli.bench_layout import HOW_TO_MEASURE, Progress, Sweep, measured_layout, prepared_layout
+from pentatron.cli.environment import find_worker
+from pentatron.cli.find_micro_batch import find_micro_batch
 from pentatron.cli.options import read_options
-from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import say
-from pentatron.config.entry import TRAIN, EntryPoint
-from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.entry import TRAIN
+from pentatron.config.errors import UserError
 from pentatron.config.flags import is_flag, normal
 from pentatron.config.resolve import gather
 from pentatron.config.run import table
@@ -40,6 +38,7 @@ train` are understood. A size that is given (--tp_size 2) holds for all layouts.
   --out FOLDER         results (benchmark_results); an earlier folder of that name is moved aside
   --layout-timeout S   seconds a layout may take (600)
   --list               show the layouts and run none
+  --find-micro-batch   instead of layouts: the largest micro-batch that fits, by real steps of the layout that is given
 
 Communication is the time a rank stands still for others: in collectives that no computation hides, and for messages of the
 pipeline, its bubble included. On a CPU the calls are timed, on a GPU the stream that computes, by events; summary.csv has both
@@ -47,6 +46,7 @@ parts. Rates are of the median step, memory is of the rank that takes most.
 
   pentatron bench --nproc-per-node 4
   pentatron bench --nproc-per-node 8 --preset llama3-8b --seq-length 4096 --variants zero sp
+  pentatron bench --find-micro-batch --preset qwen2.5-1.5b --seq-length 4096
 """
 _OPTIONS: dict[str, Any] = {
     "variants": ("",),
@@ -55,6 +55,7 @@ _OPTIONS: dict[str, Any] = {
     "out": "benchmark_results",
     "layout-timeout": 600.0,
     "list": False,
+    "find-micro-batch": False,
 }
 _AXES = {
     "tensor": "tensor_model_parallel_size",
@@ -65,28 +66,8 @@ _AXES = {
 }
 # As a shell says it of SIGINT.
 _STOPPED = 130
-# Every step is measured, and nothing is shown or kept.
-_HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
 # Whoever says the batch in another way does not want ours.
 _OTHER_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What is measured, and where it goes."""
-
-    words: Sequence[str]
-    entry: EntryPoint
-    processes: int
-    device: str
-    steps: int
-    warmup: int
-    timeout: float
-    folder: ResultsFolder
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device != "CPU"
 
 
 def bench_command(words: Sequence[str]) -> int:
@@ -100,6 +81,8 @@ def bench_command(words: Sequence[str]) -> int:
     if options["steps"] < 1 or options["warmup"] < 0 or not 0 < options["layout-timeout"] < math.inf:
         raise UserError("--steps must be 1 or more, --warmup 0 or more and --layout-timeout above 0")
     sweep, experts, fixed = _sweep(settings, options)
+    if options["find-micro-batch"]:
+        return find_micro_batch(sweep, _given_batches(settings))
     variants = [name for word in options["variants"] for name in word.split(",") if name]
     layouts = candidates(sweep.processes, experts, fixed, variants)
     if not layouts:
@@ -123,6 +106,12 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, settings
 
 
+def _given_batches(settings: Sequence[str]) -> dict[str, bool]:
+    draft = gather(settings, dataclasses.replace(TRAIN, default_preset=None))
+    names = ("micro_batch_size", "global_batch_size", *_OTHER_BATCHES)
+    return {name: draft.given(name) for name in names}
+
+
 def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int | None, dict[str, int]]:
     """Also the number of experts, and the axes whose size was given."""
     import torch
@@ -144,7 +133,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
     if any(draft.given(name) for name in _OTHER_BATCHES):
         del sizes["global_batch_size"]
     total = options["warmup"] + options["steps"]
-    entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **_HOW_TO_MEASURE})
+    entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **HOW_TO_MEASURE})
     device = _name_of_gpu() if gpus else "CPU"
     started = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
     words = [*settings, *started, "--train-iters", str(total)]
@@ -173,34 +162,10 @@ def _name_of_gpu() -> str:
     return asked.stdout.strip()
 
 
-def _prepared(sweep: Sweep, layout: Candidate) -> tuple[list[str], Prepared | None, str]:
-    """The words of the layout, its configuration, or why the rules refuse it."""
-    words = [*sweep.words, *layout.words, "--run-dir", str(sweep.folder.run(layout.name))]
-    try:
-        return words, prepare(words, sweep.entry), ""
-    except ConfigError as error:
-        return words, None, "; ".join(error.problems)
-    except UserError as error:
-        return words, None, str(error)
-
-
-def _command(sweep: Sweep, layout: Candidate, prepared: Prepared | None) -> str:
-    """What trains the same way by hand."""
-    made_up: list[str] = []
-    if prepared is not None:
-        values = prepared.resolved.config.flat()
-        ours = f"default of {sweep.entry.name}"
-        for name, source in prepared.resolved.sources.items():
-            # A switch that is off says nothing.
-            if source == ours and name not in _HOW_TO_MEASURE and values[name] is not False:
-                made_up += table()[name].written(values[name]).split()
-    return shlex.join(["pentatron", "train", *made_up, *sweep.words, *layout.words])
-
-
 def _show(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
     width = max(len(layout.name) for layout in layouts)
     for layout in layouts:
-        _, prepared, reason = _prepared(sweep, layout)
+        _, prepared, reason = prepared_layout(sweep, layout)
         told = f"refused: {reason}" if prepared is None else " ".join(layout.words) or "no flags"
         say(f"{layout.name:<{width}}  {told}")
     return 0
@@ -245,8 +210,8 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
         for text in [*_introduction(sweep, len(layouts)), "", shown.header()]:
             display.say(text)
         for number, layout in enumerate(layouts):
-            live = _Progress(display, layout.name, number, len(layouts)) if sys.stdout.isatty() else None
-            rows[number] = _measured(sweep, layout, starter, live)
+            live = Progress(display, layout.name, number, len(layouts)) if sys.stdout.isatty() else None
+            rows[number] = measured_layout(sweep, layout, starter, live)
             write_summary(sweep.folder.summary, rows)
             display.say(shown.line(rows[number]))
     except KeyboardInterrupt:
@@ -270,57 +235,3 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
     if interrupted:
         return _STOPPED
     return 0 if any(row.status == "ok" for row in rows) else 1
-
-
-class _Progress:
-    """The bar on a terminal: which layout runs, and how far it is."""
-
-    def __init__(self, display: Any, name: str, number: int, total: int) -> None:
-        self.display, self.name, self.number, self.total = display, name, number, total
-        self.metrics: Path | None = None
-
-    def __call__(self) -> None:
-        done = 0
-        if self.metrics is not None and self.metrics.exists():
-            done = self.metrics.read_bytes().count(b"\n")
-        facts = f"{self.name}: {f'step {done}' if done else 'starting'}"
-        self.display.work("measuring", self.number, self.total, facts)
-
-
-def _measured(sweep: Sweep, layout: Candidate, starter: Any, live: _Progress | None) -> Row:
-    from pentatron.bench.processes import free_port
-    from pentatron.cli.bench_rank import Job, reason_of_failure, work
-    from pentatron.models.flops import step_flops
-    from pentatron.monitor.peaks import peak_of
-
-    words, prepared, reason = _prepared(sweep, layout)
-    row = Row(layout, "refused", sweep.processes, _command(sweep, layout, prepared), reason)
-    if prepared is None:
-        return row
-    config = prepared.resolved.config
-    assert config.launch.threads_per_process is not None and config.train.global_batch_size is not None
-    prepare_for_workers(config.launch.threads_per_process)
-    metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
-    if live is not None:
-        live.metrics = metrics
-    said = sweep.folder.output(layout.name)
-    said.mkdir(parents=True)
-    job = Job(words, sweep.entry, sweep.processes, free_port(), said)
-    ended = starter.run(
-        work, lambda rank: (job, rank), sweep.processes, sweep.timeout, live or (lambda: None)
-    )
-    row = dataclasses.replace(row, config=config, device=sweep.device)
-    if not ended.is_good:
-        late = f"no result after {sweep.timeout:.0f} s (--layout-timeout)" if ended.timed_out else None
-        why = late or ended.killed() or reason_of_failure(job, ended.killed(or_aborted=True))
-        why = why or f"exit codes {list(ended.exit_codes)}"
-        return dataclasses.replace(row, status="failed", reason=f"{why}; see {said}")
-    try:
-        found = measure(metrics, sweep.warmup, config.train.global_batch_size)
-    except UserError as error:
-        return dataclasses.replace(row, status="failed", reason=str(error))
-    flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
-    teraflops = flops / found.step_seconds / sweep.processes / 1e12
-    peak = peak_of(sweep.device)
-    mfu = teraflops / peak.of(config.precision.name != "fp32") if peak else None
-    return dataclasses.replace(row, status="ok", reason="", measured=found, teraflops=teraflops, mfu=mfu)

@@ -1,0 +1,109 @@
+"""`pentatron bench --find-micro-batch`: what is tried, what is said, and the command that comes of it."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pentatron.bench.measure import Measured
+from pentatron.bench.micro_batch import MicroBatch
+from pentatron.bench.results import Row
+from pentatron.cli import bench, find_micro_batch
+from pentatron.cli.main import main
+from pentatron.plan.memory import memory_of
+
+TINY = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --seq-length 16 --vocab-size 64".split()
+ALONE = ["bench", "--find-micro-batch", *TINY, "--nproc-per-node", "1"]
+
+
+def test_without_a_gpu_it_is_foreseen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(find_micro_batch, "host_memory", lambda: (2**30, 40 * 2**20))
+    assert main([*ALONE, "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing is tried" in shown and not list(tmp_path.iterdir())
+    size = int(re.search(r"largest: (\d+)", shown)[1])  # type: ignore[index]
+    command = shown.strip().splitlines()[-1].split()
+    assert command[:2] == ["pentatron", "train"]
+    assert command[-4:] == ["--micro-batch-size", str(size), "--global-batch-size", str(size)]
+
+    def planned(micro_batch: int) -> float:
+        words = [
+            *TINY,
+            "--device",
+            "cpu",
+            "--nproc-per-node",
+            "1",
+            "--dataset-size",
+            "10",
+            "--train-iters",
+            "1",
+        ]
+        sizes = ["--micro-batch-size", str(micro_batch), "--global-batch-size", str(micro_batch)]
+        from pentatron.cli.prepare import prepare
+        from pentatron.config.entry import TRAIN
+
+        entry = dataclasses.replace(TRAIN, default_preset=None)
+        return memory_of(prepare([*words, *sizes], entry).resolved.config).largest.total
+
+    room = 0.95 * 40 * 2**20
+    assert planned(size) <= room < planned(size + 1)
+
+
+def on_a_gpu_of(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU that gives `room` bytes, of which a sample takes a million; what is tried is noted."""
+    tried: list[int] = []
+
+    def measured(sweep: Any, layout: MicroBatch, starter: Any, live: Any) -> Row:
+        tried.append(layout.size)
+        if 10**6 * layout.size > room:
+            return Row(layout, "failed", 1, "", "out of GPU memory (Tried to allocate 2 GiB); see x")
+        found = Measured(0.1, 1.0, 1000.0 + layout.size, [10**6 * layout.size], None, None, None, 4)
+        return Row(layout, "ok", 1, "", measured=found)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bench, "_name_of_gpu", lambda: "Some GPU")
+    monkeypatch.setattr(find_micro_batch, "measured_layout", measured)
+    monkeypatch.setattr(find_micro_batch._Hunt, "room", lambda hunt: float(room))
+    return tried
+
+
+def test_real_steps_decide_on_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tried = on_a_gpu_of(21_500_000, monkeypatch)
+    assert main(ALONE) == 0
+    shown = capsys.readouterr().out
+    assert "largest: 21;" in shown and {21, 22} <= set(tried)
+    # Begun with what is foreseen, which is far too much here.
+    assert f"`pentatron plan`: {tried[0]}" in shown and tried[0] > 21
+    assert (tmp_path / "benchmark_results/summary.csv").read_text().count("out of GPU memory") >= 1
+    # Of a batch that was given only its parts.
+    tried.clear()
+    assert main([*ALONE, "--global-batch-size", "32"]) == 0
+    assert "largest: 16;" in capsys.readouterr().out and set(tried) <= {1, 2, 4, 8, 16, 32}
+    tried.clear()
+    assert main([*ALONE, "--gradient-accumulation-steps", "2"]) == 0
+    assert "largest: 21;" in capsys.readouterr().out
+
+
+def test_other_failures_are_not_taken_for_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    on_a_gpu_of(10**9, monkeypatch)
+    broken = Row(MicroBatch(1), "failed", 1, "", "rank 0: no kernel image is available; see x")
+    monkeypatch.setattr(find_micro_batch, "measured_layout", lambda *_: broken)
+    assert main(ALONE) == 2
+    assert "no kernel image is available" in capsys.readouterr().err
+
+
+def test_what_cannot_be_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, "--device", "cpu", "--micro-batch-size", "4"]) == 2
+    assert "leave it out" in capsys.readouterr().err
