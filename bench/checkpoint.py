@@ -1,9 +1,10 @@
 """Saving and loading a checkpoint against the disk and against torch.distributed.checkpoint.
 
 One state, weights and two moments of a Llama-like model in fp32 as two tensor-parallel ranks would hold it, is saved and loaded in turns,
-in a temporary folder. The disk of the machine is what varies most: many take some GB several times as fast as what follows. So every round
-measures every way, each begins with another one, and ratios are those of the medians over all rounds; the spread is that of single rounds. Reads
-are cold: what was written is flushed, and the system forgets it.
+in a temporary folder. The disk of the machine is what varies most: many take the first GB several times as fast as what follows, and are that fast again
+after a rest. So before every write that is timed as many bytes are written without a clock: what is measured is the speed that lasts, for all ways alike. Every
+round measures every way, in an order of its own; ratios are those of the medians over all rounds, and the spread is that of single rounds. One line, for
+information, has what the disk does at first: one way in each round, before anything else is written. Reads are cold: what was written is flushed, and the system forgets it.
 
     python bench/checkpoint.py --gigabytes 0.4 --repeats 10
 """
@@ -12,6 +13,7 @@ import argparse
 import datetime
 import os
 import platform
+import random
 import shutil
 import statistics
 import sys
@@ -44,13 +46,15 @@ WIDTH, FEED_FORWARD = 1024, 2816
 # The figures that are asked for: the least share, or the largest.
 GOALS = {
     "save": (0.70, "a save, of a plain write with fsync"),
-    "hash": (0.10, "sums while writing, of a save without them, at most"),
+    "hash": (0.10, "sums while writing, of the same writing without them, at most"),
     "stall": (0.10, "what a save in the background holds training up, of a save, at most"),
     "load": (0.35, "a cold load of another layout, sums compared, of a plain cold read"),
     "dcp save": (1.00, "a save by torch.distributed.checkpoint, in times of ours"),
     "dcp load": (1.00, "a cold load by torch.distributed.checkpoint, in times of ours"),
 }
 AT_MOST = ("hash", "stall")
+# Seconds that are no time of all the bytes; and the mark of what was measured before the disk had anything to do.
+NO_RATES, RESTED = ("held", "slower"), " (rested)"
 
 
 def shapes(layers: int) -> dict[str, Shape]:
@@ -116,9 +120,11 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def plain_write(folder: Path, state: dict[str, Tensor]) -> None:
-    folder.mkdir()
-    with (folder / "plain").open("xb", buffering=0) as file:
+def plain_write(folder: Path, state: dict[str, Tensor], again: bool = False) -> None:
+    """`again`: over what a call before has written, if there was one."""
+    folder.mkdir(exist_ok=again)
+    path = folder / "plain"
+    with path.open("r+b" if path.exists() else "xb", buffering=0) as file:
         for values in state.values():
             flat = values.view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(flat), BLOCK_BYTES):
@@ -141,14 +147,15 @@ def save(folder: Path, fragments: list[Fragment]) -> Path:
     return CheckpointStore(folder, keep=None).save(1, fragments, {}, {}, {}, ALONE)
 
 
-def write_without_sums(folder: Path, state: dict[str, Tensor]) -> None:
+def write_one_file(folder: Path, state: dict[str, Tensor], hashed: bool) -> None:
+    """A rank's file as a save writes it, with its sums or without, and nothing around it."""
     folder.mkdir()
     outlines = {name: Outline(values.dtype, tuple(values.shape)) for name, values in state.items()}
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
         return region(state[name], start, size)
 
-    write_blocks(folder / "file", outlines, read, hashed=False)
+    write_blocks(folder / "file", outlines, read, hashed=hashed)
 
 
 def save_as_two(folder: Path, state: dict[str, Tensor]) -> tuple[Path, Manifest]:
@@ -186,11 +193,12 @@ class Training:
         torch._foreach_mul_(self.state, 1.0)
 
 
-def in_turn(ways: dict[str, Callable[[], Any]], first: int) -> list[tuple[str, Callable[[], Any]]]:
-    """Each round begins with another one: a disk may be several times slower after some GB than before."""
-    listed = list(ways.items())
-    first %= len(listed)
-    return [*listed[first:], *listed[:first]]
+Ways = dict[str, Callable[[], Any]]
+
+
+def in_some_order(ways: Ways, number: int) -> list[tuple[str, Callable[[], Any]]]:
+    """Another order in every round, the same in every run: no way always follows the same one."""
+    return random.Random(number).sample(list(ways.items()), len(ways))
 
 
 class Bench:
@@ -203,18 +211,32 @@ class Bench:
         self.saver = Saver(store, ALONE, background=True, say=print)
         self.training = Training(state, seconds)
 
-    def saves(self, first: int) -> dict[str, float]:
-        ways: dict[str, Callable[[], Any]] = {
-            "write": lambda: plain_write(self.folder / "plain", self.state),
-            "save": lambda: save(self.folder / "ours", whole(self.state)),
+    def ways_to_write(self) -> Ways:
+        """Each into a folder of its own name."""
+        return {
+            "write": lambda: plain_write(self.folder / "write", self.state),
+            "save": lambda: save(self.folder / "save", whole(self.state)),
             "dcp save": lambda: dcp_save(
-                dict(self.state), checkpoint_id=self.folder / "theirs", no_dist=True
+                dict(self.state), checkpoint_id=self.folder / "dcp save", no_dist=True
             ),
-            "no sums": lambda: write_without_sums(self.folder / "unsummed", self.state),
-            "write again": lambda: plain_write(self.folder / "again", self.state),
+            "sums": lambda: write_one_file(self.folder / "sums", self.state, hashed=True),
+            "no sums": lambda: write_one_file(self.folder / "no sums", self.state, hashed=False),
         }
-        found = {name: timed(way) for name, way in in_turn(ways, first)}
-        for name in ("ours", "unsummed", "again"):
+
+    def rested(self, number: int) -> dict[str, float]:
+        """One way, each in its turn, when all before it was read: what the disk takes fast is there again, in part at least."""
+        name, way = list(self.ways_to_write().items())[number % len(self.ways_to_write())]
+        found = timed(way)
+        shutil.rmtree(self.folder / name)
+        return {f"{name}{RESTED}": found}
+
+    def saves(self, number: int) -> dict[str, float]:
+        found = {}
+        for name, way in in_some_order(self.ways_to_write(), number):
+            # Spends what the disk takes faster than it can go on.
+            plain_write(self.folder / "drained", self.state, again=True)
+            found[name] = timed(way)
+        for name in ("save", "sums", "no sums", "drained"):
             shutil.rmtree(self.folder / name)
         return found
 
@@ -229,29 +251,34 @@ class Bench:
         shutil.rmtree(self.folder / "background")
         return {"held": held, "slower": max(0.0, beside - alone)}
 
-    def loads(self, first: int) -> dict[str, float]:
+    def loads(self, number: int) -> dict[str, float]:
         step, manifest = save_as_two(self.folder / "two", self.state)
-        for name in ("plain", "two", "theirs"):
+        for name in ("write", "two", "dcp save"):
             forget(self.folder / name)
-        ways: dict[str, Callable[[], Any]] = {
+        ways: Ways = {
             "load": lambda: load_whole(step, manifest, self.target),
-            "read": lambda: plain_read(self.folder / "plain"),
-            "dcp load": lambda: dcp_load(self.target, checkpoint_id=self.folder / "theirs", no_dist=True),
+            "read": lambda: plain_read(self.folder / "write"),
+            "dcp load": lambda: dcp_load(self.target, checkpoint_id=self.folder / "dcp save", no_dist=True),
         }
         found = {}
-        for name, way in in_turn(ways, first):
+        for name, way in in_some_order(ways, number):
             for values in self.target.values():
                 values.zero_()
             found[name] = timed(way)
             if name != "read":
                 assert all(torch.equal(self.target[n], values) for n, values in self.state.items()), name
-        for name in ("plain", "two", "theirs"):
+        for name in ("write", "two", "dcp save"):
             shutil.rmtree(self.folder / name)
         return found
 
     def rounds(self, repeats: int) -> Iterator[dict[str, float]]:
         for number in range(repeats + 1):
-            found = {**self.saves(number), **self.background(number + 1), **self.loads(number)}
+            found = {
+                **self.rested(number),
+                **self.saves(number),
+                **self.background(number + 1),
+                **self.loads(number),
+            }
             # In the first round buffers are new, and libraries are loaded.
             if number:
                 print(" ".join(f"{name} {value:.2f}" for name, value in found.items()), "s", flush=True)
@@ -259,10 +286,9 @@ class Bench:
 
 
 def ratios(found: dict[str, float]) -> dict[str, float]:
-    written = (found["write"] + found["write again"]) / 2
     return {
-        "save": written / found["save"],
-        "hash": found["save"] / found["no sums"] - 1,
+        "save": found["write"] / found["save"],
+        "hash": found["sums"] / found["no sums"] - 1,
         "stall": found["held"] / found["save"],
         "load": found["read"] / found["load"],
         "dcp save": found["dcp save"] / found["save"],
@@ -272,13 +298,15 @@ def ratios(found: dict[str, float]) -> dict[str, float]:
 
 def report(measured: list[dict[str, float]], total: int) -> tuple[list[str], bool]:
     lines, holds = [], True
-    seconds = {name: statistics.median(found[name] for found in measured) for name in measured[0]}
-    rates = ", ".join(
-        f"{name} {total / 1e9 / value:.2f}"
-        for name, value in seconds.items()
-        if name not in ("held", "slower")
+    names = dict.fromkeys(name for found in measured for name in found)
+    seconds = {name: statistics.median(found[name] for found in measured if name in found) for name in names}
+    rates = {name: f"{total / 1e9 / value:.2f}" for name, value in seconds.items() if name not in NO_RATES}
+    lasting = ", ".join(f"{name} {rate}" for name, rate in rates.items() if not name.endswith(RESTED))
+    lines.append(f"GB/s, medians of {len(measured)} rounds: {lasting}")
+    rested = ", ".join(
+        f"{name.removesuffix(RESTED)} {rate}" for name, rate in rates.items() if name.endswith(RESTED)
     )
-    lines.append(f"GB/s, medians of {len(measured)} rounds: {rates}")
+    lines.append(f"GB/s of the first write of a round, for information: {rested}")
     lines.append(
         f"training is held up {seconds['held'] * 1000:.0f} ms by a save in the background; the computing beside it took "
         f"{seconds['slower'] * 1000:.0f} ms longer"
@@ -300,7 +328,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, default=0.4)
-    parser.add_argument("--repeats", type=int, default=10, help="rounds; a multiple of five is fair to all")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds")
     parser.add_argument(
         "--step-seconds", type=float, default=0.3, help="how long a step of training computes"
     )
