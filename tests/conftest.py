@@ -1,6 +1,7 @@
 """Hooks for the whole test suite."""
 
 import os
+import signal
 
 from tests.harness.client import session_zygote
 
@@ -9,6 +10,8 @@ def pytest_configure() -> None:
     # One thread each, here and in the programs that tests start, unless they say otherwise: models are tiny, and threads that wait
     # for each other take the cores from the tests beside them. Torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Also where somebody runs the tests under `nohup`: some send that signal.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_sessionfinish() -> None:

@@ -72,6 +72,18 @@ def folder_lock(folder: Path, say: Callable[[str], None] | None = None) -> Itera
                 _record(path, replace(owner, released=True))
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a process holds the folder just now, as far as the kernel knows."""
+    try:
+        with (folder / FILE_NAME).open("r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _may_be_unseen(owner: Owner, folder: Path) -> bool:
     """Whether the owner may live although the kernel's lock is free."""
     return owner.host != socket.gethostname() and _file_system(folder) not in _LOCAL

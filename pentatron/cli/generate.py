@@ -234,9 +234,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     if ended.exit_code not in (0, _USER_ERROR):
-        complain(
-            f"rank {ended.failed_rank} of {world} failed with exit code {ended.exit_code} (its error is above)"
-        )
+        complain(ended.story(world))
         return 1
     return ended.exit_code
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pentatron.config.entry import EntryPoint
 from pentatron.launch.failure import crash_path, write_record
+from pentatron.launch.hang import Limits
 from pentatron.launch.local import JOB, LAUNCHER, RESTART
 from pentatron.launch.watch import STACKS, stacks_path
 from pentatron.parallel.meeting import lost_contact
@@ -23,8 +24,6 @@ from pentatron.train.heartbeat import Heart, beat_path, read_beat
 
 _PR_SET_PDEATHSIG = 1
 _PULSE_SECONDS = 0.5
-# In which a rank without a launcher must get on: a save may be under way.
-_STUCK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class Supervised:
         faulthandler.enable(crash_path(self.folder, self.rank).open("w", encoding="utf-8"))
         faulthandler.register(STACKS, stacks_path(self.folder, self.rank).open("w", encoding="utf-8"))
 
-    def heart(self, where: Whereabouts) -> Heart:
+    def heart(self, where: Whereabouts, limits: Limits) -> Heart:
         """Tells the launcher where this rank is."""
         path = beat_path(self.folder, self.rank)
-        orphan = _Orphan(self, where)
+        orphan = _Orphan(self, where, limits)
         return Heart(
             path, self.rank, socket.gethostname(), where, _PULSE_SECONDS, at_pulse=orphan.end_if_stuck
         )
@@ -80,8 +79,10 @@ class Supervised:
 class _Orphan:
     """Whose launcher is gone, the rank ends by itself at the next step; unless it hangs, and then nobody else would end it."""
 
-    def __init__(self, place: Supervised, where: Whereabouts) -> None:
+    def __init__(self, place: Supervised, where: Whereabouts, limits: Limits) -> None:
         self.place, self.where = place, where
+        # Also where the user wants no launcher to judge: there is none any more. A first step or a save gets the time that it gets otherwise.
+        self.limits = limits if limits.heartbeat != 0 else replace(limits, heartbeat=None)
         self._at: tuple[int, int] | None = None
         self._since = 0.0
 
@@ -92,7 +93,7 @@ class _Orphan:
         at = (self.where.step, self.where.calls)
         if at != self._at:
             self._at, self._since = at, time.monotonic()
-        elif time.monotonic() - self._since > _STUCK_SECONDS:
+        elif time.monotonic() - self._since > self.limits.of(self.where):
             self._end_all()
 
     def _end_all(self) -> None:
@@ -100,9 +101,20 @@ class _Orphan:
         beats = [read_beat(path) for path in self.place.folder.glob("*.beat")]
         shutil.rmtree(self.place.folder, ignore_errors=True)
         for pid in [beat.pid for beat in beats if beat is not None and beat.pid != os.getpid()]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            if _is_of_job(pid, self.place.folder):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
         os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _is_of_job(pid: int, folder: Path) -> bool:
+    """Numbers of processes come again: one of a rank that has ended may be somebody else's by now."""
+    if not Path("/proc/self/environ").exists():
+        return True
+    try:
+        return f"{JOB}={folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def this_worker() -> Supervised | None:

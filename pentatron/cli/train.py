@@ -30,7 +30,7 @@ from pentatron.config.run import RunConfig
 from pentatron.parallel.meeting import waiting_aloud
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.train.heartbeat import beating
-from pentatron.train.interrupt import WATCHED
+from pentatron.train.interrupt import watched_here
 from pentatron.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -121,16 +121,16 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
 @contextmanager
 def _watched(where: Whereabouts, config: RunConfig, worker: Worker) -> "Iterator[None]":
     """Others see whether this rank gets on: our own launcher, or, under another one, the other ranks."""
-    place = this_worker()
-    if place is not None or worker.world_size == 1 or config.launch.heartbeat_timeout == 0:
-        with beating(None if place is None else place.heart(where)):
-            yield
-        return
     from pentatron.launch.hang import Limits
     from pentatron.launch.peers import PeerWatch
 
-    assert config.run.run_dir is not None
+    place = this_worker()
     limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
+    if place is not None or worker.world_size == 1 or config.launch.heartbeat_timeout == 0:
+        with beating(None if place is None else place.heart(where, limits)):
+            yield
+        return
+    assert config.run.run_dir is not None
     peers = PeerWatch(where, worker.rank, worker.world_size, Path(config.run.run_dir), limits, complain)
     where.when_opened = peers.start
     yield
@@ -201,7 +201,7 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: Entry
     inherited = f" with {', '.join(variables)}" if variables else ""
     limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
     say(f"starting {ranks} process{'es' if ranks > 1 else ''}{inherited} ...")
-    with listening(WATCHED) as told:
+    with listening(watched_here()) as told:
 
         def attempt(restart: int) -> "Ended":
             place = (ranks, config.launch.master_port, os.environ, os.getpid())
@@ -218,11 +218,9 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: Entry
             lambda: _saved_step(config),
             complain,
         ).run()
-    if ended.is_crash:
-        return 1
     if ended.exit_code == 0:
         _what_next(config, folder)
-    return ended.exit_code
+    return ended.status
 
 
 def _saved_step(config: RunConfig) -> int | None:

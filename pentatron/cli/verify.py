@@ -118,10 +118,7 @@ def _start(world: int, python_words: Sequence[str], config: RunConfig) -> None:
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     if ended.exit_code != 0:
-        raise UserError(
-            f"rank {ended.failed_rank} of {world} failed with exit code {ended.exit_code} (its error is above), so there "
-            f"is nothing to compare"
-        )
+        raise UserError(f"there is nothing to compare: {ended.story(world)}")
 
 
 def _work(folder: Path) -> int:

@@ -187,8 +187,8 @@ class LaunchConfig:
     )
     heartbeat_timeout: float | None = setting(
         None,
-        "seconds without a sign of life, or in one place of a step, after which a rank counts as hung (60, and 10 times the longest step; 0: "
-        "never)",
+        "seconds without a sign of life, or in one place of a step, after which a rank counts as hung (60, 10 times the longest step and twice "
+        "the first; 0: never)",
     )
     check_memory: bool = setting(
         True, "before starting, compare the memory a run will need with what the device has"

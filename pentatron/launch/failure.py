@@ -29,7 +29,7 @@ class Failure:
     story: str = ""
 
     def sentence(self, ranks: int, when: str) -> str:
-        return self.story or f"rank {self.rank} of {ranks} {self.how} {when}"
+        return self.story or f"rank {self.rank} of {ranks} {self.how} {when}".rstrip()
 
     @property
     def is_consequence(self) -> bool:
@@ -110,9 +110,10 @@ def _failure(process: Process, job: Path) -> Failure:
     record = _read(record_path(job, process.rank))
     if record is not None:
         return Failure(process.rank, process.code, record["at"], record["kind"], record["text"])
-    kind = "killed" if process.was_killed else ""
-    crash = "" if process.was_killed else _crash(crash_path(job, process.rank))
-    return Failure(process.rank, process.code, process.ended_at, kind, crash)
+    # By us, unless it was faster to end in another way.
+    if process.was_killed and process.code == -signal.SIGKILL:
+        return Failure(process.rank, process.code, process.ended_at, "killed")
+    return Failure(process.rank, process.code, process.ended_at, text=_crash(crash_path(job, process.rank)))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

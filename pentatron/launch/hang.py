@@ -5,11 +5,12 @@ in a collective and wait. Which of them waits for whom follows from the numbers 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from pentatron.train.heartbeat import Beat
 
@@ -19,8 +20,21 @@ _STEADY = ("step", "reading data")
 _TIMES_THE_LONGEST_STEP = 10
 _LEAST_SECONDS = 60.0
 _TIMES_OUTSIDE_STEPS = 5
+# Shapes that come late are compiled like those of the first step.
+_TIMES_THE_FIRST_STEP = 2
 # Between two looks of ours: longer than that, and we were held up ourselves.
 _HELD_UP = 5.0
+
+
+class Pace(Protocol):
+    """What limits depend on: of a rank itself (`Whereabouts`), or as it tells others (`Beat`)."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def first_step(self) -> float: ...
+    @property
+    def longest_step(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -34,18 +48,24 @@ class Limits:
     def pulse(self) -> float:
         return _LEAST_SECONDS if self.heartbeat is None else self.heartbeat
 
-    def silence(self, beat: Beat) -> float:
-        """How long a rank may give no sign: reading or writing much can hold the interpreter, steps do not."""
-        steady = beat.phase in _STEADY or self.heartbeat is not None
+    def silence(self, pace: Pace) -> float:
+        """How long a rank may give no sign: reading, writing or compiling much can hold the interpreter, further steps do not."""
+        steady = _is_steady(pace) or self.heartbeat is not None
         return self.pulse if steady else _TIMES_OUTSIDE_STEPS * self.pulse
 
-    def of(self, beat: Beat) -> float:
+    def of(self, pace: Pace) -> float:
         """How long a rank may stay where it is."""
-        if beat.phase not in _STEADY or beat.step == beat.began:
+        if not _is_steady(pace):
             return max(self.collective, self.pulse)
         if self.heartbeat is not None:
             return self.heartbeat
-        return max(_LEAST_SECONDS, _TIMES_THE_LONGEST_STEP * beat.longest_step)
+        usual = max(_LEAST_SECONDS, _TIMES_THE_LONGEST_STEP * pace.longest_step)
+        return max(usual, min(_TIMES_THE_FIRST_STEP * pace.first_step, self.collective))
+
+
+def _is_steady(pace: Pace) -> bool:
+    """In a step, and not in the first one, which compiles."""
+    return pace.phase in _STEADY and pace.first_step > 0
 
 
 @dataclass
@@ -240,9 +260,9 @@ def describe(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
     return "\n".join(lines)
 
 
-def free_path(folder: Path, step: int) -> Path:
+def free_path(folder: Path, step: int, is_taken: Callable[[Path], bool] = Path.exists) -> Path:
     """hang-STEP.txt, or with a number where the same step hung before."""
     path, number = folder / f"hang-{step}.txt", 2
-    while path.exists():
+    while is_taken(path):
         path, number = folder / f"hang-{step}-{number}.txt", number + 1
     return path

@@ -19,6 +19,16 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     return min(total, limit), max(0, min(free, limit - used))
 
 
+def _given_back(used: Path) -> int:
+    """What the kernel takes back as soon as somebody needs it: files that were read are counted as used for as long as nobody does."""
+    try:
+        lines = (used.parent / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split() for line in lines if len(line.split()) == 2)
+    return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
+
+
 def _control_group(folder: Path) -> tuple[int, int]:
     """A container's limit and use, in either version of control groups."""
     for names in (
@@ -30,5 +40,5 @@ def _control_group(folder: Path) -> tuple[int, int]:
         except OSError:
             continue
         if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
-            return int(limit), int(used)
+            return int(limit), max(0, int(used) - _given_back(folder / names[1]))
     return _UNLIMITED, 0

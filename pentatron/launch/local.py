@@ -15,7 +15,7 @@ from pentatron.config.errors import BadNumbers, UserError
 from pentatron.launch.failure import Failure, failures_of
 from pentatron.launch.processes import Process, Signals, end_all, listening, started
 from pentatron.train.heartbeat import beat_path, read_beat
-from pentatron.train.interrupt import WATCHED
+from pentatron.train.interrupt import WATCHED, watched_here
 
 # What workers find in their environment: the job's folder, its launcher, and how often the job was started again.
 JOB, LAUNCHER, RESTART = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
@@ -46,8 +46,33 @@ class Ended:
     @property
     def is_crash(self) -> bool:
         """Something failed of its own accord: no mistake of the user's, and nobody's wish."""
-        by_wish = self.stopped_by is not None or self.exit_code - 128 in WATCHED or -self.exit_code in WATCHED
-        return bool(self.failures) and self.exit_code not in TOLD and not by_wish
+        return bool(self.failures) and self.exit_code not in TOLD and self.wished_by is None
+
+    @property
+    def wished_by(self) -> signal.Signals | None:
+        """The signal by which somebody wanted the end: of the launcher, or of a rank."""
+        return self.stopped_by or next((n for n in WATCHED if self.exit_code in (128 + n, -n)), None)
+
+    @property
+    def has_told(self) -> bool:
+        """A rank has said why, itself: it met a mistake, or it ended in good order."""
+        return _is_agreed(self.exit_code)
+
+    @property
+    def status(self) -> int:
+        """What the launcher itself ends with."""
+        if self.is_crash:
+            return 1
+        if self.exit_code >= 0:
+            return self.exit_code
+        # Killed: by a signal that it was not yet listening to, or by something else while it was to stop.
+        return 128 - self.exit_code if -self.exit_code in WATCHED else 1
+
+    def story(self, ranks: int, when: str = "") -> str:
+        """What the first failure was, with its traceback."""
+        first = self.failures[0]
+        sentence = first.sentence(ranks, when)
+        return f"{sentence}:\n{first.text.rstrip()}" if first.text else sentence
 
 
 # Looks at the running processes now and then; tells who is at fault where they hang.
@@ -96,7 +121,7 @@ def run_workers(
     `environment` is what they inherit, `launcher` this process. `told` has the signals of a caller who listens already.
     """
     with contextlib.ExitStack() as stack:
-        signals = told or stack.enter_context(listening(WATCHED))
+        signals = told or stack.enter_context(listening(watched_here()))
         chosen = stack.enter_context(_bound(port or 0))
         job = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pentatron-job-")))
         common = {
@@ -155,7 +180,7 @@ def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Fail
         sys.stderr.flush()
         return Ended(128 + signal.SIGINT, stopped_by=signal.SIGINT)
     codes = [process.code for process in processes]
-    if not any(codes):
+    if hang is None and not any(codes):
         return Ended(0)
     failures = [*([hang] if hang else []), *failures_of(processes, job)]
     code = failures[0].code

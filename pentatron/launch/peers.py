@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pentatron.launch.hang import Hang, Limits, Standing, culprits_of, describe, process_state
+from pentatron.launch.hang import Hang, Limits, Standing, culprits_of, describe, free_path, process_state
 from pentatron.launch.watch import read_beats
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.train.heartbeat import Beat, Heart, beat_path
@@ -40,6 +40,8 @@ class PeerWatch:
         self._since = time.monotonic()
         self._first: dict[int, Beat] = {}
         self._looks = 0
+        # Files of earlier hangs, which a rank of this attempt has not written.
+        self._earlier: frozenset[Path] = frozenset()
 
     @property
     def pause(self) -> float:
@@ -52,6 +54,7 @@ class PeerWatch:
     def start(self) -> None:
         """Once the run's folder is ours. A folder that cannot be written is somebody else's complaint."""
         with contextlib.suppress(OSError):
+            self._earlier = frozenset(self.folder.glob("hang-*.txt"))
             self.beats.mkdir(exist_ok=True)
             path = beat_path(self.beats, self.rank)
             host = os.uname().nodename
@@ -69,10 +72,11 @@ class PeerWatch:
         if place != self._place:
             self._place, self._since, self._looks = place, time.monotonic(), 0
             return
-        beats = read_beats(self.beats, [self.rank])
-        if not beats or time.monotonic() - self._since <= self.limits.of(beats[0]):
+        if time.monotonic() - self._since <= self.limits.of(self.where):
             return
-        self._look_at_the_others()
+        if self.heart is not None and self.heart.is_heard:
+            # Whoever cannot write itself would take others that cannot for frozen.
+            self._look_at_the_others()
 
     def _look_at_the_others(self) -> None:
         now = {beat.rank: beat for beat in read_beats(self.beats, range(self.ranks))}
@@ -106,7 +110,7 @@ class PeerWatch:
             log.flush()
             faulthandler.dump_traceback(log, all_threads=True)
         sentence = hang.sentence(here, self.ranks)
-        path = self.folder / f"hang-{hang.step}.txt"
+        path = free_path(self.folder, hang.step, self._earlier.__contains__)
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(describe(hang, sentence, {}))

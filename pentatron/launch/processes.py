@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-# Of a process that was killed with SIGKILL and is waited for.
+# For processes that were killed with SIGKILL and are waited for; one that waits for a dead disk ends when that answers.
 _REAPING_SECONDS = 10.0
 
 
@@ -76,9 +76,10 @@ def end_all(processes: Sequence[Process]) -> None:
     for process in processes:
         process.look()
         process.kill()
+    deadline = time.monotonic() + _REAPING_SECONDS
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.handle.wait(_REAPING_SECONDS)
+            process.handle.wait(max(0.0, deadline - time.monotonic()))
         process.look()
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from pentatron.checkpoint.lock import is_in_use
 from pentatron.launch.failure import Failure, keep_records
 from pentatron.launch.local import Ended
 from pentatron.launch.processes import Signals
 from pentatron.monitor.report import FAILED
+from pentatron.train.interrupt import signal_name
 
 # Restarts without a new checkpoint, one after the other, after which another one is in vain.
 _FRUITLESS = 2
@@ -34,6 +36,8 @@ class Supervisor:
     resumes: bool
     saved_step: Callable[[], int | None]
     tell: Callable[[str], None]
+    # By another job, which writes there.
+    _in_use: bool = False
 
     def run(self) -> Ended:
         restarts, fruitless, goes_on = 0, 0, 0
@@ -42,7 +46,8 @@ class Supervisor:
             ended = self.attempt(goes_on)
             if not ended.failures:
                 return ended
-            if not ended.is_crash:
+            self._in_use = not ended.opened and is_in_use(self.folder)
+            if ended.has_told:
                 self._keep(ended.failures, restarts)
                 return ended
             self._say_what_happened(ended, restarts)
@@ -58,8 +63,6 @@ class Supervisor:
             goes_on = restarts if is_own else 0
             self._record(ended.failures[0], restarts, saved or 0, ended.step)
             self._say(self._again(restarts, saved, ended.step))
-            if (stopped_by := self.signals.first) is not None:
-                return Ended(128 + stopped_by, ended.failures, stopped_by)
 
     def _say_what_happened(self, ended: Ended, restarts: int) -> None:
         """The traceback on the terminal; the log has the sentence, as the ranks' own files have all of them."""
@@ -67,20 +70,19 @@ class Supervisor:
         kept = self._keep(ended.failures, restarts)
         when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
         others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(kept) > 1 else ""
-        sentence = first.sentence(self.ranks, when)
-        if first.text:
-            self.tell(f"{sentence}:\n{first.text.rstrip()}\n(rank {first.rank} failed first{others})")
-        else:
-            self.tell(f"{sentence}{others}")
-        self._log(f"{FAILED}{sentence}")
+        story = ended.story(self.ranks, when)
+        self.tell(f"{story}\n(rank {first.rank} failed first{others})" if first.text else f"{story}{others}")
+        self._log(f"{FAILED}{first.sentence(self.ranks, when)}")
 
     def _keep(self, failures: Sequence[Failure], restarts: int) -> list[Path]:
         try:
-            return keep_records(failures, self.folder / "ranks", restarts)
+            return [] if self._in_use else keep_records(failures, self.folder / "ranks", restarts)
         except OSError:
             return []
 
     def _why_not_again(self, ended: Ended, restarts: int, fruitless: int) -> str | None:
+        if (wished_by := ended.wished_by or self.signals.first) is not None:
+            return f"not started again, as {signal_name(wished_by)} asked for an end"
         if self.limit == 0:
             return "not started again (--max-restarts 0)"
         if restarts == 0 and not ended.advanced and ended.exit_code >= 0:
@@ -110,6 +112,8 @@ class Supervisor:
         self._log(text)
 
     def _log(self, text: str) -> None:
+        if self._in_use:
+            return
         try:
             with (self.folder / "train.log").open("a", encoding="utf-8") as log:
                 log.write(f"{text}\n")
@@ -118,6 +122,8 @@ class Supervisor:
 
     def _record(self, failure: Failure, restarts: int, saved: int, step: int) -> None:
         """For whoever looks at the run later."""
+        if self._in_use:
+            return
         row = {
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             "restart": restarts,

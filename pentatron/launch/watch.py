@@ -47,10 +47,13 @@ class JobWatch:
     def _settle(self, hang: Hang, running: Sequence[Process], job: Path, ranks: int) -> Failure:
         states = {process.rank: process_state(process.pid) for process in running}
         sentence = hang.sentence(states, ranks)
+        # One that has not come so far as to beat would be killed by it.
+        listening = {standing.beat.rank for standing in hang.standing}
         for process in running:
-            process.send(STACKS)
+            if process.rank in listening:
+                process.send(STACKS)
         time.sleep(_FOR_AN_ANSWER)
-        stacks = {process.rank: _read(stacks_path(job, process.rank)) for process in running}
+        stacks = {rank: _read(stacks_path(job, rank)) for rank in listening}
         path = free_path(self.folder, hang.step)
         with suppress(OSError):
             path.write_text(describe(hang, sentence, stacks), encoding="utf-8")

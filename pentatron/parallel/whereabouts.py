@@ -36,9 +36,10 @@ class Whereabouts:
         self.waits_in: Call | None = None
         # Whether the run's folder is ours by now.
         self.opened = False
-        # Seconds of the longest step but the first, which compiles and fills caches.
+        # Seconds of the first step, which compiles and fills caches, and of the longest of the others.
+        self.first_step = 0.0
         self.longest_step = 0.0
-        self.when_step_is_done: Callable[[int], None] | None = None
+        self.when_step_is_done: Callable[[], None] | None = None
         self.when_opened: Callable[[], None] | None = None
 
     def folder_is_ours(self) -> None:
@@ -48,14 +49,18 @@ class Whereabouts:
 
     def begin_at(self, step: int) -> None:
         """The run starts, or goes on, after this step."""
-        self.began = step
+        self.began, self.first_step = step, 0.0
         self.step_done(step, 0.0)
 
     def step_done(self, step: int, seconds: float) -> None:
+        """`seconds`: that it took; 0 of one that was left out."""
         self.step = step
-        self.longest_step = max(self.longest_step, seconds)
+        if self.first_step:
+            self.longest_step = max(self.longest_step, seconds)
+        else:
+            self.first_step = seconds
         if self.when_step_is_done is not None:
-            self.when_step_is_done(step)
+            self.when_step_is_done()
 
     def enter(self, what: str, group: str, size: int) -> Call:
         """A collective begins; every rank of the group must begin the same one with the same number."""
@@ -93,5 +98,6 @@ class Whereabouts:
             "counts": dict(self.counts),
             "waits_in": None if call is None else [call.what, call.group, call.number, call.size],
             "opened": self.opened,
+            "first_step": self.first_step,
             "longest_step": self.longest_step,
         }

@@ -15,8 +15,9 @@ from typing import Any
 
 from pentatron.parallel.whereabouts import Call, Whereabouts
 
-# The last step, which the training thread writes itself: it is exact also for a rank that is killed.
-_STEP_BYTES = 16
+# The last step, the one it began from and whether the run's folder is ours: the training thread writes them itself, so that they are exact also for a rank
+# that is killed.
+_EXACT_BYTES = 48
 _BYTES = 8192
 
 
@@ -35,7 +36,8 @@ class Beat:
     counts: dict[str, int]
     waits_in: Call | None
     opened: bool
-    # Seconds of the longest step but the first.
+    # Seconds of the first step (0 while it is not done), and of the longest of the others.
+    first_step: float
     longest_step: float
 
     @property
@@ -52,10 +54,10 @@ def read_beat(path: Path) -> Beat | None:
     """None if there is none yet, or if it is being written."""
     try:
         text = path.read_bytes()
-        step = int(text[:_STEP_BYTES])
-        found = json.loads(text[_STEP_BYTES:].decode())
+        step, began, opened = map(int, text[:_EXACT_BYTES].split())
+        found = json.loads(text[_EXACT_BYTES:].decode())
         call = found.pop("waits_in")
-        found["step"] = max(step, found["step"])
+        found |= {"step": step, "began": began, "opened": bool(opened)}
         return Beat(waits_in=None if call is None else Call(*call), **found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -80,10 +82,13 @@ class Heart:
         self.path, self.where, self.pause, self.synced, self.at_pulse = path, where, pause, synced, at_pulse
         self._about: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": host}
         self._pulse = 0
+        # Whether the last beat could be written.
+        self.is_heard = True
         self._stop = threading.Event()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, _BYTES)
-        where.when_step_is_done = None if synced else self._write_step
+        if not synced:
+            where.when_step_is_done, where.when_opened = self._write_exact, self._write_exact
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -91,22 +96,27 @@ class Heart:
         self.beat()
         self._thread.start()
 
-    def _write_step(self, step: int) -> None:
+    def _exact(self) -> bytes:
+        return f"{self.where.step} {self.where.began} {int(self.where.opened)}".encode().ljust(_EXACT_BYTES)
+
+    def _write_exact(self) -> None:
         """Called by the thread that trains."""
         with suppress(OSError):
-            os.pwrite(self._file, str(step).encode().ljust(_STEP_BYTES), 0)
+            os.pwrite(self._file, self._exact(), 0)
 
     def beat(self) -> None:
         self._pulse += 1
         told = {**self._about, **self.where.to_json(), "pulse": self._pulse}
-        text = json.dumps(told).encode().ljust(_BYTES - _STEP_BYTES)
+        text = json.dumps(told).encode().ljust(_BYTES - _EXACT_BYTES)
         if self.synced:
-            text = str(self.where.step).encode().ljust(_STEP_BYTES) + text
+            text = self._exact() + text
+        self.is_heard = False
         # A disk that is full or gone must not end a run.
         with suppress(OSError):
-            os.pwrite(self._file, text, 0 if self.synced else _STEP_BYTES)
+            os.pwrite(self._file, text, 0 if self.synced else _EXACT_BYTES)
             if self.synced:
                 os.fsync(self._file)
+            self.is_heard = True
 
     def _run(self) -> None:
         while not self._stop.wait(self.pause):
@@ -117,7 +127,7 @@ class Heart:
     def close(self) -> None:
         """A rank that ends in good order leaves no file."""
         self._stop.set()
-        self.where.when_step_is_done = None
+        self.where.when_step_is_done = self.where.when_opened = None
         self._thread.join(timeout=5)
         with suppress(OSError):
             os.close(self._file)

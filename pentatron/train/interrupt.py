@@ -14,6 +14,12 @@ WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 _ECHO_SECONDS = 5.0
 
 
+def watched_here() -> list[signal.Signals]:
+    """All of them, but for a closed terminal that is to be survived: `nohup` makes its command ignore that signal."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in WATCHED if not (ignored and number == signal.SIGHUP)]
+
+
 class StopRequest:
     """Set by the first signal. A second Ctrl-C ends the process at once; its last checkpoint is intact either way.
 
@@ -55,7 +61,7 @@ class StopRequest:
 def stop_on_signals(launcher: int | None, tells: bool = False) -> Iterator[StopRequest]:
     """Watches the signals, and, if a launcher's process id is given, that it lives. `tells`: that Ctrl-C came."""
     request = StopRequest(launcher, tells)
-    before = {number: signal.signal(number, request) for number in WATCHED}
+    before = {number: signal.signal(number, request) for number in watched_here()}
     try:
         yield request
     finally:

@@ -153,7 +153,7 @@ class Trainer:
         result, rate = self.advance(drawn)
         report = self._report(result, rate, time.perf_counter() - started)
         self.state.flops += report.flops
-        self.where.step_done(self.state.step, report.seconds if len(self._recent) > 1 else 0.0)
+        self.where.step_done(self.state.step, report.seconds)
         self.output.step(report, self._seconds_left())
         if report.ranks is not None and len(self._recent) > 1:
             for line in self.stragglers.look(self.state.step, report.ranks):
@@ -200,6 +200,7 @@ class Trainer:
         self._count_samples()
         self.state.count_skipped(is_nan=False)
         self.state.skipped_samples += self.batch_size
+        self.where.step_done(self.state.step, 0.0)
         self.output.left_out(
             self.state.step,
             self.state.consumed_samples,

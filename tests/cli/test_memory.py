@@ -124,6 +124,10 @@ def test_a_container_has_what_its_control_group_allows(tmp_path: Path) -> None:
     assert host_memory(tmp_path) == (1024 * 1024, 824 * 1024)
     (group / "memory.max").write_text("600000\n")
     assert host_memory(tmp_path) == (600000, 599995)
+    # Data that was read fills a container in the end, and is no less free for that.
+    (group / "memory.current").write_text("600000\n")
+    (group / "memory.stat").write_text("anon 100000\nfile 500000\ninactive_file 450000\nactive_file 50000\n")
+    assert host_memory(tmp_path) == (600000, 450000)
     assert host_memory(tmp_path / "elsewhere") is None
 
 

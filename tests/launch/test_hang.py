@@ -14,7 +14,7 @@ USUAL = Limits(20.0, 600.0)
 
 def beat(rank: int, calls: int = 50, waits: bool = True, what: str = "all-reduce", step: int = 7) -> Beat:
     call = Call(what, EVERYONE, calls, 2) if waits else None
-    return Beat(rank, 1000 + rank, "a", 1, step, 0, "step", calls, {EVERYONE: calls}, call, True, 1.0)
+    return Beat(rank, 1000 + rank, "a", 1, step, 0, "step", calls, {EVERYONE: calls}, call, True, 2.0, 1.0)
 
 
 def watch_for(seconds: float, beats: list[Beat], limits: Limits = USUAL) -> Hang | None:
@@ -71,11 +71,13 @@ def test_a_long_load_may_hold_the_interpreter() -> None:
     loading = replace(beat(0), phase="building the model")
     assert Limits(None, 600.0).silence(loading) == 5 * Limits(None, 600.0).silence(beat(0))
     assert Limits(20.0, 600.0).silence(loading) == 20, "unless the user says how long"
+    compiling = replace(beat(0), first_step=0.0)
+    assert Limits(None, 600.0).silence(compiling) == Limits(None, 600.0).silence(loading)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"phase": "saving"}, {"phase": "evaluating"}, {"phase": "building the model"}, {"began": 7}],
+    [{"phase": "saving"}, {"phase": "evaluating"}, {"phase": "building the model"}, {"first_step": 0.0}],
 )
 def test_what_may_take_long_is_left_alone(change: dict[str, object]) -> None:
     """Saving, evaluating, starting, and the first step, which compiles; a collective's own limit ends them."""
@@ -90,6 +92,9 @@ def test_steps_that_take_long_are_given_long() -> None:
     assert watch_for(61, [beat(0), beat(1, waits=False)], Limits(None, 600.0)) is not None, (
         "a minute at least"
     )
+    compiled = [replace(beat(rank, waits=False), first_step=100.0) for rank in (0, 1)]
+    assert watch_for(190, compiled, Limits(None, 600.0)) is None, "a shape that comes late is compiled too"
+    assert watch_for(201, compiled, Limits(None, 600.0)) is not None
     assert watch_for(300, [beat(0), beat(1, waits=False)], Limits(0.0, 100.0)) is None, "0 is never"
 
 

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.checkpoint.lock import folder_lock
+from pentatron.cli import verify
+from pentatron.config.errors import UserError
 from pentatron.launch import local
-from pentatron.launch.failure import Failure
+from pentatron.launch.failure import Failure, failures_of
+from pentatron.launch.hang import Hang, Limits, Standing
 from pentatron.launch.local import Ended, run_workers
-from pentatron.launch.processes import Signals
+from pentatron.launch.processes import Process, Signals
 from pentatron.launch.supervise import Supervisor
+from pentatron.launch.watch import JobWatch
+from tests.launch.test_hang import beat
+from tests.support import resolved
 
 _SCRIPT = """
 import os, signal, sys, time
@@ -95,7 +102,9 @@ class Story:
         self.said: list[str] = []
         self.saved: int | None = None
 
-    def run(self, resumes: bool = True) -> Ended:
+    def run(self, resumes: bool = True, told_to_stop: bool = False) -> Ended:
+        signals = Signals()
+
         def attempt(restart: int) -> Ended:
             self.restarts.append(restart)
             ended, self.saved = self.endings[len(self.restarts) - 1]
@@ -105,10 +114,12 @@ class Story:
             assert "of 2" in self.said[-1], (
                 "whoever failed is named before checkpoints are looked for, which takes seconds"
             )
+            if told_to_stop:
+                signals(signal.SIGTERM, None)
             return self.saved
 
         return Supervisor(
-            attempt, 2, self.limit, self.folder, Signals(), resumes, saved_step, self.said.append
+            attempt, 2, self.limit, self.folder, signals, resumes, saved_step, self.said.append
         ).run()
 
 
@@ -151,3 +162,92 @@ def test_an_earlier_run_in_the_folder_is_not_taken_for_ones_own(tmp_path: Path) 
     story = Story(tmp_path, [(early, 500), (Ended(0), 9)])
     story.run(resumes=True)
     assert story.restarts == [0, 1] and "from step 500" in story.said[1]
+
+
+def told(ended: Ended, folder: Path, told_to_stop: bool = False) -> tuple[list[str], list[int]]:
+    """What the launcher says of an end from step 9 on, and which attempts it makes."""
+    story = Story(folder, [(ended, 9), (Ended(0), 9)])
+    story.run(told_to_stop=told_to_stop)
+    return story.said, story.restarts
+
+
+def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> None:
+    """The save that was asked for has not come about: nobody may take that for an end in good order."""
+    killed = Ended(-9, [Failure(1, -9, 0.0)], signal.SIGTERM, 12, True, True)
+    said, restarts = told(killed, tmp_path)
+    assert said[0].startswith("rank 1 of 2 was killed by SIGKILL") and restarts == [0]
+    assert said[1] == (
+        "not started again, as SIGTERM asked for an end. The last checkpoint, step 9, is intact: the same command goes on from there"
+    )
+    assert killed.status == 1
+    # By a signal that it was not yet listening to.
+    early = Ended(-15, [Failure(1, -15, 0.0)])
+    said, restarts = told(early, tmp_path)
+    assert "rank 1 of 2 was killed by SIGTERM" in said[0] and restarts == [0] and early.status == 143
+    # Those that end in good order have said so themselves.
+    assert told(Ended(143, [Failure(1, 143, 0.0)]), tmp_path) == ([], [0])
+
+
+def test_a_signal_that_comes_while_a_crash_is_looked_at_is_no_restart(tmp_path: Path) -> None:
+    said, restarts = told(crash(12), tmp_path, told_to_stop=True)
+    assert restarts == [0] and "not started again, as SIGTERM asked" in said[-1]
+    assert not (tmp_path / "restarts.jsonl").exists()
+
+
+def test_nothing_is_written_into_the_folder_of_a_running_job(tmp_path: Path) -> None:
+    early = crash(0, advanced=False, opened=False)
+    with folder_lock(tmp_path):
+        told(early, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock"]
+    told(early, tmp_path)
+    assert (tmp_path / "train.log").exists() and (tmp_path / "restarts.jsonl").exists()
+
+
+class Dead:
+    """The handle of a process that cannot be reaped, or ended so."""
+
+    pid, returncode = 2**22 + 1, None
+
+    def poll(self) -> None:
+        return None
+
+
+def process(rank: int, code: int | None, was_killed: bool = False) -> Process:
+    return Process(rank, Dead(), code, 1.0, was_killed)  # type: ignore[arg-type]
+
+
+def test_a_hang_is_none_the_better_for_processes_that_do_not_die(tmp_path: Path) -> None:
+    """As those do not that wait for a disk that is gone."""
+    hang = Failure(1, 1, 0.0, "hung", story="rank 1 hangs")
+    ended = local._ended([process(0, None), process(1, None)], Signals(), tmp_path, hang)
+    assert ended.is_crash and ended.failures == [hang]
+
+
+def test_a_rank_that_crashes_just_before_we_end_it_has_crashed(tmp_path: Path) -> None:
+    found = failures_of([process(0, -9, was_killed=True), process(1, -11, was_killed=True)], tmp_path)
+    assert [failure.rank for failure in found] == [1, 0] and "SIGSEGV" in found[0].how
+
+
+def test_only_ranks_that_listen_are_asked_for_their_stacks(tmp_path: Path) -> None:
+    """SIGQUIT kills whoever has not come so far."""
+    asked: list[int] = []
+
+    class Asked(Process):
+        def send(self, number: signal.Signals) -> None:
+            asked.append(self.rank)
+
+    beating = Standing(beat(1), 70.0, 70.0, is_silent=True)
+    running = [Asked(rank, Dead()) for rank in (0, 1)]  # type: ignore[arg-type]
+    failure = JobWatch(Limits(None, 600.0), tmp_path)._settle(Hang([beating], [1]), running, tmp_path, 2)
+    assert asked == [1] and failure.rank == 1 and (tmp_path / "hang-7.txt").exists()
+
+
+def test_the_commands_that_start_ranks_tell_what_a_rank_wrote_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of ours does not print its traceback: its launcher does."""
+    failure = Failure(1, 1, 0.0, "exception", "Traceback\nLookupError: a bug\n")
+    monkeypatch.setattr(local, "run_workers", lambda *words: Ended(1, [failure]))
+    monkeypatch.setattr(verify, "prepare_for_workers", lambda threads: [])
+    with pytest.raises(
+        UserError, match="rank 1 of 2 failed with exit code 1:\nTraceback\nLookupError: a bug"
+    ):
+        verify._start(2, [], resolved().config)

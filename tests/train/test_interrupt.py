@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from pentatron.train import interrupt
-from pentatron.train.interrupt import StopRequest
+from pentatron.train.interrupt import StopRequest, stop_on_signals
 
 
 def test_a_signal_and_its_echo_from_the_launcher_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +52,16 @@ def test_a_launcher_that_is_gone_is_not_called_a_signal() -> None:
     alone(signal.SIGTERM, None)
     assert alone.is_left_alone, "the kernel's word of it"
     assert not asked.is_left_alone
+
+
+def test_a_closed_terminal_is_survived_where_the_command_was_started_with_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(None) as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.signal is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert request.signal == signal.SIGUSR1
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,65 @@
+"""Ranks that watch each other, where the launcher is somebody else's."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pentatron.launch import peers
+from pentatron.launch.hang import Limits
+from pentatron.launch.peers import PeerWatch
+from pentatron.parallel.whereabouts import Whereabouts
+
+
+class Left(Exception):
+    """Instead of ending this process."""
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatch]:
+    """Of a rank alone that hangs after step 7, which hung before in the same place."""
+
+    def leave(code: int) -> None:
+        raise Left
+
+    monkeypatch.setattr(peers.os, "_exit", leave)
+    (tmp_path / "hang-7.txt").write_text("an earlier attempt's")
+    where = Whereabouts()
+    where.step, where.phase = 7, "step"
+    made = PeerWatch(where, 0, 1, tmp_path, Limits(1000.0, 1000.0), print)
+    made.start()
+    where.step_done(7, 1.0)
+    yield made
+    made.close()
+
+
+def look(watch: PeerWatch, times: int = 6) -> None:
+    """As if it had hung for long."""
+    for _ in range(times):
+        watch.at_pulse()
+        watch._since = time.monotonic() - 5000
+
+
+def test_a_hang_where_an_earlier_one_was_is_told_as_well(watch: PeerWatch) -> None:
+    said: list[str] = []
+    watch.tell = said.append
+    with pytest.raises(Left):
+        look(watch)
+    (line,) = said
+    assert str(watch.folder / "hang-7-2.txt") in line
+    assert (watch.folder / "hang-7.txt").read_text() == "an earlier attempt's"
+    # A second rank of this attempt finds that it was said.
+    with pytest.raises(Left):
+        look(watch)
+    assert len(said) == 1
+
+
+def test_who_cannot_write_its_own_beats_blames_nobody(watch: PeerWatch) -> None:
+    """On a full disk nobody's beats are new, however well they get on."""
+    assert watch.heart is not None
+    watch.heart._file = os.open("/dev/full", os.O_RDWR)
+    watch.heart.beat()
+    look(watch)
+    assert sorted(path.name for path in watch.folder.glob("hang*")) == ["hang-7.txt"]
