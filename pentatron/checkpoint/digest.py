@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.load import WEIGHTS, StepReader
+from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
 from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.tensor_file import DTYPES, blocks
 
 # What the biases and counts of routers are called: they are the model's as much as its weights are.
-ROUTERS = "routers/"
 # The states of random generators, one of each rank.
 RANDOM = "rng/"
 # Where data lies, and not what it is (the fingerprint says that); and what the numbers were computed with.

@@ -7,6 +7,7 @@ from pentatron.checkpoint.store import TRACKER, CheckpointStore, Found
 from pentatron.checkpoint.verifying import Check
 from pentatron.config.errors import UserError
 
+LATEST = "latest"
 # What Megatron-LM leaves in one checkpoint, by the value of --ckpt-format that stands for it.
 _OF_MEGATRON = {"torch_dist": (".metadata", "*.distcp"), "torch": ("mp_rank_*",)}
 
@@ -14,6 +15,24 @@ _OF_MEGATRON = {"torch_dist": (".metadata", "*.distcp"), "torch": ("mp_rank_*",)
 def checkpoints_of(run: Path) -> Path:
     """Where a run keeps its checkpoints unless it is told otherwise."""
     return run / "checkpoints"
+
+
+def followed(path: Path) -> Path:
+    """The step that a pointer names, if the path is one; else the path."""
+    if path.name != LATEST or not path.is_file():
+        return path
+    named = pointed_at(path.parent)
+    # A name from a file is not to be trusted with a path.
+    step = path.parent / named
+    return step if Path(named).name == named and is_step(step) else path
+
+
+def pointed_at(steps: Path) -> str:
+    """What `latest` says; nothing here relies on it."""
+    try:
+        return (steps / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def is_step(path: Path) -> bool:
@@ -85,17 +104,18 @@ def refuse_other_formats(path: Path) -> None:
         )
 
 
-def find_step(path: Path) -> tuple[Found, list[str]]:
+def find_step(path: Path, check: Check | None = None) -> tuple[Found, list[str]]:
     """The step, or the newest one that is whole, and a sentence about each newer one that is not.
 
-    Sums are not compared here.
+    Sums are not compared here, unless `check` does.
     """
+    path = followed(path)
     if is_step(path):
-        return read_step(path, verify=False), []
+        return read_step(path, check is not None, check or verify_files), []
     if not path.is_dir():
         raise UserError(f"the folder {path} does not exist; name a run, its checkpoints, or one step of them")
     store = CheckpointStore(steps_at(path) or path, keep=None)
-    found, complaints = store.newest_valid(verify=False, set_aside=False)
+    found, complaints = store.newest_valid(check is not None, set_aside=False, check=check or verify_files)
     if found is None:
         refuse_other_formats(path)
         nothing = "it is a Hugging Face folder" if (path / "config.json").exists() else "it has no step"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from pentatron.config.counted import counted
+
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -11,7 +13,7 @@ def foreign_kind(path: Path) -> str | None:
         return None
     steps = sorted(p.name for p in path.glob("iter_*") if p.is_dir())
     inside = path / steps[-1] if steps else path
-    said = f" ({len(steps)} steps, up to {steps[-1]})" if steps else ""
+    said = f" ({counted(len(steps), 'step')}, up to {steps[-1]})" if steps else ""
     if (inside / ".metadata").exists() or next(inside.glob("*.distcp"), None) is not None:
         return f"a checkpoint of torch.distributed, as Megatron-LM's torch_dist format has it{said}; its metadata is pickle"
     if next(inside.glob("mp_rank_*"), None) is not None:
@@ -22,7 +24,7 @@ def foreign_kind(path: Path) -> str | None:
         weights = sorted(p.name for p in path.glob("*.safetensors"))
         pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
         held = (
-            f"{len(weights)} safetensors files"
+            counted(len(weights), "safetensors file")
             if weights
             else f"{pickled[0]} alone, which is pickle"
             if pickled

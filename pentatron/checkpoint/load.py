@@ -20,6 +20,8 @@ from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Fragment, Shape, overlap, region
 
 WEIGHTS = "weights/"
+# Of experts' routers: what is moved by counts, not by gradients.
+ROUTERS = "routers/"
 # A step of many ranks has many files, a process may open so many.
 _OPEN_FILES = 200
 

@@ -46,17 +46,24 @@ class Owner:
 
 
 @contextmanager
-def folder_lock(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Holds the folder for this process. `say` tells why it takes a while, if an owner elsewhere may be gone or not."""
+def folder_lock(
+    folder: Path,
+    say: Callable[[str], None] | None = None,
+    way_out: str = "stop it, or choose another --run-dir",
+) -> Iterator[None]:
+    """Holds the folder for this process. `say` tells why it takes a while, if an owner elsewhere may be gone or not.
+
+    `way_out`: what somebody can do who does not want to wait.
+    """
     path = folder / FILE_NAME
     with path.open("a+", encoding="utf-8") as file:
         before = _owner(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refusal(folder, str(before or "its owner is not recorded")) from None
+            raise _refusal(folder, str(before or "its owner is not recorded"), way_out) from None
         if before is not None and not before.released and _may_be_unseen(before, folder):
-            _wait_for_silence(path, before, say or (lambda text: None))
+            _wait_for_silence(path, before, say or (lambda text: None), way_out)
         owner = Owner(
             socket.gethostname(),
             os.getpid(),
@@ -104,7 +111,7 @@ def _file_system(folder: Path) -> str:
     return found[1]
 
 
-def _wait_for_silence(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
+def _wait_for_silence(path: Path, owner: Owner, say: Callable[[str], None], way_out: str) -> None:
     """Refuses as soon as the owner shows that it lives; returns when it has been silent for long enough."""
     seen = path.stat().st_mtime
     if (left := _STALE_SECONDS - _age(path)) > 0:
@@ -113,14 +120,12 @@ def _wait_for_silence(path: Path, owner: Owner, say: Callable[[str], None]) -> N
         )
     while _age(path) < _STALE_SECONDS:
         if _owner(path) != owner or path.stat().st_mtime != seen:
-            raise _refusal(path.parent, str(owner))
+            raise _refusal(path.parent, str(owner), way_out)
         time.sleep(_LOOK_SECONDS)
 
 
-def _refusal(folder: Path, owner: str) -> UserError:
-    return UserError(
-        f"another job is using {folder} ({owner}); wait for it, stop it, or choose another --run-dir"
-    )
+def _refusal(folder: Path, owner: str, way_out: str) -> UserError:
+    return UserError(f"another job is using {folder} ({owner}); wait for it, {way_out}")
 
 
 def _record(path: Path, owner: Owner) -> None:

@@ -157,7 +157,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """The files are those that are listed, no more and no fewer, and have the recorded sizes."""
     for name, record in manifest.files.items():
         _check_file(folder, name, record)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for kind in ("*.safetensors", "*.distcp") for path in folder.glob(kind)):
         # Somebody has put it there: who mixes steps may have taken others away.
         if path.name not in manifest.files:
             raise DamagedCheckpoint(f"{path} is not listed in {FILE_NAME}")

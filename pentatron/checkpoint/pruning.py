@@ -32,7 +32,9 @@ def nobody_else(steps: Path) -> Iterator[None]:
         # A run whose checkpoints lie inside its folder holds that folder alone.
         for folder in (steps.parent, steps):
             if (folder / ".lock").exists():
-                held.enter_context(folder_lock(folder))
+                held.enter_context(
+                    folder_lock(folder, way_out="or let it remove old steps itself (--keep-checkpoints N)")
+                )
         yield
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 # The second is the name of a step in the format torch_dist.
 _NUMBER = re.compile(r"(?:step-(\d{8,})(?:-again\d+)?|iter_(\d{7,}))")
 
+_REPLACED = ".replaced-"
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -38,12 +40,26 @@ def number_of(step: Path) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
+def hidden_while_replaced(step: Path) -> Path:
+    """The name of a step that makes way for another save of it."""
+    return step.with_name(f"{_REPLACED}{step.name}.{secrets.token_hex(4)}")
+
+
+def restore_replaced(folder: Path) -> None:
+    """A step that made way for a save that never came takes its place again."""
+    for hidden in folder.glob(f"{_REPLACED}*"):
+        step = folder / hidden.name.removeprefix(_REPLACED).rpartition(".")[0]
+        if not step.exists():
+            hidden.rename(step)
+
+
 def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
     """Removes steps of a folder, and what killed saves and removals have left in it."""
+    restore_replaced(folder)
     for step in steps:
         # Hidden first: a deletion cut short must not leave half a step under a step's name.
         step.rename(folder / f".{step.name}.{secrets.token_hex(4)}")
-    for leftover in (*folder.glob(".step-*"), *folder.glob(".iter_*")):
+    for leftover in (path for kind in (".step-*", ".iter_*", f"{_REPLACED}*") for path in folder.glob(kind)):
         if leftover.is_symlink():
             leftover.unlink()
         else:

@@ -24,10 +24,10 @@ from pentatron.checkpoint.manifest import (
     verify_files,
 )
 from pentatron.checkpoint.parts import Verdict, Written, manifest_of, own_fragments, write_part
-from pentatron.checkpoint.retention import Retention, remove_steps
+from pentatron.checkpoint.retention import Retention, remove_steps, restore_replaced
 from pentatron.checkpoint.stages import Stages
 from pentatron.checkpoint.tensor_file import write_text
-from pentatron.checkpoint.verifying import Check, Problem, problem_of_share
+from pentatron.checkpoint.verifying import Check, Obstacle, problem_of_share
 from pentatron.config.errors import NotSaved, UserError
 from pentatron.data.atomic import sync_folder
 from pentatron.parallel.collectives import Group, broadcast_object
@@ -146,12 +146,18 @@ class CheckpointStore:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         free = shutil.disk_usage(existing).free / 2**20
         return NotSaved(
-            f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free); "
-            f"earlier checkpoints are intact, and once this is mended the same command goes on from the newest"
+            f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free)",
+            "earlier checkpoints are intact, and once this is mended the same command goes on from the newest",
         )
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Gives a step whose files are written its manifest and its name; returns where it now lies."""
+        """Makes a step of files that are written, and points to it; returns where it now lies."""
+        final = self.place(temporary, manifest)
+        self.point_to(final)
+        return final
+
+    def place(self, temporary: Path, manifest: Manifest) -> Path:
+        """Gives a step whose files are written its manifest and its name: it is saved."""
         write_text(temporary / FILE_NAME, manifest.to_json())
         sync_folder(temporary)
         # Last of all, as an earlier save of the same step may make way for it.
@@ -159,10 +165,9 @@ class CheckpointStore:
         self._verified.discard(final.name)
         temporary.rename(final)
         sync_folder(self.folder)
-        self._point_to(final)
         return final
 
-    def _point_to(self, step: Path) -> None:
+    def point_to(self, step: Path) -> None:
         """For people and their scripts; nothing here reads it. The second file is the one that Megatron's users look for."""
         for name, text in (("latest", f"{step.name}\n"), (TRACKER, str(_order(step)[0]))):
             pointer = self.folder / f".latest.{secrets.token_hex(4)}"
@@ -190,6 +195,9 @@ class CheckpointStore:
         folder may ask for that.
         """
         complaints: list[str] = []
+        if set_aside:
+            with contextlib.suppress(OSError):
+                restore_replaced(self.folder)
         for folder in reversed(self._candidates()):
             try:
                 manifest = read_manifest(folder)
@@ -197,6 +205,10 @@ class CheckpointStore:
                     raise DamagedCheckpoint(f"{folder} says it is step {manifest.step}")
                 if verify:
                     check(folder, manifest)
+                if set_aside and complaints:
+                    # Nothing here reads it, and a disk that cannot take it is met by the next save.
+                    with contextlib.suppress(OSError):
+                        self.point_to(folder)
                 return Found(folder, manifest), complaints
             except DamagedCheckpoint as damage:
                 complaints.append(str(damage))
@@ -250,7 +262,7 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             self.set_aside(step)
             if left := self.steps():
-                self._point_to(left[-1])
+                self.point_to(left[-1])
 
 
 class _Save:
@@ -289,10 +301,11 @@ class _Save:
         final = None
         try:
             manifest = self.store.complete(self.temporary, self.step, everyone, self.run_state, self.config)
-            final = self.store.commit(self.temporary, manifest)
+            final = self.store.place(self.temporary, manifest)
             # What is there now is looked at, not what was meant to be.
             read_manifest(final)
-            return Verdict(str(final), to_check=self.store.needs_check(self.step))
+            note = self._point_to(final)
+            return Verdict(str(final), to_check=self.store.needs_check(self.step), note=note)
         except OSError as error:
             return Verdict(failure=f"rank 0: {error.strerror or error}")
         except (DamagedCheckpoint, UserError) as error:
@@ -302,7 +315,15 @@ class _Save:
         except (ValueError, TypeError) as error:
             return Verdict(mistake=str(error))
 
-    def check(self, verdicts: Sequence[Verdict]) -> Problem | None:
+    def _point_to(self, step: Path) -> str:
+        """What is to be told where that fails: the step is saved without it."""
+        try:
+            self.store.point_to(step)
+        except OSError as error:
+            return f"the step is saved, but the file `latest` could not be made to name it ({error.strerror or error})"
+        return ""
+
+    def check(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
         """Each rank reads its share of the files, if that is wanted."""
         if not verdicts[0].to_check:
             return None
@@ -310,10 +331,10 @@ class _Save:
         try:
             manifest = read_manifest(folder)
         except (DamagedCheckpoint, UserError) as error:
-            return Problem(str(error), is_damage=True)
+            return Obstacle(str(error), is_damage=True)
         return problem_of_share(folder, manifest, self.group.rank, self.group.size, cold=True)
 
-    def conclude(self, problems: Sequence[Problem | None]) -> Verdict:
+    def conclude(self, problems: Sequence[Obstacle | None]) -> Verdict:
         """What is not as it was written is set aside, and everything older stays; else rank 0 removes what may go."""
         if self.group.rank != 0 or not self.verdict.final:
             return self.verdict
@@ -329,7 +350,7 @@ class _Save:
         except OSError as error:
             # The step itself is saved.
             note = f"older checkpoints could not be removed ({error.filename}: {error.strerror or error})"
-            return replace(self.verdict, note=note)
+            return replace(self.verdict, note="; ".join(filter(None, (self.verdict.note, note))))
         return self.verdict
 
 

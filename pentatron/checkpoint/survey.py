@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.bases import read_bases
-from pentatron.checkpoint.find import is_step, steps_at
-from pentatron.checkpoint.load import WEIGHTS
+from pentatron.checkpoint.find import followed, is_step, pointed_at, steps_at
+from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
 
-LATEST = "latest"
 # What a step has beside weights without being able to go on from it.
-_NO_OPTIMIZER = (WEIGHTS, "routers/", "rng/")
+_NO_OPTIMIZER = (WEIGHTS, ROUTERS, "rng/")
 _SIZES = (
     ("tp", "tensor_model_parallel_size"),
     ("pp", "pipeline_model_parallel_size"),
@@ -48,21 +47,15 @@ class StepFacts:
 
 def survey(path: Path) -> list[StepFacts]:
     """The steps that a path means, oldest first, with those that were set aside; a step is one of its folder."""
+    path = followed(path)
     if is_step(path):
         folder = path.resolve()
-        return [_facts(folder, _pointed_at(folder.parent), read_bases(folder.parent) or frozenset())]
+        return [_facts(folder, pointed_at(folder.parent), read_bases(folder.parent) or frozenset())]
     steps = steps_at(path)
     if steps is None:
         return []
-    store, pointed, bases = CheckpointStore(steps, keep=None), _pointed_at(steps), read_bases(steps)
+    store, pointed, bases = CheckpointStore(steps, keep=None), pointed_at(steps), read_bases(steps)
     return [_facts(folder, pointed, bases or frozenset()) for folder in (*store.steps(), *store.damaged())]
-
-
-def _pointed_at(folder: Path) -> str:
-    try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _facts(folder: Path, pointed: str, bases: frozenset[str]) -> StepFacts:

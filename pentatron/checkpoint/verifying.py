@@ -24,7 +24,7 @@ Check = Callable[[Path, Manifest], None]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Obstacle:
     """What a rank met: damage, or else a disk or permissions that may be better tomorrow."""
 
     text: str
@@ -38,16 +38,16 @@ def share_of(names: Sequence[str], rank: int, ranks: int) -> list[str]:
 
 def problem_of_share(
     folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool = False
-) -> Problem | None:
+) -> Obstacle | None:
     """What is wrong with this rank's share of a step's files."""
     try:
         if rank == 0:
             check_sizes(folder, manifest)
         verify_some(folder, manifest, share_of(list(manifest.files), rank, ranks), cold)
     except DamagedCheckpoint as damage:
-        return Problem(str(damage), is_damage=True)
+        return Obstacle(str(damage), is_damage=True)
     except OSError as error:
-        return Problem(
+        return Obstacle(
             f"{error.filename or folder} cannot be read ({error.strerror or error})", is_damage=False
         )
     return None
@@ -83,13 +83,13 @@ def _check_together(folder: Path, manifest: Manifest, group: Group) -> None:
         raise DamagedCheckpoint(problems[0][1].text)
 
 
-def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int, Problem]]:
+def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int, Obstacle]]:
     """Of every rank that has one, with its number. Ranks that see the same folder divide its files; one that sees another, a copy on its own
     machine, say, checks that one."""
     seen = gather_objects(_identity(folder), group)
     alike = [rank for rank, identity in enumerate(seen) if identity == seen[group.rank]]
     if seen[group.rank] is None:
-        mine: Problem | None = Problem(
+        mine: Obstacle | None = Obstacle(
             f"{folder} is not there for this rank; put the checkpoint where all machines see it, or on each of them",
             is_damage=False,
         )

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.convert import until_stopped
+from pentatron.cli.file_errors import file_errors_told
 from pentatron.cli.help import section_help
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import remark, say
+from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 
@@ -55,12 +57,8 @@ _PROGRESS = {"progress-bar": "auto"}
 
 
 def checkpoint_command(words: Sequence[str]) -> int:
-    try:
+    with file_errors_told():
         return _run(words)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
 
 
 def _run(words: Sequence[str]) -> int:
@@ -123,10 +121,10 @@ def _verify(words: Sequence[str]) -> int:
                 problems = check_sums(folder, manifest, threads, _counting(progress))
                 if options["numbers"] and not problems:
                     problems = check_numbers(folder, manifest, _counting(progress))
-                done = f"{len(manifest.files)} files, {total / 1e6:,.1f} MB"
+                done = f"{counted(len(manifest.files), 'file')}, {total / 1e6:,.1f} MB"
                 if not problems and not options["json"]:
                     also = ", every number finite" if options["numbers"] else ""
-                    display.say(f"{folder}: ok ({done}, {len(manifest.tensors)} tensors{also})")
+                    display.say(f"{folder}: ok ({done}, {counted(len(manifest.tensors), 'tensor')}{also})")
             if problems and not folder.exists():
                 remark(f"{folder} was removed while this command ran, as a run does with old steps")
                 continue
@@ -151,10 +149,11 @@ def _verdict(folder: Path, problems: "Sequence[Problem]") -> dict[str, Any]:
 
 def step_folders(path: Path) -> list[Path]:
     """The steps that a path means, oldest first; what is no checkpoint of ours is named."""
-    from pentatron.checkpoint.find import is_step, steps_at
+    from pentatron.checkpoint.find import followed, is_step, steps_at
     from pentatron.checkpoint.retention import number_of
     from pentatron.checkpoint.store import CheckpointStore
 
+    path = followed(path)
     if is_step(path) or (path.is_dir() and number_of(path.resolve()) is not None):
         return [path.resolve()]
     steps = steps_at(path)
@@ -223,28 +222,23 @@ def _own_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 def _run_reshard(source: Path, out: Path, words: Sequence[str], own: dict[str, Any]) -> int:
     from pentatron.checkpoint.find import find_step
-    from pentatron.checkpoint.manifest import DamagedCheckpoint, verify_files
+    from pentatron.checkpoint.manifest import verify_files
     from pentatron.checkpoint.survey import layout_words
     from pentatron.monitor.display import open_display
     from pentatron.train.resharding import layout_for, reshard
 
-    found, complaints = find_step(source)
+    found, complaints = find_step(source, None if own["no-check"] else verify_files)
     config = layout_for(found, words)
     for complaint in complaints:
         say(f"note: {complaint}; {found.folder.name} is taken")
     display = open_display(own["progress-bar"])
     try:
-        if not own["no-check"]:
-            try:
-                verify_files(found.folder, found.manifest)
-            except DamagedCheckpoint as damage:
-                raise UserError(f"{damage}; name another step") from None
         made = reshard(found, out, config, display)
     finally:
         display.close()
     before, now = layout_words(found.manifest.config), layout_words(config.nested())
     say(
-        f"{made.step}: {before} as {now}, {made.tensors} tensors in {made.files} files, {made.bytes / 1e6:,.1f} MB in "
+        f"{made.step}: {before} as {now}, {counted(made.tensors, 'tensor')} in {counted(made.files, 'file')}, {made.bytes / 1e6:,.1f} MB in "
         f"{made.seconds:.1f} s, bit by bit what {found.folder} holds (any layout loads either)"
     )
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
 from pentatron.cli.terminal import say
+from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
 
 # What the trainer calls the same.
@@ -59,7 +60,7 @@ def prune(words: Sequence[str]) -> int:
         say(f"{word} {step.name}: {size / 1e6:,.1f} MB")
     stays = [*planned.bases, *planned.kept]
     say(
-        f"{steps}: {word} {len(sizes)} steps, {total / 1e6:,.1f} MB; {len(stays)} stay, and {planned.verified.name} is verified"
+        f"{steps}: {word} {counted(len(sizes), 'step')}, {total / 1e6:,.1f} MB; {len(stays)} stay{'s' * (len(stays) == 1)}, and {planned.verified.name} is verified"
     )
     return 0
 

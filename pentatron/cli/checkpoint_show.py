@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
 from pentatron.cli.terminal import say
+from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _table(found: "Sequence[StepFacts]") -> list[str]:
     total = sum(facts.bytes for facts in found)
     problems = [f"{facts.folder.name}: {facts.problem}" for facts in found if facts.problem]
     note = "sizes and structure are checked here; `pentatron checkpoint verify` compares every checksum"
-    return [*lines, "", f"{len(found)} steps, {_size(total)}; {note}", *problems]
+    return [*lines, "", f"{counted(len(found), 'step')}, {_size(total)}; {note}", *problems]
 
 
 def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> Iterator[str]:
@@ -105,7 +106,7 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
     manifest = facts.manifest
     rows = {
         "step": str(manifest.step),
-        "saved": f"{_when(facts.saved_at)}, {_size(facts.bytes)} in {len(manifest.files)} files",
+        "saved": f"{_when(facts.saved_at)}, {_size(facts.bytes)} in {counted(len(manifest.files), 'file')}",
         "holds": "what training goes on from" if is_resumable(manifest) else "weights only",
         "model": _model(manifest),
         "layout": layout_words(manifest.config),
@@ -122,14 +123,14 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
     names = list(manifest.files)
     for name in names[:_SHOWN_FILES]:
         record = manifest.files[name]
-        yield f"  {name:<28} {_size(record.bytes):>12}  {len(manifest.tensors_in(name))} tensors  sha256 {record.sha256[:12]}…"
+        yield f"  {name:<28} {_size(record.bytes):>12}  {counted(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
     if len(names) > _SHOWN_FILES:
         yield f"  and {len(names) - _SHOWN_FILES} more (--json has all)"
     kinds: dict[str, int] = {}
     for name in manifest.tensors:
         kinds[name.partition("/")[0]] = kinds.get(name.partition("/")[0], 0) + 1
-    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    yield f"tensors: {counted}" + (
+    kinds_told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    yield f"tensors: {kinds_told}" + (
         "" if pattern else " (--tensors [PATTERN] lists them, --stats with numbers)"
     )
     if pattern is not None:
@@ -234,9 +235,7 @@ def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Ite
 
 
 def _tensor_line(row: Mapping[str, Any]) -> str:
-    text = (
-        f"  {row['name']}  {row['dtype']} {row['shape']}  {row['pieces']} piece{'s' * (row['pieces'] != 1)}"
-    )
+    text = f"  {row['name']}  {row['dtype']} {row['shape']}  {counted(row['pieces'], 'piece')}"
     if "norm" not in row:
         return text
     numbers = ", ".join(f"{name} {_short(row[name])}" for name in ("min", "max", "mean", "norm"))

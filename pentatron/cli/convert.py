@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pentatron.checkpoint.store import Found
+    from pentatron.hf.exporting import ExportOptions
 
 IMPORT_USAGE = """usage: pentatron import HF_DIR OUT [--option value ...]
 
@@ -132,42 +133,62 @@ def run_import(source: str, out: Path, options: Mapping[str, Any]) -> int:
 def _export(checkpoint: str, out: Path, options: Mapping[str, Any]) -> int:
     _check(options)
     shard_bytes = _size(options["max-shard-size"])
-    from pentatron.checkpoint.find import find_step, megatron_step, steps_at
-    from pentatron.hf.exporting import ExportOptions, export_step, trained_dtype
-    from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files, tokenizer_files
-    from pentatron.hf.verify import compare_logits, require_transformers
+    from pentatron.checkpoint.find import find_step, followed, is_step, megatron_step, steps_at
+    from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest
+    from pentatron.hf.exporting import DamagedStep, ExportOptions
+    from pentatron.hf.small_files import tokenizer_files
+    from pentatron.hf.verify import require_transformers
     from pentatron.interchange.found import read_megatron
-    from pentatron.monitor.display import open_display
 
     if options["verify"]:
         require_transformers()
-    dtype = _dtype(options["dtype"])
     tokenizer = tokenizer_files(Path(options["tokenizer"])) if options["tokenizer"] else ()
-    if options["ckpt-format"] and megatron_step(Path(checkpoint)) and not steps_at(Path(checkpoint)):
-        found, remarks = read_megatron(Path(checkpoint))
-        lines = [f"note: {remark}" for remark in remarks]
-    else:
-        found, complaints = find_step(Path(checkpoint))
-        lines = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
-    lines += _about_dtype(found, dtype)
-    if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, tokenizer)):
+    chosen = ExportOptions(
+        _dtype(options["dtype"]), options["allow-narrowing"], tokenizer, shard_bytes, not options["no-check"]
+    )
+    path = followed(Path(checkpoint))
+    if options["ckpt-format"] and megatron_step(path) and not steps_at(path):
+        found, remarks = read_megatron(path)
+        return _export_found(found, [f"note: {remark}" for remark in remarks], out, chosen, options)
+    damaged: dict[Path, str] = {}
+
+    def refuse_damaged(folder: Path, manifest: Manifest) -> None:
+        if folder in damaged:
+            raise DamagedCheckpoint(damaged[folder])
+
+    while True:
+        found, complaints = find_step(path, refuse_damaged)
+        notes = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
+        try:
+            return _export_found(found, notes, out, chosen, options)
+        except DamagedStep as error:
+            if is_step(path):
+                raise
+            # Sums are compared beside the writing. As training does, the step before is taken.
+            damaged[found.folder] = str(error.__cause__)
+
+
+def _export_found(
+    found: "Found", notes: Sequence[str], out: Path, chosen: "ExportOptions", options: Mapping[str, Any]
+) -> int:
+    from pentatron.hf.exporting import export_step, trained_dtype
+    from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
+    from pentatron.hf.verify import compare_logits
+    from pentatron.monitor.display import open_display
+
+    lines = [*notes, *_about_dtype(found, chosen.dtype)]
+    if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, chosen.tokenizer)):
         lines.append(
             "note: no tokenizer came with this model, so the folder has none; --tokenizer DIR adds one"
         )
 
     def judge(made: Path) -> None:
         display.work("comparing with transformers", 0, 1)
-        lines.append(compare_logits(found, made, dtype or trained_dtype(found.manifest)).sentence())
+        lines.append(compare_logits(found, made, chosen.dtype or trained_dtype(found.manifest)).sentence())
 
     display = open_display(options["progress-bar"])
     try:
-        summary = export_step(
-            found,
-            out,
-            ExportOptions(dtype, options["allow-narrowing"], tokenizer, shard_bytes, not options["no-check"]),
-            display,
-            judge if options["verify"] else None,
-        )
+        summary = export_step(found, out, chosen, display, judge if options["verify"] else None)
     finally:
         display.close()
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))

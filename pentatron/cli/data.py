@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pentatron.cli.file_errors import file_errors_told
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
 from pentatron.config.errors import UserError
@@ -23,12 +24,8 @@ A PREFIX is the name of a .bin/.idx pair without its ending.
 
 
 def data_command(words: Sequence[str]) -> int:
-    try:
+    with file_errors_told():
         return _run(words)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
 
 
 def _run(words: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import paint, say
+from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
@@ -153,7 +154,7 @@ def _restarts(folder: Path) -> str:
     try:
         rows = [json.loads(line) for line in (folder / "restarts.jsonl").read_text().splitlines()]
         last, lost = rows[-1], sum(row["steps_lost"] for row in rows)
-        return f"{len(rows)}, {lost} steps lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
+        return f"{len(rows)}, {counted(lost, 'step')} lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return ""
 

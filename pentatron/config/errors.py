@@ -14,7 +14,14 @@ class AgreedError(UserError):
 
 
 class NotSaved(AgreedError):
-    """A checkpoint could not be written, for want of room or rights. Those before it are whole, and a later one may succeed."""
+    """A checkpoint could not be written, for want of room or rights. Those before it are whole, and a later one may succeed.
+
+    `what` is that alone, without what to do where a run ends with it.
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(f"{what}; {advice}" if advice else what)
+        self.what = what
 
 
 class BadNumbers(AgreedError):

@@ -150,6 +150,10 @@ def _weights_of(step: StepReader) -> Read:
     return lambda name, start, size: step.read(f"{WEIGHTS}{name}", start, size)
 
 
+class DamagedStep(UserError):
+    """The files of a step are not what its manifest says; its cause says which."""
+
+
 @contextmanager
 def _sums_compared(found: Found, wanted: bool) -> Iterator[None]:
     """Compares the sums of the step's files while they are used, and raises in the end if one is wrong."""
@@ -169,7 +173,8 @@ def _sums_compared(found: Found, wanted: bool) -> Iterator[None]:
     if wanted:
         thread.join()
     if damage:
-        raise UserError(f"{damage[0]}; name another step, or --no-check to export it all the same")
+        kind = DamagedStep if isinstance(damage[0], DamagedCheckpoint) else UserError
+        raise kind(f"{damage[0]}; name another step, or --no-check to export it all the same") from damage[0]
 
 
 def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, shard_bytes: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.cover import cover_problem
-from pentatron.checkpoint.load import WEIGHTS
+from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import rectangle_key
@@ -24,7 +24,6 @@ STATE = "optimizer.state."
 MASTER = f"{STATE}fp32_param."
 # By the names that both give to what is kept: of Adam, and of gradient descent with momentum.
 KEPT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-_ROUTERS = "routers/"
 # Programs around Megatron-LM put these before every name.
 _PREFIXES = ("", "model.", "module.", "model.module.")
 _ANCHOR = "embedding.word_embeddings.weight"
@@ -83,7 +82,7 @@ def manifest_of(
     masters = all(f"{MASTER}{link.theirs}" in stored for link in _of_parameters(links))
     tensors: dict[str, TensorRecord] = {}
     for ours, of_tensor in links.items():
-        kind = _ROUTERS if _is_of_router(ours) else WEIGHTS
+        kind = ROUTERS if _is_of_router(ours) else WEIGHTS
         before = MASTER if masters and kind == WEIGHTS else ""
         tensors[f"{kind}{ours}"] = _record(contents, ours, of_tensor, before)
     for kept in KEPT:

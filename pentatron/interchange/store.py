@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.cover import cover_problem
-from pentatron.checkpoint.load import WEIGHTS
+from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.parts import Written, whole_tensors
+from pentatron.checkpoint.retention import hidden_while_replaced
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
 from pentatron.checkpoint.torch_file import rectangle_key, saved_place
@@ -40,8 +41,6 @@ from pentatron.interchange.writing import (
     write_index,
 )
 from pentatron.parallel.pieces import Fragment, Shape
-
-_ROUTERS = "routers/"
 
 
 def iteration_name(step: int) -> str:
@@ -121,7 +120,7 @@ class TorchDistStore(CheckpointStore):
             if kind in ("weights", *KEPT):
                 records.append((fragment.tensor, self._add(named, kind, ours, fragment)))
                 continue
-            if fragment.tensor.startswith(_ROUTERS) and ours in self.links:
+            if fragment.tensor.startswith(ROUTERS) and ours in self.links:
                 named.add(self.links[ours], [""], fragment.start, fragment.values, torch.float32)
             key = piece_key(
                 fragment.tensor, tuple(fragment.shape), fragment.start, tuple(fragment.values.shape)
@@ -213,9 +212,9 @@ class TorchDistStore(CheckpointStore):
         final = self.folder / iteration_name(step)
         if not final.exists():
             return final
-        ending = secrets.token_hex(4)
         own = (final / FILE_NAME).is_file()
-        final.rename(final.with_name(f".{final.name}.{ending}" if own else f"{final.name}.before-{ending}"))
+        kept = final.with_name(f"{final.name}.before-{secrets.token_hex(4)}")
+        final.rename(hidden_while_replaced(final) if own else kept)
         return final
 
 

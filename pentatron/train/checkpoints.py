@@ -99,7 +99,9 @@ class Checkpoints:
     def _go_on_without(self, failure: NotSaved) -> None:
         """Ending here would lose what was trained since the last checkpoint; if there is room by then, the next one has it."""
         self._begun = self._saved
-        self.output.say(f"warning: {failure}; {self.last}. Training goes on and the next save tries again")
+        self.output.say(
+            f"warning: {failure.what}; {self.last}. Training goes on and the next save tries again"
+        )
 
     def settle_after(self, error: Exception) -> None:
         """The same where all ranks end with an error: that one is what is raised, so another one is only told."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from pentatron.checkpoint.compare import Side, compare_tensor
 from pentatron.checkpoint.described import saved_settings
 from pentatron.checkpoint.find import read_step
-from pentatron.checkpoint.load import WEIGHTS, StepReader
+from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
 from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.checkpoint.streaming import Rectangle, save_rectangles
@@ -37,7 +37,6 @@ ENTRY = EntryPoint(
 _COUNTS = ("world_size", "nproc_per_node")
 # Of a run, these decide what its ranks hold; all else of it is kept as it was saved.
 _DECIDE = ("model", "moe", "precision", "optim")
-_ROUTERS = "routers/"
 _OF_RANK = re.compile(r".*/rank-(\d+)")
 
 
@@ -147,7 +146,7 @@ def _contents(found: Found, config: RunConfig) -> Iterator[tuple[str, list[Recta
 
 def _cut_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> list[str]:
     """The tensors of a step that are cut as this one: with a weight, what the optimizer remembers of it."""
-    if tensor.startswith(_ROUTERS):
+    if tensor.startswith(ROUTERS):
         return [tensor] if tensor in manifest.tensors else []
     if not tensor.startswith(WEIGHTS):
         return []

@@ -12,6 +12,7 @@ from pentatron.checkpoint.described import saved_settings
 from pentatron.checkpoint.find import checkpoints_of
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.survey import is_resumable
 from pentatron.checkpoint.verifying import searched_together
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
@@ -113,7 +114,7 @@ class _Start:
 
     def _is_own(self, found: Found) -> bool:
         """Whether this run has saved the step, rather than finding it in its folder when it began."""
-        if not _has_optimizer(found):
+        if not is_resumable(found.manifest):
             return False
         bases = self._first_rank(lambda: read_bases(self.store.folder))
         if bases is not None:
@@ -155,7 +156,7 @@ class _Start:
     def _from_steps(self, found: Found) -> Beginning:
         """From steps of ours, as far as was asked for."""
         chosen = self.config.checkpoint
-        alone = not _has_optimizer(found)
+        alone = not is_resumable(found.manifest)
         if chosen.finetune or alone:
             on_some_ranks(True, lambda: self._load_weights(found), self.world.everyone)
             began = self._new_training(found.folder, alone)
@@ -288,14 +289,6 @@ def starting_point(
     `data`: None where it is not known yet; then whoever opens it compares it with that of the checkpoint.
     """
     return _Start(resolved, world, model, optimizer, store, data).begin()
-
-
-def _has_optimizer(found: Found) -> bool:
-    """Whether a run can go on from it. Gradient descent without momentum has nothing to remember."""
-    if rule_of(found.manifest.tensors) is not None:
-        return True
-    imported = found.manifest.run_state.get("weights_only", False)
-    return not imported and saved_settings(found).get("optimizer") == "sgd"
 
 
 def require_same_rule(found: Found, config: RunConfig) -> None:

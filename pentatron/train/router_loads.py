@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pentatron.checkpoint.load import ROUTERS
 from pentatron.config.run import RunConfig
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.balance import RouterLoad, loss_weights
@@ -47,7 +48,7 @@ def kept_by_routers(loads: Mapping[int, RouterLoad]) -> Iterator[Fragment]:
     """What checkpoints have of routers besides their weights, under the names they give it."""
     for layer, load in loads.items():
         for name, values in load.kept().items():
-            yield Fragment(f"routers/layers.{layer}.mlp.router.{name}", tuple(values.shape), (0,), values)
+            yield Fragment(f"{ROUTERS}layers.{layer}.mlp.router.{name}", tuple(values.shape), (0,), values)
 
 
 class RouterLoads:

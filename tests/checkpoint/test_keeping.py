@@ -6,10 +6,11 @@ import pytest
 
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.manifest import Manifest
+from pentatron.checkpoint.saver import Saver
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
-from pentatron.checkpoint.verifying import Problem
+from pentatron.checkpoint.verifying import Obstacle
 from pentatron.config.errors import UserError
-from tests.checkpoint.steps import DATA, newest, save
+from tests.checkpoint.steps import ALONE, DATA, newest, save, share
 from tests.support import resolved
 
 
@@ -30,7 +31,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     honest = store_module.problem_of_share
 
-    def counting(folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool) -> Problem | None:
+    def counting(folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool) -> Obstacle | None:
         found.append(folder.name)
         return honest(folder, manifest, rank, ranks, cold)
 
@@ -57,14 +58,14 @@ def test_a_new_step_that_is_damaged_replaces_nothing(tmp_path: Path, monkeypatch
     """A disk that says it has written and has not: found before the only good step goes."""
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
-    honest, rename = CheckpointStore.commit, Path.rename
+    honest, rename = CheckpointStore.place, Path.rename
 
     def full(path: Path, target: Path) -> Path:
         if "damaged" in target.name:
             raise OSError(28, "No space left on device")
         return rename(path, target)
 
-    def commit(self: CheckpointStore, temporary: Path, manifest: Manifest) -> Path:
+    def place(self: CheckpointStore, temporary: Path, manifest: Manifest) -> Path:
         final = honest(self, temporary, manifest)
         content = bytearray((final / DATA).read_bytes())
         content[-3] ^= 1
@@ -72,13 +73,13 @@ def test_a_new_step_that_is_damaged_replaces_nothing(tmp_path: Path, monkeypatch
         return final
 
     with monkeypatch.context() as patched:
-        patched.setattr(CheckpointStore, "commit", commit)
+        patched.setattr(CheckpointStore, "place", place)
         with pytest.raises(UserError, match=r"step 2 could not be saved.*sha256 is .*weights/b is damaged"):
             save(store, 2)
     assert newest(store) == (1, []) and [p.name for p in store.damaged()] == ["step-00000002.damaged"]
     assert (tmp_path / "latest").read_text() == "step-00000001\n" and (tmp_path / TRACKER).read_text() == "1"
     with monkeypatch.context() as patched:
-        patched.setattr(CheckpointStore, "commit", commit)
+        patched.setattr(CheckpointStore, "place", place)
         patched.setattr(Path, "rename", full)
         with pytest.raises(UserError, match=r"step 3 could not be saved.*weights/b is damaged"):
             save(store, 3)
@@ -123,3 +124,26 @@ def test_steps_that_would_never_be_saved_are_refused() -> None:
         UserError, match=r"--save-retain-interval 5 is not a multiple of --save-interval 2.* such as 6"
     ):
         resolved("--mock-data --train-iters 10 --save-interval 2 --save-retain-interval 5")
+
+
+def test_a_step_is_saved_also_where_nothing_can_point_to_it(tmp_path: Path) -> None:
+    """`latest` is for people: that it cannot be written is told, and is no reason to train a step twice."""
+    store = CheckpointStore(tmp_path, keep=None)
+    (tmp_path / "latest").mkdir(parents=True)
+    (tmp_path / "latest" / "in the way").touch()
+    saver = Saver(store, ALONE, background=False, say=print)
+    saver.begin(7, share(ALONE, 7.0), [], {}, {}, {})
+    saved = saver.settle(wait=True)
+    assert (
+        saved is not None and saved.folder.is_dir() and "`latest` could not be made to name it" in saved.note
+    )
+    assert newest(store) == (7, [])
+
+
+def test_pointers_follow_when_the_newest_step_is_set_aside(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    for step in (1, 2):
+        save(store, step)
+    (tmp_path / "step-00000002" / DATA).unlink()
+    assert newest(store)[0] == 1
+    assert (tmp_path / "latest").read_text() == "step-00000001\n" and (tmp_path / TRACKER).read_text() == "1"

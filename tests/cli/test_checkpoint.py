@@ -49,6 +49,12 @@ def test_inspect_lists_the_steps_and_describes_one(steps: Path, capsys: pytest.C
         "weights/a  float32 [3, 4]  1 piece  min 3, max 3, mean 3, norm 10.39" in said
         and "exp_avg/a" not in said
     )
+    assert "in 1 file\n" in said and "1 files" not in said
+    assert run(capsys, "inspect", steps / "latest", "--tensors", "weights/*", "--stats")[1] == said
+    assert run(capsys, "verify", steps / "latest")[0] == 0
+    (steps / "latest").write_text("../checkpoints/step-00000003\n")
+    assert run(capsys, "inspect", steps / "latest")[0] == 2, "a pointer names a step beside it"
+    (steps / "latest").write_text("step-00000003\n")
     code, said = run(capsys, "inspect", steps, "--json")
     assert [row["state"] for row in json.loads(said)] == ["whole", "damaged", "whole"]
 
@@ -67,9 +73,9 @@ def test_inspect_counts_what_is_no_number(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("files", "kind"),
     [
-        (["iter_0000010/.metadata", "iter_0000010/__0_0.distcp"], "torch_dist format has it .1 steps, up to iter"),
+        (["iter_0000010/.metadata", "iter_0000010/__0_0.distcp"], "torch_dist format has it .1 step, up to iter"),
         (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "legacy format, a pickled file for each rank"),
-        (["config.json", "model.safetensors"], "a Hugging Face folder with 1 safetensors files"),
+        (["config.json", "model.safetensors"], "a Hugging Face folder with 1 safetensors file;"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin alone, which is pickle"),
         (["other.txt"], "it has no step"),
     ],
@@ -198,7 +204,8 @@ def test_prune_says_what_goes_and_stops_before_a_run(steps: Path, capsys: pytest
     code, said = run(capsys, "prune", steps, "--keep", "1", "--keep-every", "2", "--dry-run")
     assert code == 0 and "would remove step-00000001" in said and len(list(steps.glob("step-*"))) == 3
     with folder_lock(steps.parent):
-        assert run(capsys, "prune", steps, "--keep", "1")[0] == 2
+        code, said = run(capsys, "prune", steps, "--keep", "1")
+    assert code == 2 and "wait for it, or let it remove old steps itself" in said and "--run-dir" not in said
     assert len(list(steps.glob("step-*"))) == 3
     code, said = run(
         capsys, "prune", steps, "--keep-checkpoints", "1", "--save-retain-interval", "2", "--json"
@@ -212,6 +219,7 @@ def test_prune_says_what_goes_and_stops_before_a_run(steps: Path, capsys: pytest
     assert sorted(p.name for p in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
     code, said = run(capsys, "prune", steps, "--keep", "0")
     assert code == 2 and "one at least" in said
+    assert "removed 1 step, " in run(capsys, "prune", steps, "--keep", "1")[1]
 
 
 def test_large_tensors_are_compared_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     (row,) = map(json.loads, (folder / "restarts.jsonl").read_text().splitlines())
     assert row["steps_lost"] == 1
     assert main(["monitor", str(folder), "--once"]) == 0
-    assert "restarts      1, 1 steps lost; the last: rank 1 was killed by SIGKILL" in capsys.readouterr().out
+    assert "restarts      1, 1 step lost; the last: rank 1 was killed by SIGKILL" in capsys.readouterr().out
     undisturbed = tmp_path / "undisturbed"
     code, _, err = finish(start("-m", "pentatron", "train", *words, "--run-dir", str(undisturbed)))
     assert code == 0, err

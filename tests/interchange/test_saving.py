@@ -75,3 +75,34 @@ def test_a_step_saved_again_takes_the_place_of_the_first_only_when_it_is_whole(
     assert newest(store) == (1, []) and (first / "__0_0.distcp").read_bytes() == content
     save(store, 1)
     assert newest(store) == (1, []) and (first / "__0_0.distcp").read_bytes() != content, "control"
+
+
+def test_a_kill_between_two_renames_loses_neither_copy_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has made way, and the second has no name yet: whoever comes next finds the first where it was."""
+    store = store_in(tmp_path)
+    first = save(store, 1)
+    content = (first / "__0_0.distcp").read_bytes()
+    honest = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.startswith(".step-"):
+            raise KeyboardInterrupt
+        return honest(path, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", killed)
+        save(store, 1)
+    assert not first.exists()
+    assert newest(store) == (1, []) and (first / "__0_0.distcp").read_bytes() == content
+    store.remove_leftovers()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [first.name]
+
+
+def test_a_file_of_theirs_that_nobody_listed_is_damage(tmp_path: Path) -> None:
+    """Who mixes steps may have taken others away."""
+    store = store_in(tmp_path)
+    (save(store, 1) / "__9_0.distcp").write_bytes(b"of another step")
+    number, (complaint,) = newest(store)
+    assert number is None and "__9_0.distcp is not listed in manifest.json" in complaint
