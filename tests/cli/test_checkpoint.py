@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from pentatron.checkpoint import checking
 from pentatron.checkpoint.compare import Side, compare_tensor
+from pentatron.checkpoint.find import find_step
+from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import Outline
 from pentatron.cli.main import main
 from pentatron.parallel.pieces import region
-from tests.checkpoint.steps import ALONE, DATA, save
+from tests.checkpoint.steps import ALONE, DATA, save, whole
 from tests.checkpoint.test_damage import DAMAGE, in_rows
 from tests.hf.support import save as save_theirs
 from tests.hf.support import theirs
@@ -243,3 +245,24 @@ def test_large_tensors_are_compared_in_blocks(tmp_path: Path, monkeypatch: pytes
 
     found = compare_tensor("x", side(values), side(changed), lambda _: None)
     assert (found.differing, found.first, found.elements) == (1, [13, 29], 600) and largest <= 64
+
+
+def test_export_and_reshard_take_the_step_before_a_damaged_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As training and generating do, with a line about it; a step that is named is refused."""
+    folder = save_theirs(theirs("qwen2", num_hidden_layers=1), tmp_path / "theirs")
+    assert main(["import", str(folder), str(tmp_path / "ours")]) == 0
+    found = find_step(tmp_path / "ours")[0]
+    number, manifest = found.manifest.step, found.manifest
+    parts = [whole(name, load_tensor(found.folder, manifest, name)) for name in manifest.tensors]
+    store = CheckpointStore(found.folder.parent, keep=None)
+    later = store.save(number + 1, parts, {}, manifest.run_state, manifest.config, ALONE)
+    DAMAGE["payload bit"](later)
+    for words in (["export"], ["checkpoint", "reshard"]):
+        out = tmp_path / words[-1]
+        assert main([*words, str(later), str(out)]) == 2 and not out.exists()
+        capsys.readouterr()
+        assert main([*words, str(later.parent), str(out)]) == 0
+        said = capsys.readouterr().out
+        assert f"note: {later / DATA}: sha256 is " in said and f"; {found.folder.name} is " in said
