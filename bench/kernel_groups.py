@@ -17,6 +17,7 @@ GROUPS = (
     "matmul",
     "attention",
     "norms and elementwise",
+    "fp8 rounding",
     "loss",
     "gradient norm and clip",
     "optimizer",
@@ -24,27 +25,29 @@ GROUPS = (
     "communication",
     "gaps",
 )
-# In this order: the first that matches counts. Of compiled kernels the name lists the operations that were fused.
+# In this order: the first that matches counts.
 _BY_NAME = (
     ("communication", r"nccl"),
-    ("attention", r"flash|fmha|sdpa|attention|cudnn.*(?:bprop|fprop)|_attn_"),
-    (
-        "loss",
-        r"cross_entropy|log_softmax|logsumexp|nll_loss|_softmax_backward|liger_cross|(?:^|_)loss(?:_|$)|head_loss",
-    ),
-    ("optimizer", r"adam|lamb|multi_tensor_apply.*(?:fused|adam)|fused_update|master_weight"),
-    ("gradient norm and clip", r"l2norm|lpnorm|norm_kernel|foreach_norm|clip|squared_norm|sum_of_squares"),
-    (
-        "matmul",
-        r"gemm|nvjet|cutlass|cublas|matmul|_mm_|_scaled_mm|wgmma|xmma|sm90_.*(?:tn|nt|nn)|splitkreduce|triton_tem|tem_fused",
-    ),
+    ("attention", r"flash|fmha|sdpa|cudnn::fusion|cudnn.*(?:bprop|fprop)|_attn_|attention"),
+    ("loss", r"cross_entropy|softmax|logsumexp|nll_loss|^_row_sums|^_write_gradient"),
+    ("optimizer", r"adam|lamb"),
+    ("gradient norm and clip", r"l2norm|lpnorm|foreach_norm|squared_norm|sum_of_squares"),
+    ("fp8 rounding", r"^_write_rounded|amax|float8|fp8|e4m3.*(?:cast|quant)"),
+    ("matmul", r"gemm|nvjet|cutlass|cublas|matmul|_scaled_mm|wgmma|xmma|splitkreduce"),
     ("copies and memsets", r"memcpy|memset|copy_kernel|direct_copy|catarraybatched|fill_kernel|fillfunctor"),
 )
+# Compiled loops; their names list the operations whose results they combine, matmuls among them.
+_LOOP = re.compile(r"triton_(?:poi|per|red)_")
+_LOOPS_OF_LOSS = re.compile(r"log_softmax|logsumexp|nll_loss|cross_entropy")
 
 
 def group_of(name: str) -> str:
     """The group of a kernel by its name alone."""
     lowered = name.lower()
+    if _LOOP.match(lowered):
+        return "loss" if _LOOPS_OF_LOSS.search(lowered) else "norms and elementwise"
+    if lowered.startswith("triton_tem"):
+        return "matmul"
     for group, pattern in _BY_NAME:
         if re.search(pattern, lowered):
             return group

@@ -45,8 +45,9 @@ MODELS = {
 TRAINING = "--lr 1e-5 --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0"
 # What follows the colon of a case's name.
 VARIANTS = {
-    "fp8": "--fp8 hybrid --fp8-recipe tensorwise",
-    "fp8-rowwise": "--fp8 hybrid --fp8-recipe rowwise",
+    "fp8": "--fp8 hybrid",
+    "fp8-e4m3": "--fp8 e4m3",
+    "fp8-head": "--fp8 hybrid --fp8-output-layer",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective": "--recompute-granularity selective",
 }

@@ -13,8 +13,9 @@ Result = Mapping[str, Any]
 REFERENCE = "titan:compile"
 NAMES = {
     "ours": "Pentatron, bf16",
-    "ours:fp8": "Pentatron, fp8 (tensorwise)",
-    "ours:fp8-rowwise": "Pentatron, fp8 (rowwise)",
+    "ours:fp8": "Pentatron, fp8",
+    "ours:fp8-e4m3": "Pentatron, fp8, gradients in e4m3 too",
+    "ours:fp8-head": "Pentatron, fp8, the head too",
     "ours:recompute": "Pentatron, full recompute",
     "ours:selective": "Pentatron, selective recompute",
     "titan:compile": "torchtitan",

@@ -1,0 +1,215 @@
+"""A training step on the CPU: our model against the same one in transformers (eager), in turns.
+
+Ours goes the way of `pentatron train` (its session, optimizer and trainer); the other is a Qwen2 model of the same sizes, whose weights are in the
+same precision, with fp32 state and clipping at 1.0. A round times each of them for some steps, every other round begins with the other
+one, and the rates are those of the median step of all rounds.
+
+    python bench/cpu.py --threads 2 --rounds 6
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.ours import random_batch
+from pentatron.cli.environment import Worker
+from pentatron.cli.prepare import prepare
+from pentatron.cli.train import joined_run
+from pentatron.config.entry import TRAIN
+from pentatron.train.program import CONFIGURED
+from pentatron.train.session import open_session
+
+# At least as fast as transformers.
+GOAL = 1.0
+LEARNING_RATE, BETAS, EPSILON, DECAY = 1e-5, (0.9, 0.95), 1e-8, 0.01
+Step = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    layers: int = 4
+    hidden: int = 512
+    feed_forward: int = 1408
+    heads: int = 8
+    groups: int = 2
+    vocabulary: int = 8192
+    samples: int = 2
+    sequence: int = 256
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.sequence
+
+
+def our_step(sizes: Sizes, precision: str, flags: str, cleanup: contextlib.ExitStack) -> tuple[Step, int]:
+    """And the number of parameters."""
+    folder = cleanup.enter_context(tempfile.TemporaryDirectory())
+    text = (
+        f"--preset qwen2.5-0.5b --num-layers {sizes.layers} --hidden-size {sizes.hidden} --ffn-hidden-size {sizes.feed_forward} "
+        f"--num-attention-heads {sizes.heads} --num-query-groups {sizes.groups} --kv-channels {sizes.hidden // sizes.heads} "
+        f"--vocab-size {sizes.vocabulary} --seq-length {sizes.sequence} --micro-batch-size {sizes.samples} "
+        f"--global-batch-size {sizes.samples} --lr {LEARNING_RATE} --lr-decay-style constant --adam-beta2 {BETAS[1]} "
+        f"--adam-eps {EPSILON} --weight-decay {DECAY} --clip-grad 1.0 --no-save-checkpoints --eval-interval 0 --progress-bar off "
+        f"--train-iters 10000 --dataset-size 1000 --device cpu --nproc-per-node 1 --threads-per-process {torch.get_num_threads()} "
+        f"--run-dir {folder}/run {'--bf16' if precision == 'bf16' else ''} {flags}"
+    )
+    prepared = prepare(shlex.split(text), dataclasses.replace(TRAIN, default_preset=None, resumes=False))
+    world, resolved = cleanup.enter_context(joined_run(prepared, Worker(0, 1, 0, 1, "none")))
+    with contextlib.redirect_stdout(io.StringIO()):
+        session = cleanup.enter_context(open_session(resolved, world, False, None, CONFIGURED))
+        session.open_data()
+        session.build()
+        session.prepare()
+    batch, trainer = random_batch(session), session.trainer
+    return lambda: trainer.advance(batch)[0].loss, session.model.count_parameters()
+
+
+def their_step(sizes: Sizes, precision: str) -> tuple[Step, int]:
+    import transformers
+
+    config = transformers.Qwen2Config(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.feed_forward,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.groups,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.sequence,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.train()
+    update = (_plain_update if precision == "fp32" else _update_of_copies)(model)
+    tokens = torch.randint(sizes.vocabulary, (sizes.samples, sizes.sequence))
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        update()
+        return loss.detach()
+
+    return step, sum(p.numel() for p in model.parameters())
+
+
+def _adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, fused=True
+    )
+
+
+def _plain_update(model: nn.Module) -> Callable[[], None]:
+    parameters = list(model.parameters())
+    optimizer = _adamw(parameters)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def _update_of_copies(model: nn.Module) -> Callable[[], None]:
+    """bf16 weights with fp32 copies that AdamW updates: what ours holds as well."""
+    parameters = list(model.parameters())
+    copies = [p.detach().float().requires_grad_() for p in parameters]
+    optimizer = _adamw(copies)
+
+    @torch.no_grad()
+    def update() -> None:
+        for copy, p in zip(copies, parameters):
+            assert p.grad is not None
+            copy.grad = p.grad.float()
+            p.grad = None
+        nn.utils.clip_grad_norm_(copies, 1.0)
+        optimizer.step()
+        for copy, p in zip(copies, parameters):
+            p.copy_(copy)
+            copy.grad = None
+
+    return update
+
+
+def in_turns(steps: list[Step], rounds: int, count: int) -> list[list[float]]:
+    """Seconds of every step of each, after two that do not count."""
+    times: list[list[float]] = [[] for _ in steps]
+    for step in steps:
+        for _ in range(2):
+            step()
+    for number in range(rounds):
+        order = list(range(len(steps)))
+        for which in order if number % 2 == 0 else order[::-1]:
+            for _ in range(count):
+                began = time.perf_counter()
+                steps[which]()
+                times[which].append(time.perf_counter() - began)
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Steps of ours against transformers on the CPU.")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3, help="of each in a round")
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--layers", type=int, default=Sizes.layers)
+    parser.add_argument("--sequence", type=int, default=Sizes.sequence)
+    parser.add_argument("--flags", default="", help="more words for pentatron train")
+    parser.add_argument("--profile", action="store_true", help="the operations that take longest, of both")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    sizes = Sizes(layers=options.layers, sequence=options.sequence)
+    import transformers
+
+    print(
+        f"{sizes.layers} layers of {sizes.hidden}, vocabulary {sizes.vocabulary}, {sizes.samples} × {sizes.sequence} tokens a step; "
+        f"{options.threads} threads, torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} cores\n"
+    )
+    print(f"{'':<6} {'ours':>12} {'transformers':>14} {'ratio':>7}  goal")
+    good = True
+    for precision in options.precision:
+        with contextlib.ExitStack() as cleanup:
+            (ours, own_count), (theirs, count) = (
+                our_step(sizes, precision, options.flags, cleanup),
+                their_step(sizes, precision),
+            )
+            assert own_count == count, f"not the same model: {own_count} and {count} parameters"
+            times = in_turns([ours, theirs], options.rounds, options.steps)
+            rates = [sizes.tokens / statistics.median(found) for found in times]
+            ratio = rates[0] / rates[1]
+            good = good and ratio >= GOAL
+            verdict = f"at least {GOAL:.2f}: {'holds' if ratio >= GOAL else 'MISSED'}"
+            print(
+                f"{precision:<6} {rates[0]:>8.0f}/s    {rates[1]:>10.0f}/s    {ratio:>5.2f}x  {verdict}",
+                flush=True,
+            )
+            if options.profile:
+                for step in (ours, theirs):
+                    with torch.profiler.profile() as profiler:
+                        step()
+                        step()
+                    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=22))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
