@@ -16,7 +16,9 @@ def row_sums(
     """Of every row the largest logit, the sum of `exp(logit − largest)`, and the label's logit: 0 if it is not here."""
     rows = logits.shape[0]
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    _row_sums[(rows,)](logits, labels, found, rows, first, logits.stride(0), words, block, num_warps=warps)
+    _cross_entropy_sums[(rows,)](
+        logits, labels, found, rows, first, logits.stride(0), words, block, num_warps=warps
+    )
     return found[0], found[1], found[2]
 
 
@@ -33,7 +35,7 @@ def write_gradient(
 ) -> None:
     """`(softmax − 1 at the label) · weight` of every row; `gradient` may be `logits` itself."""
     rows, width = logits.shape
-    _write_gradient[(rows, triton.cdiv(width, block))](
+    _cross_entropy_gradient[(rows, triton.cdiv(width, block))](
         gradient,
         logits,
         labels,
@@ -50,7 +52,7 @@ def write_gradient(
 
 
 @triton.jit
-def _row_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     # Offsets of a large vocabulary times a long batch do not fit 32 bits.
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
@@ -72,7 +74,7 @@ def _row_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, B
 
 
 @triton.jit
-def _write_gradient(
+def _cross_entropy_gradient(
     gradient,
     logits,
     labels,
