@@ -40,7 +40,7 @@ class RunConfig:
     log: LogConfig
     launch: LaunchConfig
 
-    @property
+    @functools.cached_property
     def grid(self) -> Grid:
         assert self.parallel.data_parallel_size is not None, "known in every resolved configuration"
         return grid_of(self.flat())
@@ -50,7 +50,7 @@ class RunConfig:
         """Stages on each pipeline rank."""
         return self.parallel.virtual_pipeline_model_parallel_size or 1
 
-    @property
+    @functools.cached_property
     def placement(self) -> Placement:
         """Which pipeline rank holds which stage."""
         return schedules.placement_for(
