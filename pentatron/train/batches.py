@@ -24,7 +24,7 @@ def micro_batches(
     size = size or config.train.micro_batch_size
     assert size
     # A step's worth: all of the next step is there when the last one ends.
-    ahead = max(config.accumulation_of(samples) for _, samples in config.batch_plan.changes)
+    ahead = max(samples for _, samples in config.batch_plan.changes) // (size * world.data.size)
     on_gpu = world.device.type == "cuda"
     loader = build_loader(
         dataset,
