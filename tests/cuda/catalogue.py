@@ -53,11 +53,14 @@ RECOMPUTED = {
     "qwen3, selective recompute": f"{WIDE['qwen3']} --recompute-granularity selective --recompute-modules core_attn mlp layernorm",
 }
 
+# On a CPU products are those of rounded values, computed in fp32.
+FP8 = "--bf16 --fp8 hybrid"
+
 # One of so many layouts of four processes; all of them would take minutes more.
 OF_FOUR = 3
 
 EXACT, PRESETS = "fp32 on the GPU against the CPU", "Every preset's structure in small form, fp32"
-FASTER, HALVES = "What is on by default against plain layers", "bf16 and fp16"
+FASTER, HALVES = "What is on by default against plain layers", "bf16, fp16 and fp8"
 ORACLE, LAYOUTS = "Beside transformers, both on the GPU", "Processes that share the GPU"
 CONTROLS, WHOLE = "Planted mistakes in layouts", "Whole runs"
 TABLES = {
@@ -111,6 +114,10 @@ def _halves() -> list[Check]:
         for family, words in TINY.items():
             name = f"{family}, {half}"
             found.append(Check(HALVES, name, functools.partial(_on_the_cpu_roughly, name, words, flags)))
+    for family in ("llama", "qwen3"):
+        name = f"{family}, fp8"
+        measure = functools.partial(_on_the_cpu_roughly, name, TINY[family], FP8)
+        found.append(Check(HALVES, name, measure))
     return found
 
 
@@ -125,20 +132,24 @@ def _faster() -> list[Check]:
         for name, words in cases.items()
     ]
     rough = [
-        Check(FASTER, f"{name}, bf16", functools.partial(_faster_roughly, f"{name}, bf16", words))
+        Check(FASTER, f"{name}, bf16", functools.partial(_faster_roughly, f"{name}, bf16", words, "--bf16"))
         for name, words in cases.items()
     ]
-    return exact + rough
+    name = "llama, full recompute"
+    in_fp8 = Check(
+        FASTER, f"{name}, fp8", functools.partial(_faster_roughly, f"{name}, fp8", cases[name], FP8)
+    )
+    return [*exact, *rough, in_fp8]
 
 
 def _faster_exactly(name: str, words: str, device: str) -> Rows:
     return trials.exactly(name, words, FAST, device, device, f"{EAGER} --attention-backend math")
 
 
-def _faster_roughly(name: str, words: str, device: str) -> Rows:
+def _faster_roughly(name: str, words: str, flags: str, device: str) -> Rows:
     # Flash: scores that are rounded to bf16, as the plain ones are, would allow much.
     kernel = "--attention-backend flash" if device == "cuda" else ""
-    return trials.roughly(name, words, "--bf16", FAST, device, device, EAGER, kernel)
+    return trials.roughly(name, words, flags, FAST, device, device, EAGER, kernel)
 
 
 def _twins() -> dict[str, list[str]]:
