@@ -190,6 +190,9 @@ class KernelConfig:
         "attention kernel",
         choices=("auto", "flash", "cudnn", "efficient", "math", "fused", "unfused", "local"),
     )
+    compile: str = setting(
+        "auto", "compile every layer: on a GPU (auto), always, never", choices=("auto", "on", "off")
+    )
     attention_softmax_in_fp32: bool = setting(
         False,
         "softmax of attention in fp32",

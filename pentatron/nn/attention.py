@@ -1,8 +1,8 @@
 """Causal self-attention with grouped queries, its heads spread over the tensor axis."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,7 +22,7 @@ from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules,
 from pentatron.parallel.axes import ONE_PROCESS, Axes
 from pentatron.parallel.tensor_axis import TensorAxis
 
-# Megatron's names for kernels, beside torch's own.
+# Megatron's names for kernels, beside torch's own. Of several, the first that takes what it is given runs.
 _BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
@@ -34,11 +34,27 @@ _BACKENDS = {
 }
 
 
-@contextmanager
-def attention_kernels(backend: str) -> Iterator[None]:
-    """Restricts attention to the kernels the user named; `auto` leaves the choice to torch."""
-    with nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend]):
-        yield
+# On GPUs from this generation on (Hopper), cuDNN's kernel is the fastest of those that take the same.
+_CUDNN_FIRST = 9
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def chosen_kernels(backend: str) -> list[SDPBackend] | None:
+    """Which kernels may run, those to prefer first; None leaves the choice to torch, as `auto` does on most devices."""
+    if backend != "auto":
+        return _BACKENDS[backend]
+    newest = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_FIRST
+    return _FASTEST_FIRST if newest else None
+
+
+def attention_kernels(chosen: list[SDPBackend] | None) -> AbstractContextManager[None]:
+    """Restricts attention to these kernels, in their order."""
+    return nullcontext() if chosen is None else sdpa_kernel(chosen, set_priority=True)
 
 
 class DotProductAttention(nn.Module):
@@ -60,11 +76,17 @@ class DotProductAttention(nn.Module):
         self.window = window_of(
             config.window_size, config.window_attn_skip_freq, config.num_layers, layer_number
         )
+        # The model says it around all of its layers; a compiled layer must have it inside, or a cache of compiled layers would
+        # not tell two choices apart.
+        self.kernels: list[SDPBackend] | None = None
 
     def forward(
         self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: DocumentStarts | None = None
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
+        if torch.compiler.is_compiling() and self.kernels is not None:
+            with sdpa_kernel(self.kernels, set_priority=True):
+                return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
         return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
 
 
@@ -153,11 +175,19 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKSH, v_BKSH = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
         q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rope is not None and angles is not None:
-            q_BNSH, k_BKSH = rope.rotate(q_BNSH, *angles), rope.rotate(k_BKSH, *angles)
+            q_BNSH, k_BKSH = (_rotated(t, rope, *angles) for t in (q_BNSH, k_BKSH))
         out_BNSH: Tensor = self.core_attention(
             q_BNSH, k_BKSH, v_BKSH, **documents_for(self.core_attention, documents)
         )
         return out_BNSH.transpose(1, 2).flatten(2)
+
+
+def _rotated(x_BNSH: Tensor, rope: RotaryEmbedding, cos: Tensor, sin: Tensor) -> Tensor:
+    if not x_BNSH.is_cuda:
+        return rope.rotate(x_BNSH, cos, sin)
+    # Written token by token, as the projection wrote them: a GPU's kernels give their output the order of the queries, which then
+    # is that of the stream, and no copy is needed after them.
+    return rope.rotate(x_BNSH.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)).transpose(1, 2)
 
 
 def _qkv_rows(groups: int, queries: int, width: int, axis: TensorAxis) -> tuple[Rows, ...]:

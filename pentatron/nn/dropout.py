@@ -58,7 +58,7 @@ def dropout_keys(
     return DropoutKeys(_child(_child(of_step, samples)[:, None], positions.to(samples)))
 
 
-def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int, probability: float) -> Tensor:
+def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float) -> Tensor:
     """Drops elements and scales up the rest. `site` numbers the places of the model where this happens.
 
     The embedding is 0, the attention output of layer i is 2i + 1, its MLP output 2i + 2.
@@ -67,6 +67,8 @@ def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int, probability: flo
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     if probability == 0:
         return x_BSD
+    if torch.compiler.is_compiling():
+        return _dropped_in_graph(x_BSD, keys.rows, site, probability)
     dropped: Tensor
     if _in_one_pass(x_BSD):
         dropped = _DropoutByKernel.apply(x_BSD, None, keys.rows, site, probability)
@@ -76,10 +78,11 @@ def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int, probability: flo
 
 
 def dropout_added(
-    x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int, probability: float
+    x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float
 ) -> Tensor:
     """The stream with what is left of `x_BSD`; on a GPU in one pass."""
-    if probability == 0 or not _in_one_pass(x_BSD) or x_BSD.dtype != stream_BSD.dtype:
+    one_pass = not torch.compiler.is_compiling() and _in_one_pass(x_BSD)
+    if probability == 0 or not one_pass or x_BSD.dtype != stream_BSD.dtype:
         return stream_BSD + hidden_dropout(x_BSD, keys, site, probability)
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     added: Tensor = _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
@@ -166,3 +169,24 @@ def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple
     for block, keys in zip(x_ND.split(size), rows_N.split(size), strict=True):
         numbers = _scramble_(keys[:, None] + pairs).view(torch.int32)
         yield block, numbers[:, :channels] < limit
+
+
+def _dropped_in_graph(x_BSD: Tensor, rows_BS: Tensor, site: int | Tensor, probability: float) -> Tensor:
+    """The same bits said without memory of their own, for a compiler that makes one kernel of all this and its neighbours.
+
+    Backward finds the mask again there as well: the compiler keeps what is smaller, which is the keys.
+    """
+    number = torch.as_tensor(site, device=rows_BS.device)
+    keys_BS = _scrambled(rows_BS + (number + 1) * _INCREMENT)
+    channels = torch.arange(x_BSD.shape[-1], device=x_BSD.device)
+    numbers = _scrambled(keys_BS[..., None] + (channels // 2 + 1) * _INCREMENT)
+    # Even channels have the lower half of a number, odd ones the upper; both with their sign.
+    bits = torch.where(channels % 2 == 0, numbers << 32, numbers) >> 32
+    return torch.where(bits < _limit(probability), 0, x_BSD * (1 / (1 - probability)))
+
+
+def _scrambled(z: Tensor) -> Tensor:
+    """What `_scramble_` does, in new numbers."""
+    for _ in range(2):
+        z = (z ^ ((z >> 32) & 0xFFFFFFFF)) * _FACTOR
+    return z ^ ((z >> 32) & 0xFFFFFFFF)

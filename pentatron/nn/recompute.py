@@ -42,6 +42,11 @@ class Recompute:
         if part not in self.parts or not torch.is_grad_enabled():
             return function(*inputs)
 
+        if torch.compiler.is_compiling():
+            # Kernels are compiled in, and the generator's state is the compiler's matter.
+            compiled: Tensor = checkpoint(function, *inputs, use_reentrant=False)
+            return compiled
+
         def with_kernels(*again: object) -> Tensor:
             with self.kernels():
                 return function(*again)

@@ -28,15 +28,16 @@ class RotaryEmbedding(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
-    def rotate(self, x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x_BNSH[..., : self.rotated].float(), x_BNSH[..., self.rotated :]
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads of any order of dimensions but the last, with angles that spread over them."""
+        turned, rest = x[..., : self.rotated].float(), x[..., self.rotated :]
         if self.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
             out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         else:
             a, b = turned.chunk(2, dim=-1)
             out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        out = out.to(x_BNSH.dtype)
+        out = out.to(x.dtype)
         return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 

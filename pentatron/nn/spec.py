@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pentatron.config.errors import UserError
@@ -130,7 +131,7 @@ def documents_for(module: nn.Module, documents: DocumentStarts | None) -> dict[s
     """
     if documents is None:
         return {}
-    if not _takes_documents(type(module).forward):
+    if not torch.compiler.is_compiling() and not _takes_documents(type(module).forward):
         raise UserError(
             f"--reset-attention-mask would be lost in {type(module).__name__}: its forward has no parameter documents; add "
             "documents=None there and hand it on to the attention inside, or leave the flag out"

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from pentatron.config.model import TransformerConfig
@@ -16,7 +17,7 @@ from pentatron.parallel.axes import ONE_PROCESS, Axes
 
 
 def dropout_add(
-    made_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys | None, site: int, probability: float
+    made_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys | None, site: int | Tensor, probability: float
 ) -> Tensor:
     """The stream with what a part made; without keys nothing is dropped. (Biases were added where they arise.)"""
     kept = made_BSD if keys is None else hidden_dropout(made_BSD, keys, site, probability)
@@ -25,6 +26,8 @@ def dropout_add(
 
 class TransformerLayer(nn.Module):
     """`layer_number` counts from 1, as Megatron's does."""
+
+    sites: Tensor
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class TransformerLayer(nn.Module):
         partial_over = axes.tensor.partial_in_stream
         self.dropout = config.hidden_dropout
         self.first_site = 2 * layer_number - 1
+        self.register_buffer("sites", torch.tensor((self.first_site, self.first_site + 1)), persistent=False)
         self.input_norm = norm_in(submodules.input_layernorm, config, config.hidden_size, partial_over)
         build = partial(build_module, config=config, layer_number=layer_number, axes=axes)
         self.attention = build(submodules.self_attention)
@@ -56,11 +60,15 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         normed = self.recompute("layernorm", self.input_norm, x_BSD)
         attended = self.attention(normed, rope, angles, **documents_for(self.attention, documents))
-        x_BSD = self.add_attention(attended, x_BSD, keys, self.first_site, self.dropout)
+        x_BSD = self.add_attention(attended, x_BSD, keys, self._site(0), self.dropout)
         part = "" if isinstance(self.mlp, MoE) else "mlp"
         made = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
-        added: Tensor = self.add_mlp(made, x_BSD, keys, self.first_site + 1, self.dropout)
+        added: Tensor = self.add_mlp(made, x_BSD, keys, self._site(1), self.dropout)
         return added
+
+    def _site(self, which: int) -> int | Tensor:
+        """Where this layer drops. A number would be compiled in; with a tensor, all layers share what is compiled for one."""
+        return self.sites[which] if torch.compiler.is_compiling() else self.first_site + which
 
 
 _ADD: Slot = dropout_add

@@ -1,6 +1,6 @@
 """Weights that every rank updated in part are made whole again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,8 +30,8 @@ class WeightGathering:
             for number, bucket in enumerate(self.buckets)
             for slot in bucket.plan.slots
         }
-        for path, module in model.named_modules():
-            numbers = {bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of}
+        for path, module, parameters in _runs(model):
+            numbers = {bucket_of[id(p)] for p in parameters if id(p) in bucket_of}
             if numbers:
                 assert type(module).forward is not nn.Module.forward, (
                     f"{path} is never run, so it cannot wait"
@@ -61,3 +61,12 @@ class WeightGathering:
         pending = self._pending.pop(number, None)
         if pending is not None:
             pending.wait()
+
+
+def _runs(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Modules with the parameters they hold themselves. What is compiled as a whole runs no hooks inside: it waits for all it has."""
+    whole = getattr(module, "runs_whole", False)
+    yield path, module, list(module.parameters(recurse=whole))
+    if not whole:
+        for name, child in module.named_children():
+            yield from _runs(child, f"{path}.{name}" if path else name)

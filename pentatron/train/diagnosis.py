@@ -68,7 +68,7 @@ def compute_again(
 ) -> Diagnosis:
     """Every rank must ask. The gradients of the first time are gone afterwards."""
     watch = _Watch(model)
-    with watch.installed():
+    with watch.installed(), model.compilation.off():
         again = compute_gradients(model, optimizer, batches, step, scale, watch.around)
     place = _bad_weight(optimizer, model.world) or watch.place
     if place is None and (name := bad_gradient(optimizer)) is not None:

@@ -32,6 +32,8 @@ def introduce(config: RunConfig, world: World, model: ParallelModel, output: Out
         output.say(f"note: {line}")
     output.note(footprint_line(config))
     output.note(planned_line(config))
+    for note in model.compilation.notes:
+        output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 
 

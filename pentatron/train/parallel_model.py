@@ -1,7 +1,7 @@
 """The model as it is spread over ranks: the stages this rank holds, and how a step runs through them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
+from pentatron.train.compilation import Compilation, compile_stages
 from pentatron.train.fp8 import use_fp8
 from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
@@ -35,6 +36,7 @@ class ParallelModel:
     executor: Executor
     routers: RouterLoads
     program: Program = CONFIGURED
+    compilation: Compilation = field(default_factory=Compilation)
 
     @property
     def timers(self) -> Timers:
@@ -93,12 +95,13 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)
+    compilation = compile_stages(config, world.device, world.whereabouts, stages.values())
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     executor = Executor(
         open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred, timers
     )
     routers = RouterLoads(config, world, stages)
-    return ParallelModel(config, world, axes, stages, executor, routers, program)
+    return ParallelModel(config, world, axes, stages, executor, routers, program, compilation)
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:

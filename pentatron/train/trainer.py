@@ -162,6 +162,8 @@ class Trainer:
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
             self._shorten_waits()
+        for line in self.model.compilation.news(report.seconds):
+            self.output.say(line)
         self.output.record(report, self._validate_if_due())
 
     def _shorten_waits(self) -> None:

@@ -35,13 +35,15 @@ _REVEALING: dict[str, Any] = {
     "weight_decay": 0.1,
     "ddp_bucket_size": 3000,
 }
-# What no comparison can hold still: bf16 and fp16 round by layout, attention dropout draws by rank, kernels are the GPU's.
+# What no comparison can hold still: bf16 and fp16 round by layout, attention dropout draws by rank, kernels are the GPU's
+# and a compiler's.
 _LEFT_OUT: dict[str, Any] = {
     "bf16": False,
     "fp16": False,
     "attention_dropout": 0.0,
     "attention_backend": "auto",
     "cross_entropy_fusion_impl": "auto",
+    "compile": "off",
 }
 _DIVISION = (
     "pipeline_model_parallel_layout",

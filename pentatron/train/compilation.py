@@ -1,0 +1,149 @@
+"""Whether the layers of a run are compiled, what that took, and what a user should know of it."""
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pentatron.config.errors import UserError
+from pentatron.config.run import RunConfig
+from pentatron.nn.compiled import Compiled, compile_layers
+from pentatron.parallel.whereabouts import Whereabouts
+
+_NOTHING = Compiled(0, ())
+# Of torch's logger, when a function has more versions than it allows; further ones run as they are, uncompiled.
+_GIVEN_UP = "torch._dynamo hit config."
+
+
+class Compilation:
+    """What is compiled of a rank's model. `seconds` and `times` count what the compiler did so far, `notes` are for the beginning of a run."""
+
+    def __init__(self, compiled: Compiled = _NOTHING, notes: tuple[str, ...] = ()) -> None:
+        self.compiled, self.notes = compiled, notes
+        self.seconds, self.times = 0.0, 0
+        self._given_up: list[str] = []
+        self._told: set[str] = set()
+
+    def watch(self, where: Whereabouts) -> None:
+        """From now on time is taken, and whoever looks for ranks that hang is told that this one compiles."""
+        from torch._dynamo.callback import callback_handler
+
+        own, began = weakref.ref(self), list[tuple[float, str]]()
+
+        def begin(*_: object) -> None:
+            began.append((time.perf_counter(), where.phase))
+            where.phase = "compiling"
+
+        def end(*_: object) -> None:
+            if not began:
+                return
+            started, where.phase = began.pop()
+            if (it := own()) is not None:
+                it.seconds += time.perf_counter() - started
+                it.times += 1
+
+        def give_up(record: logging.LogRecord) -> bool:
+            if not str(record.msg).startswith(_GIVEN_UP) or (it := own()) is None:
+                return True
+            it._given_up.append(record.getMessage())
+            return False
+
+        log = logging.getLogger("torch._dynamo.convert_frame")
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+        log.addFilter(give_up)
+
+        def forget() -> None:
+            # A reset of the compiler forgets them too.
+            with suppress(ValueError):
+                callback_handler.remove_start_callback(begin)
+                callback_handler.remove_end_callback(end)
+            log.removeFilter(give_up)
+
+        weakref.finalize(self, forget)
+
+    def news(self, step_seconds: float) -> Iterator[str]:
+        """What the user does not know yet, after a step: what compiling took, and parts that torch no longer compiles."""
+        if self.compiled.layers and not self._told:
+            self._told.add("")
+            layers = f"{self.compiled.layers} layer{'s' if self.compiled.layers > 1 else ''}"
+            yield f"compiled {layers} in {self.seconds:.1f} s; the first step took {step_seconds:.1f} s with it"
+        while self._given_up:
+            lines = [line.strip() for line in self._given_up.pop(0).splitlines()]
+            what = next((line for line in lines if line.startswith("function:")), "function: unknown")
+            if what not in self._told:
+                self._told.add(what)
+                reason = next((line for line in lines if line.startswith("last reason:")), "")
+                yield f"torch has given up compiling a {what}, which runs uncompiled where it would need another version ({reason})"
+
+    def off(self) -> AbstractContextManager[Any]:
+        """Runs everything as it is written, so that hooks inside layers are called."""
+        return torch.compiler.set_stance("force_eager") if self.compiled.layers else nullcontext()
+
+
+def compile_stages(
+    config: RunConfig, device: torch.device, where: Whereabouts, stages: Iterable[nn.Module]
+) -> Compilation:
+    """Compiles what the settings say, or says why not. Weight gradients that are to wait must be deferred before."""
+    wanted = config.kernels.compile
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return Compilation()
+    if wanted == "auto" and config.precision.deterministic_mode:
+        return Compilation(
+            notes=(
+                "layers are not compiled: --deterministic-mode wants the same bits in every run, and a compiler may choose other kernels in "
+                "the next; --compile on compiles them all the same",
+            )
+        )
+    problem = _trial(device)
+    if problem and wanted == "on":
+        raise UserError(
+            f"--compile on: nothing can be compiled here ({problem}); install what is missing (a C++ compiler; on a GPU also triton), or "
+            f"use --compile off"
+        )
+    if problem:
+        return Compilation(
+            notes=(
+                f"layers are not compiled, which costs much of the speed: nothing can be compiled here ({problem}); --compile off runs without "
+                f"this line",
+            )
+        )
+    documents = config.data.reset_attention_mask or config.data.sft_packing
+    compiled = compile_layers(stages, documents)
+    made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
+    if compiled.layers:
+        made.watch(where)
+    return made
+
+
+def _trial(device: torch.device) -> str:
+    """Why a small function cannot be compiled and run here, in a few words; nothing if it can."""
+    with _quiet():
+        try:
+            torch.compile(_twice)(torch.ones(8, device=device))
+        except Exception as error:  # a compiler that is missing, or breaks, tells so in many ways
+            words = str(error).strip().splitlines() or [""]
+            return f"{type(error).__name__}: {words[0][:200]}"
+    return ""
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x + x
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What a failing trial would log is in its exception."""
+    log = logging.getLogger("torch._inductor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

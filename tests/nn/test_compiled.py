@@ -1,0 +1,160 @@
+"""Compiled layers: one graph without breaks for all layers of a kind, and the numbers of the eager ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
+
+from pentatron.config.run import RunConfig
+from pentatron.layout.documents import DocumentStarts
+from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.nn.compiled import compile_layers
+from pentatron.nn.dropout import dropout_keys
+from pentatron.nn.recompute import recompute_of
+from tests.support import LLAMA, resolved
+
+CPU = torch.device("cpu")
+BATCH, LENGTH = 2, 16
+GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24"
+DOCUMENTS: tuple[DocumentStarts, ...] = (((0, 3, 9), (0, 7)), ((0,), (0, 2, 5, 9)), ((0, 8), (0,)))
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """What one test compiles is nothing to the next."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A backend that counts graphs."""
+
+    def __init__(self, name: str = "aot_eager") -> None:
+        self.compile: Any = lookup_backend(name)
+        self.graphs = 0
+
+    def __call__(self, graph: Any, examples: Any) -> Any:
+        self.graphs += 1
+        return self.compile(graph, examples)
+
+
+def build(words: str) -> tuple[CausalLM, RunConfig]:
+    config = resolved(f"{words} --num-layers 3").config
+    model = build_model(config.model, 1, CPU, config.kernels.attention_backend, config.moe)
+    model.use_recompute(recompute_of(config.memory))
+    return model, config
+
+
+def computed(
+    model: CausalLM, config: RunConfig, documents: DocumentStarts | None = None
+) -> tuple[dict[str, Tensor], int]:
+    """Loss and gradients, and the bytes kept for backward beside the parameters."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    tokens = torch.randint(61, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    keys = dropout_keys(1, 0, 0, BATCH, positions[0], CPU) if config.model.hidden_dropout else None
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in own:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, positions, tokens.roll(-1, 1), None, keys, documents=documents).sum()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}, sum(kept.values())
+
+
+# Families, how many graphs their layers are, and whether these have breaks. The last norm is one more graph.
+ONE = 2
+
+
+@pytest.mark.parametrize(
+    ("words", "graphs"),
+    [
+        ("--hidden-dropout 0.2", ONE),
+        (f"{GROUPED} --qk-layernorm --hidden-dropout 0.2", ONE),
+        (f"{GROUPED} --add-qkv-bias --rotary-interleaved --rotary-percent 0.5", ONE),
+        # Every second layer has a window: two kinds of layers.
+        (f"{GROUPED} --window-size 4,0 --window-attn-skip-freq 2", ONE + 1),
+        (f"{GROUPED} --attention-dropout 0.2", ONE),
+        (f"{GROUPED} --attention-backend math", ONE),
+    ],
+)
+def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs: int) -> None:
+    eager, _ = computed(*build(words))
+    model, config = build(words)
+    counting = Counting()
+    assert compile_layers([model], documents=False, backend=counting).left_out == ()
+    for _ in range(2):
+        found, _ = computed(model, config)
+        torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-6)
+    assert counting.graphs == graphs
+    assert not counters["graph_break"]
+
+
+def test_a_number_of_its_own_would_be_compiled_for_every_layer() -> None:
+    """The control: the place of a layer, given as a number."""
+    model, config = build("--hidden-dropout 0.2")
+    for layer in model.layers.values():
+        layer._site = lambda which, first=layer.first_site: first + which  # type: ignore[assignment]
+    counting = Counting("eager")
+    compile_layers([model], documents=False, backend=counting)
+    computed(model, config)
+    assert counting.graphs > ONE
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--recompute-granularity full",
+        "--recompute-granularity selective --recompute-modules core_attn",
+        "--recompute-granularity selective --recompute-modules mlp layernorm --hidden-dropout 0.2",
+    ],
+)
+def test_recompute_saves_memory_in_compiled_layers(words: str) -> None:
+    counting = Counting("aot_eager_decomp_partition")
+    plain, config = build(GROUPED + (" --hidden-dropout 0.2" if "dropout" in words else ""))
+    compile_layers([plain], documents=False, backend=counting)
+    expected, everything = computed(plain, config)
+    model, config = build(f"{GROUPED} {words}")
+    compile_layers([model], documents=False, backend=counting)
+    found, kept = computed(model, config)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert kept < 0.95 * everything
+    assert not counters["graph_break"]
+
+
+def test_documents_that_begin_elsewhere_need_no_other_graphs() -> None:
+    eager, config = build(GROUPED)
+    model, _ = build(GROUPED)
+    counting = Counting()
+    assert len(compile_layers([model], documents=True, backend=counting).left_out) == 1
+    seen = []
+    for documents in (*DOCUMENTS, None):
+        torch.testing.assert_close(
+            computed(model, config, documents)[0], computed(eager, config, documents)[0], rtol=1e-5, atol=1e-6
+        )
+        seen.append(counting.graphs)
+    assert seen[0] == seen[1] == seen[2], "the same graphs for other documents"
+
+
+def test_experts_stay_as_they_are() -> None:
+    words = f"{GROUPED} {EXPERTS} --moe-layer-freq 2"
+    eager, _ = computed(*build(words))
+    model, config = build(words)
+    left_out = compile_layers([model], documents=False, backend=Counting()).left_out
+    assert left_out == ("experts, whose sizes follow from their tokens",)
+    torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-5, atol=1e-6)
