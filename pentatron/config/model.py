@@ -205,7 +205,8 @@ class KernelConfig:
         True, "fused masked softmax", notice="attention here never builds a masked softmax of its own"
     )
     bias_swiglu_fusion: bool = setting(
-        True, "fused SwiGLU", notice="there is no separate fused SwiGLU kernel here"
+        True,
+        "on a GPU keep nothing between the matrices of a gated MLP: one kernel makes it again in backward",
     )
     fused_cross_entropy: str = setting(
         "auto",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.deferral import DeferredGradients, linear
+from pentatron.parallel.gated_linear import gated_linear
 from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
 from pentatron.parallel.scaled_linear import Fp8Format, can_be_scaled, scaled_linear
 from pentatron.parallel.tensor_axis import TensorAxis
@@ -34,6 +35,11 @@ class WeightedModule(DeclaringModule):
     weight: nn.Parameter
     deferred: DeferredGradients | None = None
     fp8: Fp8Format | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a product in the model's own precision, its gradients at once."""
+        return self.deferred is None and self.fp8 is None
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.fp8 is not None and can_be_scaled(x):
@@ -101,7 +107,14 @@ class RowParallelLinear(WeightedModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.axis.leave(self.multiplied(x))
+        return self._left(self.multiplied(x))
+
+    def after_gate(self, inner: Tensor) -> Tensor:
+        """What `forward` makes of `silu(gate) * up`, of which nothing is kept."""
+        return self._left(gated_linear(inner, self.weight))
+
+    def _left(self, made: Tensor) -> Tensor:
+        y = self.axis.leave(made)
         return y if self.bias is None else y + self.bias
 
 

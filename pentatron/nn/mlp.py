@@ -1,10 +1,13 @@
 """The feed-forward part of a layer."""
 
+from collections.abc import Iterable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
+from pentatron.kernels.choice import by_kernel
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows
 from pentatron.nn.spec import MLPSubmodules, build_module
@@ -29,6 +32,8 @@ class MLP(nn.Module):
         inner = inner or config.ffn_hidden_size
         assert inner is not None
         self.gated = config.gated_linear_unit
+        # Whether the gate is a part of the second matrix's function where there is a kernel for it.
+        self.fuses_gate = False
         hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
         gate = even_rows(inner, axis)
         # A rank needs the same share of gate and up: not a contiguous share of the two together.
@@ -39,8 +44,20 @@ class MLP(nn.Module):
         self.linear_fc2 = build_module(submodules.linear_fc2, inner, hidden, bias, axis, scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear_fc2(activated(self.linear_fc1(x), self.gated))
+        inner: Tensor = self.linear_fc1(x)
+        second = self.linear_fc2
+        if self.fuses_gate and isinstance(second, RowParallelLinear) and second.is_plain and by_kernel(inner):
+            return second.after_gate(inner)
+        made: Tensor = second(activated(inner, self.gated))
         return made
+
+
+def fuse_gates(stages: Iterable[nn.Module]) -> None:
+    """From now on gated MLPs of these stages keep nothing between their matrices, on GPUs."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, MLP):
+                module.fuses_gate = module.gated
 
 
 def activated(inner: Tensor, gated: bool) -> Tensor:

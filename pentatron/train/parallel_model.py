@@ -12,6 +12,7 @@ from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.linear import defer_weight_gradients
 from pentatron.nn.loss import cross_entropy_of
+from pentatron.nn.mlp import fuse_gates
 from pentatron.nn.recompute import recompute_of
 from pentatron.parallel.axes import Axes, axes_of
 from pentatron.parallel.collectives import all_reduce_
@@ -92,6 +93,8 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
         stage.use_recompute(recompute_of(config.memory))
         stage.use_cross_entropy(cross_entropy_of(config.kernels))
     use_fp8(config, stages.values())
+    if config.kernels.bias_swiglu_fusion:
+        fuse_gates(stages.values())
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)

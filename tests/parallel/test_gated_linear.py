@@ -1,0 +1,58 @@
+"""The gate of an MLP as a part of its second matrix's function, against autograd's way through the two."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pentatron.kernels.swiglu import swiglu_backward
+from pentatron.nn.mlp import activated
+from pentatron.parallel.gated_linear import gated_linear
+
+
+def _made(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, Tensor]:
+    torch.manual_seed(3)
+    inner = torch.randn(2, 5, 48, dtype=dtype, requires_grad=True)
+    return inner, nn.Parameter(torch.randn(7, 24, dtype=dtype)), torch.randn(2, 5, 7, dtype=dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_values_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
+    inner, weight, gradient = _made(dtype)
+    gated_linear(inner, weight).backward(gradient)
+    exact, matrix = inner.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    F.linear(activated(exact, gated=True), matrix).backward(gradient.double())
+    for found, true in ((inner.grad, exact.grad), (weight.grad, matrix.grad)):
+        assert found is not None and true is not None
+        assert (found.double() - true).abs().max() < tolerance * true.abs().max()
+
+
+def test_nothing_between_the_matrices_is_kept() -> None:
+    inner, weight, _ = _made(torch.float32)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        gated_linear(inner, weight)
+        assert set(kept) == {inner.data_ptr(), weight.data_ptr()}
+        kept.clear()
+        F.linear(activated(inner, gated=True), weight)
+        assert set(kept) > {inner.data_ptr(), weight.data_ptr()}
+
+
+def test_the_kernel_does_the_same() -> None:
+    triton = pytest.importorskip("triton")
+    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+        pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
+    from pentatron.kernels.swiglu_triton import swiglu_backward as by_triton
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(5)
+    inner, gradient = torch.randn(3, 2, 2 * 1100), torch.randn(3, 2, 1100)
+    expected = swiglu_backward(gradient, inner)
+    found = by_triton(gradient.to(device), inner.to(device))
+    for made, true in zip(found, expected):
+        torch.testing.assert_close(made.cpu(), true, rtol=1e-5, atol=1e-5)
