@@ -9,7 +9,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _backward(gradient, inner, of_inner, made, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _backward(gradient, inner, of_inner, made, width, BLOCK: tl.constexpr):
     # Rows times columns of a long batch do not fit 32 bits.
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
