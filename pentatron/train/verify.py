@@ -35,11 +35,12 @@ _REVEALING: dict[str, Any] = {
     "weight_decay": 0.1,
     "ddp_bucket_size": 3000,
 }
-# What no comparison can hold still: bf16 and fp16 round by layout, attention dropout draws by rank, kernels are the GPU's
+# What no comparison can hold still: bf16, fp16 and fp8 round by layout, attention dropout draws by rank, kernels are the GPU's
 # and a compiler's.
 _LEFT_OUT: dict[str, Any] = {
     "bf16": False,
     "fp16": False,
+    "fp8_format": None,
     "attention_dropout": 0.0,
     "attention_backend": "auto",
     "cross_entropy_fusion_impl": "auto",
@@ -212,6 +213,8 @@ def left_out(config: RunConfig) -> list[str]:
     if config.precision.bf16 or config.precision.fp16:
         name = "bf16" if config.precision.bf16 else "fp16"
         found.append(f"{name} is left out: its rounding depends on the layout")
+    if config.precision.fp8_format is not None:
+        found.append("fp8 is left out: what it rounds depends on the layout")
     if config.model.attention_dropout > 0:
         found.append("attention dropout is left out: what it drops depends on the layout")
     return found

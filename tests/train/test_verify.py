@@ -160,9 +160,10 @@ def test_settings_survive_the_way_to_the_ranks(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_left_out_and_said() -> None:
-    words = "--bf16 --attention-dropout 0.1"
+    words = "--bf16 --fp8 e4m3 --attention-dropout 0.1"
     config = twin(words)
-    assert not config.precision.bf16 and config.model.attention_dropout == 0
+    assert not config.precision.bf16 and config.precision.fp8_format is None
+    assert config.model.attention_dropout == 0
     notes = left_out(describe(words.split()).config)
-    assert [note.split(" is left out")[0] for note in notes] == ["bf16", "attention dropout"]
+    assert [note.split(" is left out")[0] for note in notes] == ["bf16", "fp8", "attention dropout"]
     assert left_out(describe([]).config) == []
