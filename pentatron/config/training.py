@@ -166,3 +166,8 @@ class OptimConfig:
     adam_beta1: float = setting(0.9, "decay of Adam's first moment")
     adam_beta2: float = setting(0.999, "decay of Adam's second moment")
     adam_eps: float = setting(1e-8, "Adam's epsilon")
+    fused_update: bool = setting(
+        True,
+        "on a GPU, clip, update by AdamW and round the weights in one pass over memory, without waiting for the norm; off: torch's "
+        "operators one after the other, the reference",
+    )

@@ -1,4 +1,4 @@
-"""An update of what this rank keeps of the flat buffers: fp32 master weights, moments and gradients.
+"""An update of what this rank keeps of the flat buffers, fp32 master weights and moments, from the gradients of a step.
 
 What the ranks with copies of a parameter divide between them is decided by the ZeRO stage: 0 nothing, 1 master weights and moments, 2 gradients as
 well. Everything below works on stretches of buckets and is the same for all of them, and for one process.
@@ -17,9 +17,10 @@ from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
 from pentatron.optim.clip import squared_norm
 from pentatron.optim.rules import build_update
-from pentatron.optim.update import Part
-from pentatron.parallel.buckets import Bucket, Plan, Span, held_bytes, in_few_runs, plan_buckets
+from pentatron.optim.update import Gradients, Part
+from pentatron.parallel.buckets import Bucket, Plan, Span, held_bytes, plan_buckets
 from pentatron.parallel.gathering import WeightGathering
+from pentatron.parallel.gradients import HeldGradients, Place
 from pentatron.parallel.partial_sums import KeptGradients, PartialSums
 from pentatron.parallel.pieces import Fragment, Held, fragments_of, held_parameters, runs_of
 from pentatron.parallel.reduction import (
@@ -37,15 +38,20 @@ Stages = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Elements of a bucket that decay alike."""
+    """Elements of a bucket that decay alike, and where their gradients are; these end where alignment begins."""
 
     bucket: Bucket
     span: Span
     part: Part
+    place: Place
 
     @property
     def gradients(self) -> Tensor:
-        return self.part.gradients
+        """In fp32, to be read."""
+        found = self.place.now
+        if found is None:
+            return torch.zeros(self.place.shape, dtype=torch.float32, device=self.bucket.weights.device)
+        return found.to(torch.float32)
 
 
 class Optimizer:
@@ -71,17 +77,14 @@ class Optimizer:
         in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))
         forward = [bucket for stages in in_order for bucket in reversed(self._reductions[stages].buckets)]
         self._gathering = WeightGathering(forward, chunks.values(), parallel.overlap_param_gather)
-        self._kept = [
-            (bucket, kept)
-            for reduction in self._reductions.values()
-            for bucket, kept in zip(reduction.buckets, reduction.kept)
-        ]
-        kept_gradients = [_kept_gradients(bucket, kept) for bucket, kept in self._kept]
-        self._partial_sums = PartialSums(world, kept_gradients)
-        self._uncovered = [view for bucket, kept in self._kept for view in _uncovered(bucket, kept)]
-        self._normed = self._runs_counted_here()
-        self._stretches = [s for bucket, kept in self._kept for s in _stretches(bucket, kept)]
+        self._buckets = [bucket for reduction in self._reductions.values() for bucket in reduction.buckets]
+        self._held = [held for reduction in self._reductions.values() for held in reduction.held]
+        self._partial_sums = PartialSums(world, [_kept_gradients(held) for held in self._held])
+        self._uncovered = [place for held in self._held for place in _uncovered(held)]
+        self._normed = self._places_counted_here()
+        self._stretches = [stretch for held in self._held for stretch in _stretches(held)]
         self._update = build_update([stretch.part for stretch in self._stretches], config)
+        self._gradient_bytes = 0
 
     def _take_over(
         self, chunks: Mapping[int, nn.Module], parallel: ParallelConfig, dtype: torch.dtype
@@ -94,24 +97,21 @@ class Optimizer:
     def _used_by(self, stage: int) -> list[Reduction]:
         return [reduction for stages, reduction in self._reductions.items() if stage in stages]
 
-    def _runs_counted_here(self) -> list[Tensor]:
+    def _places_counted_here(self) -> list[Place]:
         """This rank's part of the gradient norm: of its share of every bucket, the pieces it speaks for."""
-        return [
-            run
-            for bucket, kept in self._kept
-            for run in in_few_runs(
-                kept,
-                [
-                    fragment.values
-                    for piece, fragment in bucket.plan.pieces(bucket.own, kept, bucket.kept.first)
-                    if self.world.is_first_of(piece.replicated_over)
-                ],
-            )
-        ]
+        found: list[Place] = []
+        for held in self._held:
+            template = held.holder.template()
+            within = held.span.within(held.bucket.own)
+            pieces = held.bucket.plan.pieces(within, template, held.span.first)
+            counted = [f.values for piece, f in pieces if self.world.is_first_of(piece.replicated_over)]
+            found.extend(held.holder.places(counted, template))
+        return found
 
     def zero_gradients(self) -> None:
+        """A new step begins: no gradient has come."""
         for reduction in self._reductions.values():
-            reduction.zero()
+            reduction.drop()
 
     def begin_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         """Before each backward pass of a stage, whole or half; `last`: no other follows in this step."""
@@ -131,31 +131,60 @@ class Optimizer:
         """Waits until all gradients are summed over their copies, and adds up what is partial over other axes."""
         for reduction in self._reductions.values():
             reduction.finish()
-        if self._uncovered:
-            torch._foreach_zero_(self._uncovered)
+        uncovered = [view for place in self._uncovered if (view := place.now) is not None]
+        if uncovered:
+            torch._foreach_zero_(uncovered)
         self._partial_sums.add_up()
+        self._gradient_bytes = held_bytes(t for r in self._reductions.values() for t in r.memory())
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
-        return squared_norm(self._normed, self.world.device)
+        normed = [view for place in self._normed if (view := place.now) is not None]
+        return squared_norm(normed, self.world.device)
 
     def step(
         self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
     ) -> None:
-        """Clips and updates the weights. Gradients are `scale` times what they should be, `norm` is what it should be."""
+        """Clips and updates the weights. Gradients are `scale` times what they should be, `norm` is what it should be. They are
+        gone afterwards."""
         assert math.isfinite(norm), "a step with gradients that are no numbers"
         self.wait_for_weights()
-        self._update.step(learning_rate, norm, scale, weight_decay)
-        self._publish()
+        self._update.step(self._gradients(), learning_rate, norm, scale, weight_decay)
+        self._publish(rounded=True)
+        self.zero_gradients()
+
+    @property
+    def decides(self) -> bool:
+        """Whether `start_step` is possible: the device knows by itself whether to update."""
+        return self._update.decides
+
+    def start_step(
+        self, learning_rate: float, found: Tensor, scale: float = 1.0, weight_decay: float | None = None
+    ) -> None:
+        """A step that is made if the numbers on the device are some: `found` has the loss and the squared norm of the
+        gradients as they are. Nobody waits for them; `settle_step` must be told later what they were."""
+        self.wait_for_weights()
+        self._update.start(self._gradients(), learning_rate, found, scale, weight_decay)
+        self._publish(rounded=True)
+
+    def settle_step(self, made: bool) -> None:
+        """Gradients of a step that was not made are kept, for whoever looks for the reason."""
+        self._update.settle(made)
+        if made:
+            self.zero_gradients()
+
+    def _gradients(self) -> Gradients:
+        return [stretch.place.now for stretch in self._stretches]
 
     def before_update(self, wait: Callable[[], None]) -> None:
         """Calls it before each update: who reads weights and moments beside the computation is waited for."""
         self._update.before = wait
 
-    def _publish(self) -> None:
-        """Rounds the master weights into the weights the model computes with, and makes these whole everywhere."""
-        separate = [bucket for bucket, _ in self._kept if bucket.master_is_separate]
-        if separate:
+    def _publish(self, rounded: bool = False) -> None:
+        """Rounds the master weights into the weights the model computes with, unless the update has done so, and makes these whole
+        everywhere."""
+        separate = [bucket for bucket in self._buckets if bucket.master_is_separate]
+        if separate and not (rounded and self._update.rounds):
             torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])
         if self._sharded:
             self._gathering.start()
@@ -200,12 +229,12 @@ class Optimizer:
         self.wait_for_weights()
 
     def bytes(self) -> dict[str, int]:
-        """The memory this rank holds. Weights in fp32 are their own master."""
-        buckets = [bucket for bucket, _ in self._kept]
+        """The memory this rank holds. Weights in fp32 are their own master. Gradients are those of the last step when all of them had
+        come; between steps there are none."""
         return {
             "parameters": held_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
-            "gradients": held_bytes(t for r in self._reductions.values() for t in r.memory()),
-            "master": held_bytes(b.master for b in buckets if b.master_is_separate),
+            "gradients": self._gradient_bytes,
+            "master": held_bytes(b.master for b in self._buckets if b.master_is_separate),
             "moments": held_bytes(self._update.moments()),
         }
 
@@ -243,31 +272,43 @@ def _reductions(
     return {stages: reduction(stages, found) for stages, found in buckets.items()}
 
 
-def _stretches(bucket: Bucket, kept: Tensor) -> Iterator[_Stretch]:
+def _stretches(held: HeldGradients) -> Iterator[_Stretch]:
+    """Those of one parameter or of a whole bucket; together they cover all that is kept of the bucket, alignment included."""
+    bucket = held.bucket
+    firsts = [slot.span.first for slot in bucket.plan.slots]
     for decays, kind in bucket.plan.kinds():
-        span = kind.within(bucket.kept)
+        alike = kind.within(bucket.kept)
+        after = min((f for f in firsts if f >= held.span.last), default=alike.last)
+        span = Span(held.span.first, after).within(alike)
         if len(span):
             inside = span.relative_to(bucket.kept)
-            flat = nn.Parameter(inside.of(bucket.master), requires_grad=False)
-            yield _Stretch(bucket, span, Part(flat, inside.of(kept), decays))
+            weights = span.of(bucket.weights) if bucket.master.device == bucket.weights.device else None
+            part = Part(inside.of(bucket.master), decays, weights if bucket.master_is_separate else None)
+            come = span.within(held.span).relative_to(held.span)
+            yield _Stretch(bucket, span, part, Place.of(held.holder, come))
 
 
-def _uncovered(bucket: Bucket, kept: Tensor) -> list[Tensor]:
+def _uncovered(held: HeldGradients) -> list[Place]:
     """The elements of parameters that belong to no logical tensor. They stay zero, whatever backward says."""
-    found: list[Tensor] = []
-    for slot in bucket.plan.slots:
-        part = slot.span.within(bucket.kept)
+    found: list[Place] = []
+    plan = held.bucket.plan
+    for slot in plan.slots:
+        part = slot.span.within(held.span)
         if not len(part) or sum(p.elements for p in slot.held.declared.pieces) == len(slot.span):
             continue
         covered = torch.zeros(len(slot.span), dtype=torch.bool)
-        for _, fragment in bucket.plan.pieces(slot.span, covered, slot.span.first):
+        for _, fragment in plan.pieces(slot.span, covered, slot.span.first):
             fragment.values.fill_(True)
         local = part.relative_to(slot.span)
-        begin = part.first - bucket.kept.first
-        found.extend(kept[begin + i : begin + j] for i, j in runs_of(~covered[local.first : local.last]))
+        begin = part.first - held.span.first
+        runs = runs_of(~covered[local.first : local.last])
+        found.extend(Place.of(held.holder, Span(begin + i, begin + j)) for i, j in runs)
     return found
 
 
-def _kept_gradients(bucket: Bucket, kept: Tensor) -> KeptGradients:
-    pieces = list(bucket.plan.pieces(bucket.kept, kept, bucket.kept.first))
-    return KeptGradients(bucket.plan.slots[0].held.tensor, kept, pieces)
+def _kept_gradients(held: HeldGradients) -> KeptGradients:
+    template, plan = held.holder.template(), held.bucket.plan
+    # A parameter, or that with which the bucket begins, whichever share of it is held.
+    first = next((s.held.tensor for s in plan.slots if s.span == held.span), plan.slots[0].held.tensor)
+    pieces = list(plan.pieces(held.span, template, held.span.first))
+    return KeptGradients(first, held.holder, template, pieces)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from pentatron.config.training import OptimConfig
+from pentatron.kernels.choice import by_kernel
 from pentatron.optim.adam import Adam
 from pentatron.optim.sgd import Sgd
 from pentatron.optim.update import Part, Update
@@ -13,7 +14,17 @@ _KNOWN_BY = {"exp_avg/": "adam", "momentum_buffer/": "sgd"}
 
 
 def build_update(parts: Sequence[Part], config: OptimConfig) -> Update:
+    if config.optimizer == "adam" and config.fused_update and _suits_one_pass(parts):
+        # Triton is there where torch can compute on a GPU, and takes a while to import.
+        from pentatron.optim.one_pass import OnePassAdam
+
+        return OnePassAdam(parts, config)
     return _RULES[config.optimizer](parts, config)
+
+
+def _suits_one_pass(parts: Sequence[Part]) -> bool:
+    """Where everything is on a GPU: what is in host memory is updated there."""
+    return bool(parts) and all(by_kernel(part.values) and part.values.is_contiguous() for part in parts)
 
 
 def rule_of(tensors: Iterable[str]) -> str | None:

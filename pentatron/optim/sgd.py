@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from pentatron.config.training import OptimConfig
-from pentatron.optim.update import Part, Update
+from pentatron.optim.update import Part, Update, beside
 
 _MOMENTUM = "momentum_buffer"
 
@@ -18,13 +18,15 @@ class Sgd(Update):
     def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
         super().__init__(parts, config, (_MOMENTUM,) if config.sgd_momentum else ())
 
-    def _update(self, parts: Sequence[Part], learning_rate: float, weight_decay: float) -> None:
+    def _update(
+        self, parts: Sequence[Part], gradients: Sequence[Tensor], learning_rate: float, weight_decay: float
+    ) -> None:
         momentum = self.config.sgd_momentum
         remembered: list[Tensor | None] = [None] * len(parts)
         sgd(
-            [part.values for part in parts],
-            [part.gradients.to(part.values.device) for part in parts],
-            [*self._of(_MOMENTUM, parts)] if momentum else remembered,
+            [beside(part.values, gradient) for part, gradient in zip(parts, gradients)],
+            [gradient.to(part.values.device) for part, gradient in zip(parts, gradients)],
+            [*self._of(_MOMENTUM, parts, gradients)] if momentum else remembered,
             fused=True,
             weight_decay=weight_decay,
             momentum=momentum,

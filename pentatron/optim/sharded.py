@@ -16,9 +16,10 @@ from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
 from pentatron.optim.clip import squared_norm
 from pentatron.optim.rules import build_update
-from pentatron.optim.update import Part
+from pentatron.optim.update import Gradients, Part
 from pentatron.parallel.buckets import held_bytes
 from pentatron.parallel.collectives import Pending, start_all_reduce_
+from pentatron.parallel.gradients import Holder
 from pentatron.parallel.partial_sums import KeptGradients, PartialSums
 from pentatron.parallel.pieces import Fragment, Piece, runs_of
 from pentatron.parallel.sharding import SHARED_OVER, Shard, ShardedStage
@@ -36,10 +37,7 @@ class ShardedOptimizer:
         self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}
         self._shards = [shard for stage in self._stages.values() for shard in stage.shards]
         self._pending: list[Pending] = []
-        kept = [
-            KeptGradients(s.held.tensor, s.gradients.view(-1), list(s.pieces(s.gradients)))
-            for s in self._shards
-        ]
+        kept = [_kept_gradients(shard) for shard in self._shards]
         self._partial_sums = PartialSums(world, kept)
         self._uncovered = [view for shard in self._shards for view in _uncovered(shard)]
         self._normed = [
@@ -49,9 +47,7 @@ class ShardedOptimizer:
         ]
         # A rank may keep nothing of a parameter that has fewer rows than there are ranks.
         self._parts = [
-            (s, Part(nn.Parameter(s.values, requires_grad=False), s.gradients, s.held.decays))
-            for s in self._shards
-            if s.values.numel()
+            (shard, Part(shard.values, shard.held.decays)) for shard in self._shards if shard.values.numel()
         ]
         self._update = build_update([part for _, part in self._parts], config)
 
@@ -92,15 +88,34 @@ class ShardedOptimizer:
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
-        return squared_norm(self._normed, self.world.device)
+        normed = [view for place in self._normed if (view := place.now) is not None]
+        return squared_norm(normed, self.world.device)
 
     def step(
         self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
     ) -> None:
         """Clips and updates the weights. Gradients are `scale` times what they should be, `norm` is what it should be."""
         assert math.isfinite(norm), "a step with gradients that are no numbers"
-        self._update.step(learning_rate, norm, scale, weight_decay)
+        self._update.step(self._gradients(), learning_rate, norm, scale, weight_decay)
         self._publish()
+
+    @property
+    def decides(self) -> bool:
+        """Whether `start_step` is possible: the device knows by itself whether to update."""
+        return self._update.decides
+
+    def start_step(
+        self, learning_rate: float, found: Tensor, scale: float = 1.0, weight_decay: float | None = None
+    ) -> None:
+        """As `Optimizer.start_step`."""
+        self._update.start(self._gradients(), learning_rate, found, scale, weight_decay)
+        self._publish()
+
+    def settle_step(self, made: bool) -> None:
+        self._update.settle(made)
+
+    def _gradients(self) -> Gradients:
+        return [shard.gradients for shard, _ in self._parts]
 
     def before_update(self, wait: Callable[[], None]) -> None:
         """Calls it before each update: who reads weights and moments beside the computation is waited for."""
@@ -124,8 +139,8 @@ class ShardedOptimizer:
 
     def gradients(self, owned_only: bool) -> Iterator[Fragment]:
         """The gradients, as `fragments` has the rest; for comparisons."""
-        for shard, part in self._parts:
-            yield from self._named("gradients", shard, part.gradients, owned_only)
+        for shard, _ in self._parts:
+            yield from self._named("gradients", shard, shard.gradients, owned_only)
 
     def _named(self, kind: str, shard: Shard, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
         for piece, fragment in shard.pieces(values):
@@ -151,6 +166,15 @@ class ShardedOptimizer:
             "master": 0,
             "moments": held_bytes(self._update.moments()),
         }
+
+
+def _kept_gradients(shard: Shard) -> KeptGradients:
+    """These stay where they are, zeros where none has come."""
+    holder = Holder(shard.gradients.numel(), shard.gradients.view(-1))
+    template = holder.template()
+    return KeptGradients(
+        shard.held.tensor, holder, template, list(shard.pieces(template.view(shard.gradients.shape)))
+    )
 
 
 def _uncovered(shard: Shard) -> list[Tensor]:

@@ -123,7 +123,7 @@ class _Step:
     ) -> None:
         self.executor = executor
         # What the backward of a loss begins with.
-        self.seed = None if scale == 1 else torch.tensor(scale, dtype=torch.float32, device=executor.device)
+        self.seed = None if scale == 1 else torch.full((), scale, device=executor.device)
         self.messages = executor.messages
         self.deferred = executor.deferred
         self.program = program

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.buckets import in_few_runs
 from pentatron.parallel.collectives import all_reduce_, gather_objects
+from pentatron.parallel.gradients import Holder, Place
 from pentatron.parallel.pieces import Fragment, Piece, Shape
 from pentatron.parallel.world import World
 
@@ -20,14 +20,15 @@ SUMMED_OVER: tuple[Axis, ...] = ("tensor", "kv", "embedding")
 
 @dataclass(frozen=True)
 class KeptGradients:
-    """Gradients one after the other in `flat`, and the pieces among them; `name` orders them alike on all ranks."""
+    """Gradients one after the other, and the pieces among them, as views of a `template`; `name` orders them alike on all ranks."""
 
     name: str
-    flat: Tensor
+    holder: Holder
+    template: Tensor
     pieces: Sequence[tuple[Piece, Fragment]]
 
-    def runs(self, chosen: Iterable[Fragment]) -> list[Tensor]:
-        return in_few_runs(self.flat, [fragment.values for fragment in chosen])
+    def runs(self, chosen: Iterable[Fragment]) -> list[Place]:
+        return self.holder.places([fragment.values for fragment in chosen], self.template)
 
 
 class PartialSums:
@@ -40,7 +41,7 @@ class PartialSums:
 
     def __init__(self, world: World, gradients: Iterable[KeptGradients]) -> None:
         self.world = world
-        self._runs: dict[tuple[Axis, ...], list[Tensor]] = {}
+        self._runs: dict[tuple[Axis, ...], list[Place]] = {}
         places: dict[Axis, list[tuple[str, Shape, Shape]]] = {}
         for kept in sorted(gradients, key=lambda kept: kept.name):
             found: dict[tuple[Axis, ...], list[Fragment]] = {}
@@ -68,13 +69,20 @@ class PartialSums:
     def add_up(self) -> None:
         """One collective for every axis of every set of axes, in an order that all ranks share."""
         for axes in sorted(self._runs):
-            runs = self._runs[axes]
+            runs = [self._exact(place) for place in self._runs[axes]]
             packed = _packed(runs)
             for axis in axes:
                 all_reduce_(packed, self.world.group(axis))
             if packed is not runs[0]:
                 parts = packed.split([run.numel() for run in runs])
                 torch._foreach_copy_(runs, [part.view_as(run) for part, run in zip(parts, runs)])
+
+    def _exact(self, place: Place) -> Tensor:
+        """Sums are made in fp32, and all ranks take part, also those to which no gradient came."""
+        place.holder.in_fp32(self.world.device)
+        exact = place.now
+        assert exact is not None
+        return exact
 
 
 def _packed(runs: list[Tensor]) -> Tensor:

@@ -1,38 +1,41 @@
-"""Gradients of one stage: collected in fp32 as backward makes them, and summed over the ranks with copies of them.
+"""Gradients of one stage: collected as backward makes them, and summed in fp32 over the ranks with copies of them.
 
 `WholeReduction` keeps all of them and reduces once a step (ZeRO 0 and 1), `ScatteredReduction` keeps this rank's share
 and reduces in every backward pass (ZeRO 2). What two stages of a rank share, a tied embedding, is kept in whole and reduced once
-under every ZeRO stage (`SharedReduction`). All reduce the buckets strictly in their order: a bucket
+under every ZeRO stage (`SharedReduction`). Buckets without copies elsewhere are the same under all of them: their gradients
+stay where they are (`AsTheyCome`). All reduce the buckets strictly in their order: a bucket
 that is complete early waits for those before it. The ranks of a stage run the same schedule over the same buckets, so all of them
 start the same collectives in the same order, even where a parameter gets no gradient on some of them.
 
 Where a backward comes in halves, the input half brings gradients ahead of those of its weight half; a bucket is complete
-when the weight half has brought the rest.
+when the weight half has brought the rest. Memory is taken when a gradient comes, and given back by `drop`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pentatron.layout.actions import Kind
-from pentatron.parallel.buckets import Bucket, Span
+from pentatron.parallel.buckets import Bucket
 from pentatron.parallel.collectives import (
     Pending,
     start_all_reduce_,
     start_reduce_scatter_into,
 )
+from pentatron.parallel.gradients import AsTheyCome, Filling, HeldGradients, Holder, added
 
 
 class Reduction(ABC):
-    """`kept` holds, bucket by bucket, the gradients this rank keeps; they are reduced after `finish`."""
-
-    kept: list[Tensor]
+    """`held` are, bucket by bucket, the gradients this rank keeps; they are reduced after `finish`."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
+        self._alone = {n: AsTheyCome(b) for n, b in enumerate(buckets) if b.copies.size == 1}
+        # Of the other buckets: what this rank keeps of the sums.
+        self._sums = {n: Holder(len(b.kept)) for n, b in enumerate(buckets) if n not in self._alone}
         # Buckets before this one are reduced already, in this step or, where that is the rule, in this pass.
         self._next = 0
         # Where buckets are reduced as they fill: the parameters of each whose gradient has not come in this pass.
@@ -41,34 +44,46 @@ class Reduction(ABC):
         self._ahead = False
         self._came_ahead: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
-            for slot in bucket.plan.slots:
-                slot.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot.span))
+            for slot, found in enumerate(bucket.plan.slots):
+                found.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot))
 
-    def _collector(self, number: int, span: Span) -> Callable[[Tensor], None]:
-        """Adds each new gradient of a parameter to its place in an fp32 buffer and drops it."""
+    @property
+    def held(self) -> Iterator[HeldGradients]:
+        for number, bucket in enumerate(self.buckets):
+            if number in self._alone:
+                yield from self._alone[number].stretches
+            else:
+                yield HeldGradients(bucket, bucket.kept, self._sums[number])
+
+    def _collector(self, number: int, slot: int) -> Callable[[Tensor], None]:
+        """Takes each new gradient of a parameter over: from then on it is nobody else's."""
 
         def collect(parameter: Tensor) -> None:
-            if parameter.grad is None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
                 assert self._ahead, "a gradient that is none"
                 # Left for the weight half; autograd tells of it all the same.
                 return
             if self._ahead:
-                self._came_ahead[number].add(span.first)
-                place = self._buffer_ahead(number, span)
+                self._came_ahead[number].add(slot)
             else:
                 assert number >= self._next, "a gradient came after its bucket was reduced"
-                place = span.of(self._buffer(number))
-            place.view(parameter.shape).add_(parameter.grad)
-            parameter.grad = None
+            if number in self._alone:
+                self._alone[number].take(slot, gradient)
+            elif self._ahead:
+                self._take_ahead(number, slot, gradient)
+            else:
+                self._take(number, slot, gradient)
             if self._missing is not None:
-                self._missing[number].discard(span.first)
+                self._missing[number].discard(slot)
                 while self._next < len(self.buckets) and not self._missing[self._next]:
                     self._reduce_next()
 
         return collect
 
     def _reduce_next(self) -> None:
-        self._start(self._next)
+        if self._next not in self._alone:
+            self._start(self._next)
         self._next += 1
 
     def _reduce_rest(self) -> None:
@@ -77,7 +92,7 @@ class Reduction(ABC):
 
     def _reduce_as_filled(self, kind: Kind) -> None:
         self._missing = [
-            {slot.span.first for slot in bucket.plan.slots} - (ahead if kind is Kind.WEIGHT else set())
+            set(range(len(bucket.plan.slots))) - (ahead if kind is Kind.WEIGHT else set())
             for bucket, ahead in zip(self.buckets, self._came_ahead)
         ]
 
@@ -88,20 +103,24 @@ class Reduction(ABC):
             self._reduce_rest()
 
     @abstractmethod
-    def _buffer(self, number: int) -> Tensor:
-        """Where the fp32 gradients of a bucket lie, from the first element on, to be added to."""
+    def _take(self, number: int, slot: int, gradient: Tensor) -> None:
+        """Adds a gradient to those of a bucket that has copies."""
 
     @abstractmethod
-    def _buffer_ahead(self, number: int, span: Span) -> Tensor:
-        """Where a gradient of an input half is to be added."""
+    def _take_ahead(self, number: int, slot: int, gradient: Tensor) -> None:
+        """The same with one of an input half."""
 
     @abstractmethod
     def _start(self, number: int) -> None:
         """Starts to sum a bucket over its copies."""
 
-    @abstractmethod
-    def zero(self) -> None:
-        """A new step begins."""
+    def drop(self) -> None:
+        """Nobody needs the gradients any more, or a new step begins: their memory is free. Nothing is left of a step that failed."""
+        self._next, self._missing, self._ahead = 0, None, False
+        for bucket in self._alone.values():
+            bucket.drop()
+        for holder in self._sums.values():
+            holder.values = None
 
     def begin_backward(self, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         self._ahead = kind is Kind.INPUT
@@ -124,13 +143,14 @@ class Reduction(ABC):
     def finish(self) -> None:
         """Waits until everything is reduced."""
 
-    @abstractmethod
     def memory(self) -> list[Tensor]:
-        """All gradient buffers, for counting."""
+        """All that gradients lie in at the moment, for counting."""
+        sums = [holder.values for holder in self._sums.values() if holder.values is not None]
+        return [*sums, *(t for bucket in self._alone.values() for t in bucket.memory())]
 
 
 class WholeReduction(Reduction):
-    """Full fp32 gradients, reduced once a step: all-reduced, or scattered so that each rank has its share.
+    """Full gradients, reduced once a step: all-reduced, or scattered so that each rank has its share.
 
     With `overlap` that happens during the last backward pass, else after it.
     """
@@ -139,31 +159,36 @@ class WholeReduction(Reduction):
         super().__init__(buckets)
         self.scatter = scatter
         self.overlap = overlap
-        self._whole = [
-            torch.zeros(bucket.size, dtype=torch.float32, device=bucket.weights.device) for bucket in buckets
-        ]
-        self.kept = [bucket.kept.of(whole) for bucket, whole in zip(buckets, self._whole)]
+        self._whole: dict[int, Filling] = {}
         self._pending: list[Pending] = []
 
-    def _buffer(self, number: int) -> Tensor:
+    def _filling(self, number: int) -> Filling:
+        if number not in self._whole:
+            bucket = self.buckets[number]
+            buffer = torch.empty(bucket.size, dtype=torch.float32, device=bucket.weights.device)
+            self._whole[number] = Filling(bucket, buffer)
         return self._whole[number]
 
+    def _take(self, number: int, slot: int, gradient: Tensor) -> None:
+        self._filling(number).take(slot, gradient)
+
+    _take_ahead = _take
+
     def _start(self, number: int) -> None:
-        whole, copies = self._whole[number], self.buckets[number].copies
+        bucket, filling = self.buckets[number], self._filling(number)
+        filling.complete()
+        kept = self._sums[number].values = bucket.kept.of(filling.buffer)
         if self.scatter:
-            pending = start_reduce_scatter_into(self.kept[number], whole, copies)
+            pending = start_reduce_scatter_into(kept, filling.buffer, bucket.copies)
         else:
-            pending = start_all_reduce_(whole, copies)
+            pending = start_all_reduce_(filling.buffer, bucket.copies)
         if pending is not None:
             self._pending.append(pending)
 
-    def zero(self) -> None:
-        self._next = 0
-        for whole in self._whole:
-            whole.zero_()
-
-    def _buffer_ahead(self, number: int, span: Span) -> Tensor:
-        return span.of(self._whole[number])
+    def drop(self) -> None:
+        super().drop()
+        self._wait()
+        self._whole.clear()
 
     def _begin(self, last: bool, kind: Kind) -> None:
         if last and self.overlap:
@@ -184,7 +209,7 @@ class WholeReduction(Reduction):
         self._pending.clear()
 
     def memory(self) -> list[Tensor]:
-        return self._whole
+        return [*super().memory(), *(filling.buffer for filling in self._whole.values())]
 
 
 class SharedReduction(WholeReduction):
@@ -198,8 +223,8 @@ class SharedReduction(WholeReduction):
     def _begin(self, last: bool, kind: Kind) -> None:
         """The last pass of one stage need not be that of the others: nothing is reduced before they are done."""
 
-    def zero(self) -> None:
-        super().zero()
+    def drop(self) -> None:
+        super().drop()
         self._stages_left = self.stages
 
     def reduce(self) -> None:
@@ -210,11 +235,11 @@ class SharedReduction(WholeReduction):
 
 @dataclass(frozen=True)
 class _Scattering:
-    """A reduce-scatter under way; `part` is this rank's place in `buffer`, `share` where it is to be added."""
+    """A reduce-scatter under way; `part` is where this rank's part of the sum will be, to be added to what `share` has."""
 
     buffer: Tensor
     part: Tensor
-    share: Tensor
+    share: Holder
     pending: Pending | None
 
 
@@ -233,18 +258,18 @@ class ScatterBuffers:
         self._running: _Scattering | None = None
 
     def take(self, bucket: Bucket) -> Tensor:
-        """A buffer that begins with as many zeros as the bucket has elements."""
+        """A buffer with room for the bucket."""
         if not self._free:
             self.made.append(torch.empty(self.elements, dtype=torch.float32, device=self.device))
             self._free.append(self.made[-1])
-        buffer = self._free.pop()
-        buffer[: bucket.size].zero_()
-        return buffer
+        return self._free.pop()
 
-    def scatter(self, buffer: Tensor, bucket: Bucket, share: Tensor) -> None:
+    def scatter(self, buffer: Tensor, bucket: Bucket, share: Holder) -> None:
         """Sums a bucket's gradients over its copies, adds this rank's part of the sum to `share`, frees the buffer."""
         self.finish()
         part = bucket.own.of(buffer)
+        if share.values is None:
+            part = torch.empty_like(part)
         pending = start_reduce_scatter_into(part, buffer[: bucket.size], bucket.copies)
         self._running = _Scattering(buffer, part, share, pending)
         if not self.overlap:
@@ -255,52 +280,61 @@ class ScatterBuffers:
             done, self._running = self._running, None
             if done.pending is not None:
                 done.pending.wait()
-            done.share.add_(done.part)
+            if done.share.values is None:
+                done.share.values = done.part
+            else:
+                done.share.values.add_(done.part)
             self._free.append(done.buffer)
+
+    def drop(self) -> None:
+        """Gives the memory back between steps."""
+        self.finish()
+        self.made.clear()
+        self._free.clear()
 
 
 class ScatteredReduction(Reduction):
     """Only this rank's share of the gradients lives through the step; every backward pass adds to it.
 
     Gradients of an input half are kept in whole, added up, until the next pass that completes gradients takes them along:
-    one fp32 copy of the biases, norms and tables of the stage.
+    a copy of the biases, norms and tables of the stage.
     """
 
     def __init__(self, buckets: Sequence[Bucket], buffers: ScatterBuffers) -> None:
         super().__init__(buckets)
         self.buffers = buffers
-        self.kept = [
-            torch.zeros(len(bucket.kept), dtype=torch.float32, device=bucket.weights.device)
-            for bucket in buckets
-        ]
-        self._filling: dict[int, Tensor] = {}
-        self._kept_ahead: list[dict[Span, Tensor]] = [{} for _ in buckets]
+        self._filling: dict[int, Filling] = {}
+        self._kept_ahead: list[dict[int, Tensor]] = [{} for _ in buckets]
 
-    def _buffer(self, number: int) -> Tensor:
+    def _take(self, number: int, slot: int, gradient: Tensor) -> None:
         assert self._missing is not None, "a gradient came outside begin_backward and end_backward"
+        self._open(number).take(slot, gradient)
+
+    def _open(self, number: int) -> Filling:
         if number not in self._filling:
-            self._filling[number] = self.buffers.take(self.buckets[number])
+            bucket = self.buckets[number]
+            self._filling[number] = Filling(bucket, self.buffers.take(bucket))
         return self._filling[number]
 
     def _start(self, number: int) -> None:
-        bucket = self.buckets[number]
-        buffer = self._filling.pop(number, None)
-        if buffer is None:
-            buffer = self.buffers.take(bucket)
-        for span, values in self._kept_ahead[number].items():
-            span.of(buffer).add_(values)
+        bucket, filling = self.buckets[number], self._open(number)
+        for slot, values in self._kept_ahead[number].items():
+            filling.take(slot, values)
+        filling.complete()
+        del self._filling[number]
         self._kept_ahead[number].clear()
-        self.buffers.scatter(buffer, bucket, self.kept[number])
+        self.buffers.scatter(filling.buffer, bucket, self._sums[number])
 
-    def zero(self) -> None:
-        for share in self.kept:
-            share.zero_()
-
-    def _buffer_ahead(self, number: int, span: Span) -> Tensor:
+    def _take_ahead(self, number: int, slot: int, gradient: Tensor) -> None:
         kept = self._kept_ahead[number]
-        if span not in kept:
-            kept[span] = torch.zeros(len(span), dtype=torch.float32, device=self.buffers.device)
-        return kept[span]
+        kept[slot] = added(kept.get(slot), gradient)
+
+    def drop(self) -> None:
+        self.buffers.drop()
+        super().drop()
+        self._filling.clear()
+        for kept in self._kept_ahead:
+            kept.clear()
 
     def _begin(self, last: bool, kind: Kind) -> None:
         self._next = 0
@@ -315,4 +349,4 @@ class ScatteredReduction(Reduction):
 
     def memory(self) -> list[Tensor]:
         ahead = [values for kept in self._kept_ahead for values in kept.values()]
-        return [*self.kept, *self.buffers.made, *ahead]
+        return [*super().memory(), *self.buffers.made, *ahead]

@@ -1,4 +1,4 @@
-"""What a rank holds from the first step to the last: weights, gradients, master weights and Adam's moments.
+"""What a rank holds: weights, master weights and Adam's moments from the first step to the last, gradients from backward to the update.
 
 ZeRO 0 to 2 keep parameters in flat buckets, packed here by the function that packs the real ones; ZeRO 3 keeps a rectangle
 of each parameter.
@@ -97,11 +97,34 @@ def _in_buckets(shape: Shape, pipeline_rank: int) -> Held:
     master, state = _FP32 * kept if separate else 0, moments(shape) * _FP32 * kept
     return Held(
         weights=shape.width * whole,
-        gradients=_FP32 * (_scattered(shape, by_stages) if parallel.zero_stage == 2 else whole),
+        gradients=_gradients(shape, pipeline_rank, by_stages),
         master=master,
         moments=state,
         host=master + state if parallel.optimizer_cpu_offload else 0,
     )
+
+
+def _gradients(
+    shape: Shape, pipeline_rank: int, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]
+) -> int:
+    """When all of a step have come, which is the most: fp32 buckets of what has copies, and the other parameters one by one, as
+    backward makes them where it makes one a step, else their sums in fp32."""
+    copied = {
+        stages: [(axis, size) for axis, size in found if shape.ranks(axis) > 1]
+        for stages, found in by_stages.items()
+    }
+    if shape.config.parallel.zero_stage == 2:
+        total = _FP32 * _scattered(shape, copied)
+    else:
+        total = _FP32 * sum(size for found in copied.values() for _, size in found)
+    once = shape.config.accumulation == 1
+    for stages, parameters in parameters_of(shape, shape.parts(pipeline_rank)).items():
+        for parameter in parameters:
+            if shape.ranks(parameter.copies) == 1:
+                # What two stages share, here or on two ranks, is summed.
+                summed = not once or len(stages) > 1 or (parameter.at_both_ends and shape.grid.pipeline > 1)
+                total += (_FP32 if summed else shape.width) * parameter.elements
+    return total
 
 
 def _scattered(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]) -> int:
@@ -112,7 +135,9 @@ def _scattered(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequence[tuple[
     kept = sum(size // shape.ranks(axis) for axis, size in single)
     largest = max((size for _, size in single), default=0)
     # While one bucket is reduced the next one fills; with one bucket there is no next one.
-    buffers = 2 if shape.config.parallel.overlap_grad_reduce and len(single) > 1 else 1
+    kinds = len({axis for axis, _ in single})
+    # Experts and dense layers of a stage fill buckets at the same time.
+    buffers = kinds + (shape.config.parallel.overlap_grad_reduce and len(single) > 1)
     return shared + kept + buffers * largest
 
 

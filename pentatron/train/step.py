@@ -15,6 +15,7 @@ from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
 from pentatron.train.router_loads import ExpertLoad
+from pentatron.train.told import Told
 
 
 @dataclass(frozen=True)
@@ -44,27 +45,52 @@ def train_step(
     number: how the step is cut into ranks and micro-batches then changes nothing. `step` counts from 0. Backward is that of
     `scale` times the loss; loss and norm are told without it. `weight_decay` is the configured one unless it is said.
     """
-    found = compute_gradients(model, optimizer, batches, step, scale)
-    # Before the update, for which a GPU would be waited for otherwise.
-    experts = model.routers.report(found.of_routers)
-    # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
-    updated = math.isfinite(found.loss) and math.isfinite(found.norm)
-    if updated:
+    under_way = _start(model, optimizer, batches, step, scale)
+    if optimizer.decides:
+        # A GPU has the numbers on its way to the host, and goes on meanwhile: it leaves the update out itself.
         with model.timers("optimizer", 1):
-            optimizer.step(learning_rate, found.norm, scale, weight_decay)
-        model.routers.settle(found.of_routers)
-    return StepResult(found.loss, found.norm, found.tokens, experts, updated, found.own_loss)
+            optimizer.start_step(learning_rate, under_way.totals[:2], scale, weight_decay)
+        found = under_way.known()
+        optimizer.settle_step(found.is_sound)
+    else:
+        found = under_way.known()
+        if found.is_sound:
+            with model.timers("optimizer", 1):
+                optimizer.step(learning_rate, found.norm, scale, weight_decay)
+    # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
+    if found.is_sound:
+        model.routers.settle(under_way.totals[2:])
+    experts = model.routers.report(found.of_routers)
+    return StepResult(found.loss, found.norm, found.tokens, experts, found.is_sound, found.own_loss)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a step has computed before its update; numbers of the whole step, but for `own_loss`."""
+    """What a step has computed before its update; numbers of the whole step, but for `own_loss`. `of_routers` is on the host."""
 
     loss: float
     norm: float
     tokens: int
     of_routers: Tensor
     own_loss: Tensor
+
+    @property
+    def is_sound(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class _UnderWay:
+    """What a step has computed, on the device: `totals` are the loss, the squared norm and the numbers of the routers."""
+
+    def __init__(self, totals: Tensor, tokens: Tensor, own_loss: Tensor, scale: float) -> None:
+        self.totals, self.own_loss, self.scale = totals, own_loss, scale
+        self._told = Told(torch.cat((tokens.double()[None], totals)))
+
+    def known(self) -> Computed:
+        """Waits for the numbers, and for nothing that was begun after them."""
+        told = self._told.wait()
+        tokens, loss, squared_norm = told[:3].tolist()
+        return Computed(loss, math.sqrt(squared_norm) / self.scale, int(tokens), told[3:], self.own_loss)
 
 
 def compute_gradients(
@@ -76,6 +102,17 @@ def compute_gradients(
     watch: Callable[[MicroBatches], StageProgram] | None = None,
 ) -> Computed:
     """All of a step but its update. `watch` puts something around the stages as they run."""
+    return _start(model, optimizer, batches, step, scale, watch).known()
+
+
+def _start(
+    model: ParallelModel,
+    optimizer: AnyOptimizer,
+    batches: Sequence[Batch],
+    step: int,
+    scale: float,
+    watch: Callable[[MicroBatches], StageProgram] | None = None,
+) -> _UnderWay:
     world = model.world
     batches = model.own_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
@@ -89,9 +126,7 @@ def compute_gradients(
             optimizer.finish_reduction()
     of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm()))
     totals = all_reduce_(torch.cat((of_step, model.routers.numbers())), world.everyone)
-    mean_loss, squared_norm = totals[:2].tolist()
-    norm = math.sqrt(squared_norm) / scale
-    return Computed(mean_loss, norm, int(valid.total()), totals[2:], loss)
+    return _UnderWay(totals, valid.total(), loss, scale)
 
 
 def _said_once(loss: Tensor, world: World) -> Tensor:

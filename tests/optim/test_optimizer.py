@@ -68,6 +68,9 @@ def assert_agree(found: dict[str, Any], model: nn.Module, norms: list[float], to
     for name, p in model.named_parameters():
         for kind, value in (("weights", p), ("gradients", p.grad)):
             mine = found[kind][name if kind == "weights" else f"gradients/{name}"]
+            if kind == "gradients":
+                # Torch has clipped them.
+                mine = mine * min(1.0, OPTIM.clip_grad / (norms[-1] + 1e-6))
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             assert torch.allclose(mine, whole, atol=tolerance, rtol=0), (kind, name)
 
@@ -122,8 +125,9 @@ def test_vectors_do_not_decay() -> None:
 def test_clip_of_zero_never_clips() -> None:
     clipped, free = changed(), changed(clip_grad=0.0)
     assert clipped["norms"][0] == free["norms"][0]
-    for name, gradient in free["gradients"].items():
-        assert gradient.norm() > 1.5 * clipped["gradients"][name].norm()
+    for name in network().state_dict():
+        moments = [found["state"][f"exp_avg/{name}"].norm() for found in (free, clipped)]
+        assert moments[0] > 1.5 * moments[1], name
 
 
 def test_clipping_scales_down_to_the_limit_and_never_up() -> None:
@@ -144,12 +148,12 @@ def test_padding_between_parameters_stays_zero(zero: int, dtype: torch.dtype) ->
     optimizer = Optimizer({0: model}, single_process(), OPTIM, parallel(zero), dtype)
     for step in range(3):
         one_step(model, optimizer, step, count=2)
-    for bucket, gradients in optimizer._kept:
+    for bucket in optimizer._buckets:
         padding = torch.ones(bucket.size, dtype=torch.bool)
         for slot in bucket.plan.slots:
             slot.span.of(padding).fill_(False)
         assert padding.any(), "the network must have some"
-        for flat in (bucket.weights, bucket.master, gradients):
+        for flat in (bucket.weights, bucket.master):
             assert flat[padding].abs().sum() == 0 and flat[~padding].abs().sum() > 0
 
 
@@ -304,6 +308,7 @@ def occupied(zero: int, dtype: torch.dtype) -> dict[str, int]:
     optimizer.finish_reduction()
     optimizer.step(1e-3, 1.0)
     assert all(p.grad is None for p in model.parameters())
+    assert not [t for r in optimizer._reductions.values() for t in r.memory()], "nothing outlives the step"
     return optimizer.bytes()
 
 
@@ -316,7 +321,10 @@ def test_memory_follows_the_formulas(ranks: int, zero: int, dtype: torch.dtype) 
     one_bucket = 2 * (WIDTH * WIDTH + WIDTH)
     expected = {
         "parameters": elements * dtype.itemsize,
-        "gradients": 4 * (elements if zero < 2 else elements / ranks + one_bucket),
+        # Without copies elsewhere they are kept as they come.
+        "gradients": elements * dtype.itemsize
+        if ranks == 1
+        else 4 * (elements if zero < 2 else elements / ranks + one_bucket),
         "master": 4 * per_rank if dtype == torch.bfloat16 else 0,
         "moments": 8 * per_rank,
     }

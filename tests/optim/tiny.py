@@ -118,7 +118,9 @@ def one_step(
     count: int = 1,
     rate: float = RATE,
     scale: float = 1.0,
+    gradients: dict[str, Tensor] | None = None,
 ) -> float:
+    """`gradients` takes those of the step, as they are before they are clipped."""
     replicas = optimizer.world.replicas
     optimizer.zero_gradients()
     for number, (x, y) in enumerate(micro_batches(step, count, replicas.rank, replicas.size), 1):
@@ -129,6 +131,8 @@ def one_step(
     optimizer.reduce(0)
     optimizer.finish_reduction()
     norm = global_norm(optimizer) / scale
+    if gradients is not None:
+        gradients |= collected(optimizer.gradients(owned_only=True), optimizer.world)
     optimizer.step(rate, norm, scale)
     return norm
 
@@ -142,10 +146,13 @@ def trajectory(
     optim: OptimConfig = OPTIM,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """What some steps computed: norms, weights, and the clipped gradients of the last one."""
+    """What some steps computed: norms, weights, and the gradients of the last one, before they were clipped."""
     model = network().to(world.device)
     optimizer = build_optimizer({0: model}, world, optim, config, dtype)
-    norms = [one_step(model, optimizer, step, count, RATE / (step + 1), scale) for step in range(steps)]
+    gradients: dict[str, Tensor] = {}
+    norms = [
+        one_step(model, optimizer, step, count, RATE / (step + 1), scale, gradients) for step in range(steps)
+    ]
     with torch.no_grad():
         output = model(data(99)[0].to(world.device, dtype)).float().cpu()
     optimizer.wait_for_weights()
@@ -153,7 +160,7 @@ def trajectory(
         "norms": norms,
         "output": output,
         "weights": {f.tensor: f.values.clone().cpu() for f in optimizer.model_weights()},
-        "gradients": collected(optimizer.gradients(owned_only=True), world),
+        "gradients": {name: gradient / scale for name, gradient in gradients.items()},
         "state": collected(optimizer.fragments(owned_only=True), world),
     }
 

@@ -13,7 +13,9 @@ from pentatron.nn.balance import RouterLoad
 from pentatron.nn.moe import SharedGate
 from pentatron.nn.router import Router
 from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.expert_axis import ExpertAxis
+from pentatron.parallel.gradients import Place
 from pentatron.parallel.pieces import Declared, DeclaringModule, Piece
 from pentatron.parallel.reduction import WholeReduction
 from pentatron.train.router_loads import RouterLoads
@@ -74,42 +76,42 @@ def expert_gradients_divided_by_the_wrong_number() -> None:
     def divided(self: WholeReduction) -> None:
         finish(self)
         most = max(bucket.copies.size for bucket in self.buckets)
-        for bucket, kept in zip(self.buckets, self.kept):
-            kept.mul_(bucket.copies.size / most)
+        for held in self.held:
+            if held.holder.values is not None:
+                held.holder.values.mul_(held.bucket.copies.size / most)
 
     WholeReduction.finish = divided  # type: ignore[method-assign]
 
 
 def expert_gradients_summed_with_dense_ones() -> None:
     """Over all data-parallel ranks, of which some hold other experts."""
-    start = WholeReduction._start
+    finish = WholeReduction.finish
 
-    def with_all(self: WholeReduction, number: int) -> None:
+    def with_all(self: WholeReduction) -> None:
+        finish(self)
         of_dense = max((bucket.copies for bucket in self.buckets), key=lambda group: group.size)
-        bucket = self.buckets[number]
-        bucket.plan = dataclasses.replace(bucket.plan, copies=of_dense)
-        start(self, number)
+        for held in self.held:
+            if held.bucket.copies.size < of_dense.size:
+                all_reduce_(held.holder.in_fp32(held.bucket.weights.device), of_dense)
 
-    WholeReduction._start = with_all  # type: ignore[method-assign]
+    WholeReduction.finish = with_all  # type: ignore[method-assign]
 
 
 def expert_norm_counted_on_the_first_tensor_rank() -> None:
     """As if tensor ranks held copies of each other's experts: the norm lacks some of them."""
-    runs = Optimizer._runs_counted_here
+    counted = Optimizer._places_counted_here
 
-    def fewer(self: Optimizer) -> list[Tensor]:
-        kept = self._kept
+    def fewer(self: Optimizer) -> list[Place]:
+        everything = self._held
         if self.world.tensor.rank > 0:
-            self._kept = [
-                (bucket, values)
-                for bucket, values in kept
-                if bucket.plan.slots[0].held.declared.copies != "expert_data"
+            self._held = [
+                held for held in everything if held.bucket.plan.slots[0].held.declared.copies != "expert_data"
             ]
-        found = runs(self)
-        self._kept = kept
+        found = counted(self)
+        self._held = everything
         return found
 
-    Optimizer._runs_counted_here = fewer  # type: ignore[method-assign]
+    Optimizer._places_counted_here = fewer  # type: ignore[method-assign]
 
 
 def shared_gate_gradient_not_summed() -> None:

@@ -139,7 +139,7 @@ def test_every_chosen_token_travels_there_and_back_and_so_does_its_gradient(
 def test_bytes_per_rank_are_those_of_the_formulas(ranks: int, words: str) -> None:
     bucket = 20_000
     experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128"
-    command = f"{LARGE} {experts} {words} --ddp-bucket-size {bucket} --global-batch-size 16"
+    command = f"{LARGE} {experts} {words} --ddp-bucket-size {bucket} --global-batch-size 8"
     config = resolved(command, ranks).config
     m, moe, grid = config.model, config.moe, config.grid
     assert m.ffn_hidden_size and moe.num_experts and moe.moe_ffn_hidden_size and m.padded_vocab_size
@@ -155,6 +155,7 @@ def test_bytes_per_rank_are_those_of_the_formulas(ranks: int, words: str) -> Non
         assert held["moments"] == pytest.approx(8 * shares, rel=0.01)
         if zero == 2:
             largest = max(bucket, m.padded_vocab_size * m.hidden_size, sparse / m.num_layers)
-            assert 4 * shares * 0.99 <= held["gradients"] <= 4 * shares * 1.01 + 4 * largest * 1.01
+            # A bucket of experts and one of dense layers fill at the same time.
+            assert 4 * shares * 0.99 <= held["gradients"] <= 4 * shares * 1.01 + 2 * 4 * largest * 1.01
         else:
             assert held["gradients"] == pytest.approx(4 * (dense + sparse), rel=0.01)

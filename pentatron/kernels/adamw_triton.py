@@ -1,0 +1,289 @@
+"""AdamW over many tensors in one pass over memory, for GPUs with Triton.
+
+Every element is read once and written once: its gradient, wherever that lies and in whatever precision, times a factor that is on the
+device; both moments; the fp32 value; and the value in the precision of the model. A table of addresses says what belongs together,
+so that a launch does all tensors whose gradients have one dtype. If the device finds that there is nothing to be done, nothing is written.
+
+Importing this needs Triton, so it is imported where a CUDA tensor is at hand. The reference is torch's fused AdamW.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Bytes: what one access of a thread reads at most.
+_VECTOR = 16
+_FIXED_COLUMNS = tl.constexpr(6)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is updated together: contiguous tensors on one device, `rounded` in the precision of the model or not at all."""
+
+    values: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    rounded: Tensor | None
+    decays: bool
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one update. `decay` is that of targets that decay; `update` counts from 1."""
+
+    learning_rate: float
+    decay: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    update: int
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The targets of one launch, by their numbers: what is the same in every step with gradients of these sizes."""
+
+    targets: Sequence[int]
+    gradient: torch.dtype | None
+    rounded: torch.dtype | None
+    fixed: Tensor
+    # For every program its row, and for every row its first program.
+    row_of: Tensor
+    first_of: Tensor
+
+
+class OnePass:
+    """An update of targets that stay where they are, from gradients that lie elsewhere in every step."""
+
+    def __init__(self, targets: Sequence[Target], block: int = 4096, warps: int = 8) -> None:
+        self.targets = targets
+        self.block = block
+        self.warps = warps
+        self._known: tuple[object, ...] = ()
+        self._launches: list[_Launch] = []
+
+    def __call__(self, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers) -> None:
+        """`control`, on the device in fp32: what gradients are multiplied by, and 0 if nothing is to be done. A gradient may have
+        fewer elements than its target; None stands for zeros."""
+        kinds = tuple(None if g is None else (g.dtype, g.numel()) for g in gradients)
+        if kinds != self._known:
+            self._known, self._launches = kinds, list(self._plan(gradients))
+        for launch in self._launches:
+            self._launch(launch, gradients, control, numbers)
+
+    def _plan(self, gradients: Sequence[Tensor | None]) -> "list[_Launch]":
+        groups: dict[tuple[torch.dtype | None, torch.dtype | None], list[int]] = {}
+        for number, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
+            key = (
+                None if gradient is None else gradient.dtype,
+                None if target.rounded is None else target.rounded.dtype,
+            )
+            groups.setdefault(key, []).append(number)
+        return [self._planned(*key, chosen, gradients) for key, chosen in groups.items()]
+
+    def _planned(
+        self,
+        gradient: torch.dtype | None,
+        rounded: torch.dtype | None,
+        chosen: Sequence[int],
+        gradients: Sequence[Tensor | None],
+    ) -> _Launch:
+        rows, programs = [], []
+        for number in chosen:
+            target, given = self.targets[number], gradients[number]
+            elements = target.values.numel() if given is None else given.numel()
+            tensors = (target.values, target.exp_avg, target.exp_avg_sq)
+            addresses = [t.data_ptr() for t in tensors]
+            addresses.append(0 if target.rounded is None else target.rounded.data_ptr())
+            assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
+            # The decay is a sign, so that a row has few columns.
+            rows.append([*addresses, elements, int(target.decays)])
+            programs.append(triton.cdiv(elements, self.block))
+        counts = torch.tensor(programs)
+        device = self.targets[chosen[0]].values.device
+        return _Launch(
+            chosen,
+            gradient,
+            rounded,
+            torch.tensor(rows).to(device),
+            torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts).to(device),
+            (counts.cumsum(0) - counts).to(device, torch.int32),
+        )
+
+    def _launch(
+        self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers
+    ) -> None:
+        given = [gradients[number] for number in launch.targets]
+        assert all(g is None or g.is_contiguous() for g in given), "gradients lie one after the other"
+        addresses = [0 if g is None else g.data_ptr() for g in given]
+        device = launch.fixed.device
+        table = torch.tensor(addresses)
+        if device.type == "cuda":
+            # From page-locked memory, so that nobody waits.
+            table = table.pin_memory().to(device, non_blocking=True)
+        correction1 = 1 - numbers.beta1**numbers.update
+        correction2 = 1 - numbers.beta2**numbers.update
+        _update[(len(launch.row_of),)](
+            launch.row_of,
+            launch.first_of,
+            launch.fixed,
+            table,
+            control,
+            numbers.learning_rate / correction1,
+            numbers.learning_rate * numbers.decay,
+            numbers.beta1,
+            1 - numbers.beta1,
+            numbers.beta2,
+            1 - numbers.beta2,
+            correction2**0.5,
+            numbers.epsilon,
+            GRADIENT=None if launch.gradient is None else _TYPES[launch.gradient],
+            ROUNDED=None if launch.rounded is None else _TYPES[launch.rounded],
+            BLOCK=self.block,
+            num_warps=self.warps,
+        )
+
+
+@triton.jit
+def _update(
+    row_of,
+    first_of,
+    fixed,
+    gradients,
+    control,
+    step_size,
+    decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    correction,
+    epsilon,
+    GRADIENT: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(control + 1) != 0:
+        program = tl.program_id(0)
+        row = tl.load(row_of + program)
+        begin = (program - tl.load(first_of + row)).to(tl.int64) * BLOCK
+        entry = fixed + row * _FIXED_COLUMNS
+        gradient = tl.load(gradients + row)
+        values, average, square, rounded = (
+            tl.load(entry),
+            tl.load(entry + 1),
+            tl.load(entry + 2),
+            tl.load(entry + 3),
+        )
+        elements = tl.load(entry + 4)
+        decay = decay * tl.load(entry + 5).to(tl.float32)
+        factor = tl.load(control)
+        aligned = ((gradient | values | average | square | rounded) & 15) == 0
+        if aligned & (begin + BLOCK <= elements):
+            _elements(
+                gradient,
+                values,
+                average,
+                square,
+                rounded,
+                begin,
+                elements,
+                factor,
+                step_size,
+                decay,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                correction,
+                epsilon,
+                GRADIENT,
+                ROUNDED,
+                BLOCK,
+                True,
+            )
+        else:
+            _elements(
+                gradient,
+                values,
+                average,
+                square,
+                rounded,
+                begin,
+                elements,
+                factor,
+                step_size,
+                decay,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                correction,
+                epsilon,
+                GRADIENT,
+                ROUNDED,
+                BLOCK,
+                False,
+            )
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if WHOLE:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _elements(
+    gradient,
+    values,
+    average,
+    square,
+    rounded,
+    begin,
+    elements,
+    factor,
+    step_size,
+    decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    correction,
+    epsilon,
+    GRADIENT: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """One block; a whole and aligned one is read and written in vectors."""
+    offsets = begin + tl.arange(0, BLOCK)
+    inside = offsets < elements
+    if WHOLE:
+        inside = None
+    value_at = _pointer(values, tl.float32, WHOLE) + offsets
+    average_at = _pointer(average, tl.float32, WHOLE) + offsets
+    square_at = _pointer(square, tl.float32, WHOLE) + offsets
+    value = tl.load(value_at, mask=inside)
+    first = tl.load(average_at, mask=inside)
+    second = tl.load(square_at, mask=inside)
+    first = beta1 * first
+    second = beta2 * second
+    if GRADIENT is not None:
+        found = tl.load(_pointer(gradient, GRADIENT, WHOLE) + offsets, mask=inside).to(tl.float32) * factor
+        first += rest1 * found
+        second += rest2 * found * found
+    value -= decay * value
+    value -= step_size * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), correction) + epsilon)
+    tl.store(average_at, first, mask=inside)
+    tl.store(square_at, second, mask=inside)
+    tl.store(value_at, value, mask=inside)
+    if ROUNDED is not None:
+        tl.store(_pointer(rounded, ROUNDED, WHOLE) + offsets, value.to(ROUNDED), mask=inside)

@@ -1,0 +1,107 @@
+"""The update in one pass, against torch's AdamW: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on a CPU."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from pentatron.optim.clip import clipping, clipping_on_device
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()),
+    reason="needs Triton, and a GPU or its interpreter",
+)
+DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+# More than a block, less than one, a whole one, and one that begins off the vectors.
+SIZES = (1000, 37, 256, 512)
+DECAYS = (True, True, False, False)
+RATE, DECAY, BETAS, EPSILON, FACTOR = 1e-2, 0.1, (0.9, 0.95), 1e-8, 0.3
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(n + 1, generator=generator).to(DEVICE, dtype) for n in SIZES]
+    return [t[1:] if number == 3 else t[:-1] for number, t in enumerate(whole)]
+
+
+def torchs(values: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], update: int) -> None:
+    for decays in (True, False):
+        chosen = [i for i, d in enumerate(DECAYS) if d is decays]
+        adamw(
+            [values[i] for i in chosen],
+            [gradients[i] for i in chosen],
+            *([each[i] for i in chosen] for each in moments),
+            [],
+            [torch.tensor(float(update - 1), device=DEVICE) for _ in chosen],
+            fused=True,
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=RATE,
+            weight_decay=DECAY if decays else 0.0,
+            eps=EPSILON,
+            maximize=False,
+        )
+
+
+@needs_triton
+@pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_three_updates_are_those_of_torch(dtype: torch.dtype, rounded: torch.dtype | None) -> None:
+    from pentatron.kernels.adamw_triton import Numbers, OnePass, Target
+
+    values, expected = tensors(0), tensors(0)
+    zeros = [[torch.zeros_like(v) for v in values] for _ in range(4)]
+    moments, remembered = zeros[:2], zeros[2:]
+    weights = [None if rounded is None else torch.zeros_like(v, dtype=rounded) for v in values]
+    targets = [Target(*each) for each in zip(values, *moments, weights, DECAYS)]
+    one_pass = OnePass(targets, block=256, warps=4)
+    control = torch.tensor([FACTOR, 1.0], device=DEVICE)
+    for update in (1, 2, 3):
+        gradients: list[Tensor | None] = [*tensors(update, dtype)]
+        if update == 2:
+            gradients[0] = None
+        one_pass(gradients, control, Numbers(RATE, DECAY, *BETAS, EPSILON, update))
+        exact = [torch.zeros_like(v) if g is None else g.float() * FACTOR for v, g in zip(values, gradients)]
+        torchs(expected, exact, remembered, update)
+    for found, wanted in zip(
+        [*values, *moments[0], *moments[1]], [*expected, *remembered[0], *remembered[1]]
+    ):
+        torch.testing.assert_close(found, wanted, rtol=3e-7, atol=1e-7)
+    for weight, value in zip(weights, values):
+        if weight is not None and (rounded == torch.float16 or not INTERPRETED):
+            assert torch.equal(weight, value.to(rounded))
+        elif weight is not None:
+            # The interpreter cuts where a GPU rounds.
+            assert (weight.float() - value).abs().le(value.abs() / 128).all()
+
+
+@needs_triton
+def test_nothing_is_written_if_the_device_says_so() -> None:
+    from pentatron.kernels.adamw_triton import Numbers, OnePass, Target
+
+    values = tensors(0)
+    moments = [[torch.ones_like(v) for v in values] for _ in range(2)]
+    weights = [torch.ones_like(v, dtype=torch.bfloat16) for v in values]
+    one_pass = OnePass([Target(*each) for each in zip(values, *moments, weights, DECAYS)], 256, 4)
+    numbers = Numbers(RATE, DECAY, *BETAS, EPSILON, 1)
+    bad = [torch.full_like(v, float("nan")) for v in values]
+    one_pass(bad, torch.tensor([float("nan"), 0.0], device=DEVICE), numbers)
+    for before, now in zip(tensors(0), values):
+        assert torch.equal(before, now)
+    for written in (*moments[0], *moments[1], *weights):
+        assert written.eq(1).all()
+    one_pass(bad, torch.tensor([1.0, 1.0], device=DEVICE), numbers)
+    assert all(v.isnan().all() for v in values), "the control"
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0, 3.0])
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_clipping_on_the_device_is_clipping(limit: float, scale: float) -> None:
+    for squared in (0.0, 7.0, 1e9):
+        found = clipping_on_device(torch.tensor(squared, dtype=torch.float64), limit, scale)
+        assert float(found) == pytest.approx(clipping(squared**0.5 / scale, limit, scale), rel=1e-14)
