@@ -3,22 +3,31 @@
 Weights, gradients and optimizer state are the memory behind the tensors a rank holds; activations the most memory behind what
 autograd saves between forward and backward. Prints the table and ends with code 1 if a number is off by more than 5 %.
 
+On a GPU it is the allocator that is asked, in steps of real shapes on one GPU: what a step needs at most against what the model needs by
+formula (weights, optimizer state, gradients, saved activations, logits), and what one layer keeps.
+
     python scripts/plan_check.py [--only "PP 2"]
+    python scripts/plan_check.py --device cuda [--only Qwen3]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.plan import on_gpu  # noqa: E402
 from tests.plan.cases import CASES, Row, compared  # noqa: E402
 
 ALLOWED = 0.05
 COLUMNS = ("weights", "gradients", "optimizer", "host", "activations")
+GIB = 2**30
 
 
 def cell(row: Row) -> str:
@@ -27,10 +36,8 @@ def cell(row: Row) -> str:
     return f"{row.planned / 2**20:>8.2f} {row.gap:>+8.2%} "
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="", help="layouts whose name contains this")
-    wanted = [case for case in CASES if parser.parse_args().only in case.name]
+def on_a_cpu(only: str) -> int:
+    wanted = [case for case in CASES if only in case.name]
     width = max(len(case.name) for case in wanted)
     print("planned MiB on a rank, and how far that is from what was measured\n")
     print(f"{'layout':<{width}}  stage" + "".join(f"{name:>18}" for name in COLUMNS))
@@ -48,6 +55,59 @@ def main() -> int:
         f"\n{len(wanted)} layouts {verdict}: the largest difference is {worst:.2%}, {ALLOWED:.0%} are allowed"
     )
     return int(worst > ALLOWED)
+
+
+def on_a_gpu(only: str) -> int:
+    """Each case in a process of its own, as nothing of another may be left in its memory."""
+    wanted = {name: words for name, words in on_gpu.CASES.items() if only in name}
+    width = max(map(len, wanted))
+    heads = ("weights", "optimizer", "gradients", "activations", "logits", "working")
+    print("GiB by formula; then planned against measured\n")
+    print(
+        f"{'':<{width}} " + "".join(f"{head:>12}" for head in heads) + "   peak         held       layer MiB"
+    )
+    worst = 0.0
+    for name, words in wanted.items():
+        done = subprocess.run(
+            [sys.executable, __file__, "--words", words], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            print(f"{name:<{width}}  failed: {(done.stderr.strip() or 'no word').splitlines()[-1]}")
+            worst = 1.0
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        whole, layer = on_gpu.planned(on_gpu.configured(words))
+        held = whole.held
+        parts = (held.weights, held.optimizer, held.gradients, whole.activations, whole.logits, whole.working)
+        gap = whole.total / found["peak"] - 1
+        worst = max(worst, abs(gap))
+        kept = held.weights + held.optimizer
+        print(
+            f"{name:<{width}} "
+            + "".join(f"{part / GIB:>12.2f}" for part in parts)
+            + f"   {whole.total / GIB:.2f} / {found['peak'] / GIB:.2f} ({gap:+.1%})"
+            + f"   {kept / GIB:.2f} / {found['between'] / GIB:.2f}"
+            + f"   {layer / 2**20:.0f} / {found['layer'] / 2**20:.0f} ({layer / found['layer'] - 1:+.1%})",
+            flush=True,
+        )
+    print(
+        f"\nthe largest difference of a peak is {worst:.2%}, {ALLOWED:.0%} are allowed: {'agree' if worst <= ALLOWED else 'DISAGREE'}"
+    )
+    return int(worst > ALLOWED)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="layouts whose name contains this")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--words", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.words is not None:
+        print(json.dumps(asdict(on_gpu.measured(on_gpu.configured(options.words)))))
+        return 0
+    return on_a_gpu(options.only) if options.device == "cuda" else on_a_cpu(options.only)
 
 
 if __name__ == "__main__":

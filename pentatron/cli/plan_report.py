@@ -22,7 +22,7 @@ _PARTS = {
     "gradients": "in fp32",
     "optimizer": "",
     "activations": "kept for backward",
-    "logits": "of the last layer, in fp32",
+    "logits": "of the last layer, or what became of them",
     "buffers": "messages and collectives",
     "working": "for a moment in backward: what runs again, gradients of the loss or of one matrix",
 }

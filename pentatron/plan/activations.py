@@ -1,7 +1,8 @@
 """What a micro-batch leaves on a rank between its forward and its backward, in bytes, part by part.
 
 The formulas follow what the layers of `pentatron.nn` save for autograd, with an attention kernel that keeps no scores (flash);
-`make plan-check` holds them against the memory of a real step. Below, T are the tokens a rank's attention sees, S those of
+`make plan-check` holds them against the memory of a real step. Compiled layers keep less: a compiler computes again what is cheap, so that
+norms leave their input and a number for each row, and a gate's activation is made anew. Below, T are the tokens a rank's attention sees, S those of
 which it has the stream (T / tensor ranks with sequence parallelism), e the bytes of a number.
 """
 
@@ -76,18 +77,30 @@ def deferred(shape: Shape, part: StagePart) -> int:
 
 
 def logits(shape: Shape) -> int:
-    """Log-probabilities in fp32, of the words without padding where one rank has all of them."""
+    """Fused: logits in the model's precision, of as many tokens as a chunk has. Otherwise log-probabilities in fp32, of the words
+    without padding where one rank has all of them."""
     model = shape.config.model
     assert model.vocab_size
+    if shape.fused_loss:
+        return shape.width * chunk(shape) * shape.words
     words = shape.words if shape.grid.tensor > 1 else model.vocab_size
     return _FP32 * shape.tokens * words
 
 
+def chunk(shape: Shape) -> int:
+    """Tokens of which a fused loss has the logits at a time; products that are deferred take all at once."""
+    if shape.config.defers_weight_gradients:
+        return shape.tokens
+    return min(shape.tokens, shape.config.kernels.cross_entropy_chunk)
+
+
 def loss_in_backward(shape: Shape) -> int:
     """Beside the log-probabilities, while the loss is differentiated: their gradient and that of the logits, in fp32; where ranks
-    share the words, also the latter in the model's precision."""
+    share the words, also the latter in the model's precision. A fused loss writes the gradient over the logits."""
     model = shape.config.model
     assert model.vocab_size
+    if shape.fused_loss:
+        return 0
     if shape.grid.tensor == 1:
         return 2 * _FP32 * shape.tokens * model.vocab_size
     cast = shape.width if shape.width != _FP32 else 0
@@ -109,8 +122,8 @@ def _modules(shape: Shape) -> frozenset[str]:
 
 
 def _norm_keeps_input(shape: Shape) -> bool:
-    """An RMSNorm in fewer bits than fp32 keeps a copy of its input in fp32 instead."""
-    rms = shape.config.model.normalization == "RMSNorm"
+    """An RMSNorm in fewer bits than fp32 keeps a copy of its input in fp32 instead, unless it is compiled."""
+    rms = shape.config.model.normalization == "RMSNorm" and not shape.compiled
     return not rms or shape.width == _FP32 or "layernorm" in _modules(shape)
 
 
@@ -125,6 +138,8 @@ def _norm(shape: Shape, again: bool) -> int:
 def _norm_row(shape: Shape, width: int) -> int:
     if shape.config.model.normalization == "LayerNorm":
         return shape.width * width + 2 * _FP32
+    if shape.compiled:
+        return shape.width * width + _FP32
     return (_FP32 + shape.width) * width + _FP32
 
 
@@ -135,7 +150,8 @@ def _attention(shape: Shape, again: bool) -> int:
     projected = s.queries + 2 * s.keys
     given, found = e * tokens * s.hidden, e * tokens * s.queries
     if again:
-        return given + e * tokens * projected + found
+        # A compiler makes what the heads found anew as well.
+        return given + e * tokens * projected + (0 if s.compiled else found)
     rotated = model.position_embedding_type == "rope"
     # Queries of several groups cannot stay a view of the projection.
     copied = s.heads > s.groups > 1
@@ -159,8 +175,9 @@ def _attention(shape: Shape, again: bool) -> int:
 def _norms_of_heads(shape: Shape, copied: bool) -> int:
     s, tokens = shape, shape.tokens
     rows = tokens * (s.heads + s.groups)
-    if s.config.model.normalization == "LayerNorm":
-        return (s.width * tokens * s.queries if copied else 0) + 2 * _FP32 * rows
+    layer_norm = s.config.model.normalization == "LayerNorm"
+    if layer_norm or s.compiled:
+        return (s.width * tokens * s.queries if copied else 0) + (1 + layer_norm) * _FP32 * rows
     widened = _FP32 * tokens * (s.queries + s.keys)
     if s.width == _FP32:
         # What is in fp32 already is kept as it is: a view of the projection, unless it had to be copied.
@@ -184,9 +201,12 @@ def _mlp(shape: Shape, again: bool) -> int:
     return shape.width * shape.tokens * (shape.hidden + between(shape) * shape.inner)
 
 
-def between(shape: Shape) -> int:
-    """Of the inner width: both halves, the activated one and the product; or what goes into GELU and what comes out."""
-    return 4 if shape.config.model.gated_linear_unit else 2
+def between(shape: Shape, sparse: bool = False) -> int:
+    """Of the inner width: both halves, the activated one (unless it is made anew) and the product; or what goes into GELU and what
+    comes out."""
+    if not shape.config.model.gated_linear_unit:
+        return 2
+    return 3 if shape.compiled and not sparse else 4
 
 
 def _experts(shape: Shape, modules: frozenset[str]) -> int:
@@ -196,7 +216,7 @@ def _experts(shape: Shape, modules: frozenset[str]) -> int:
     if "moe" in modules:
         return stream
     total = _router(s)
-    inner = s.halves if "moe_act" in modules else between(s)
+    inner = s.halves if "moe_act" in modules else between(s, sparse=True)
     total += e * s.rows * (s.hidden + inner * s.expert_inner) + _INDEX * s.rows
     pairs = s.in_stream * moe.moe_router_topk
     if moe.moe_token_dispatcher_type == "allgather":
@@ -228,7 +248,7 @@ def _shared_expert(shape: Shape, again: bool) -> int:
         return 0 if same else stream
     given = e * s.tokens * s.hidden if s.sequence_parallel else (0 if same else stream)
     gated = stream if s.config.moe.moe_shared_expert_gate else 0
-    return given + gated + e * s.tokens * between(s) * s.shared_inner
+    return given + gated + e * s.tokens * between(s, sparse=True) * s.shared_inner
 
 
 def _around(shape: Shape, part: StagePart) -> int:
@@ -244,5 +264,5 @@ def _around(shape: Shape, part: StagePart) -> int:
         total += _INDEX * s.tokens if model.position_embedding_type == "learned_absolute" else 0
     if part.head:
         total += s.in_stream * _norm_row(s, s.hidden) + s.width * s.tokens * s.hidden
-        total += s.tokens * (_INDEX + split + _FP32)
+        total += s.tokens * (_INDEX + _FP32 + (split and not s.fused_loss))
     return total

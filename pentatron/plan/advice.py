@@ -140,7 +140,8 @@ def _alone(search: Search, shape: Shape) -> Shape:
             memory=memory,
             parallel=dataclasses.replace(config.parallel, optimizer_cpu_offload=offload),
             train=dataclasses.replace(config.train, micro_batch_size=kept.get("micro_batch_size", 1)),
-        )
+        ),
+        on_gpu=one.on_gpu,
     )
 
 

@@ -1,6 +1,6 @@
 """Figures of devices that estimates are made with: what their makers print, without sparsity."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pentatron.config.errors import UserError
 from pentatron.monitor.peaks import Peak, peak_of
@@ -21,6 +21,7 @@ class Device:
     link: float
     network: float
     has_bf16: bool = True
+    is_gpu: bool = True
 
     def peak(self, bytes_of_a_number: int) -> float:
         return self.half if bytes_of_a_number == 2 else self.single
@@ -53,7 +54,7 @@ DEVICES = {
     "v100": _gpu("V100 32 GB", 31.7, 150, 12.5, has_bf16=False),
     "rtx4090": _gpu("RTX 4090", 23.6, 32, 12.5),
     "rtx3090": _gpu("RTX 3090", 23.6, 32, 12.5),
-    "cpu": _device("CPU process", 8, Peak(0.05, 0.1), 5, 1),
+    "cpu": replace(_device("CPU process", 8, Peak(0.05, 0.1), 5, 1), is_gpu=False),
 }
 
 

@@ -20,7 +20,7 @@ def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
         if ranks % size:
             continue
         parallel = dataclasses.replace(shape.config.parallel, expert_model_parallel_size=size)
-        other = Shape(dataclasses.replace(shape.config, parallel=parallel))
+        other = Shape(dataclasses.replace(shape.config, parallel=parallel), on_gpu=shape.on_gpu)
         found.append((size, largest_of(other).total, _experts_weights(other)))
     return found
 

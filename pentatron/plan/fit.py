@@ -29,7 +29,7 @@ class Verdict:
 
 def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
     """What to tell the user of a pipeline rank's memory; None if it fits. What cannot be on one rank cannot be on any."""
-    memory = memory_of(config)
+    memory = memory_of(config, room.kind == "GPU")
     planned = max(memory.ranks, key=lambda rank: _held(rank, room))
     impossible = _held(planned, room) > room.total
     if not impossible:
@@ -83,15 +83,16 @@ def in_parts(planned: RankMemory) -> str:
     return ", ".join(f"{name} {in_words(count)}" for name, count in parts.items() if count)
 
 
-def planned_line(config: RunConfig) -> str:
+def planned_line(config: RunConfig, on_gpu: bool) -> str:
     """For the log, beside what is measured: what each pipeline rank was to need."""
-    totals = [f"{rank.total / 2**20:.1f}" for rank in memory_of(config).ranks]
-    return f"planned memory by pipeline rank (MB): {', '.join(totals)} ({in_parts(memory_of(config).largest)} at most)"
+    memory = memory_of(config, on_gpu)
+    totals = [f"{rank.total / 2**20:.1f}" for rank in memory.ranks]
+    return f"planned memory by pipeline rank (MB): {', '.join(totals)} ({in_parts(memory.largest)} at most)"
 
 
 def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str) -> str:
     """One sentence for a rank that ran out of memory: what was planned for it, and what to change."""
-    planned = memory_of(config).ranks[config.grid.coordinates(rank).pipeline]
+    planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
     return (
         f"out of {kind} memory ({reason}); this rank was to need about {in_words(planned.total)}: {in_parts(planned)}. "
         f"{remedies(config, planned).capitalize()}; `pentatron plan` shows what fits"

@@ -185,7 +185,7 @@ def total_parameters(shape: Shape) -> tuple[int, int]:
 
 def whole(shape: Shape) -> Shape:
     """The same model on one process."""
-    return Shape(_on_one_process(shape.config))
+    return Shape(_on_one_process(shape.config), on_gpu=shape.on_gpu)
 
 
 def _on_one_process(config: RunConfig) -> RunConfig:

@@ -51,8 +51,8 @@ class Memory:
         return max(rank.held.host for rank in self.ranks)
 
 
-def memory_of(config: RunConfig) -> Memory:
-    return memory_of_shape(Shape(config))
+def memory_of(config: RunConfig, on_gpu: bool = False) -> Memory:
+    return memory_of_shape(Shape(config, on_gpu=on_gpu))
 
 
 def largest_of(shape: Shape) -> RankMemory:
@@ -86,12 +86,20 @@ def _in_backward(shape: Shape, part: StagePart) -> int:
     moments = [activations.rerun(shape, part) + shape.width * max(inside, default=0) + waiting]
     kept = activations.kept(shape, part)
     if part.head:
-        of_logits = shape.width * shape.tokens * shape.words
-        moments += [activations.loss_in_backward(shape), of_logits + table - kept.logits]
+        moments += [activations.loss_in_backward(shape), _of_head(shape, table) - kept.logits]
     if part.embedding:
         # The two are added up into a third.
         moments.append(table + 2 * waiting - kept.total)
     return max(moments)
+
+
+def _of_head(shape: Shape, table: int) -> int:
+    """While its matrix is differentiated: the gradient of the logits and that of the matrix, of which several chunks make a second.
+    A fused loss has the gradient of its input by then."""
+    if not shape.fused_loss:
+        return shape.width * shape.tokens * shape.words + table
+    chunks = 2 if activations.chunk(shape) < shape.tokens else 1
+    return activations.logits(shape) + chunks * table + shape.width * shape.tokens * shape.hidden
 
 
 def _messages(shape: Shape) -> int:

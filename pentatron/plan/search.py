@@ -152,7 +152,7 @@ class Search:
             draft.values["micro_batch_size"] = Assigned(1, f"file {_CHOSEN}")
         config = resolve(draft, self.facts, built_only=False).config
         given = {name: draft[name] for name in LAYOUT if draft.given(name)}
-        return self._layout(Shape(config), given)
+        return self._layout(Shape(config, on_gpu=self.device.is_gpu), given)
 
     def layouts(self) -> list[Layout]:
         """The best of every division of the devices: those that fit, the fastest first, then the others, the smallest first."""
@@ -205,7 +205,7 @@ class Search:
             )
             if base is None:
                 continue
-            shape, chosen = Shape(base[0]), base[1]
+            shape, chosen = Shape(base[0], on_gpu=self.device.is_gpu), base[1]
             for micro in self._micro_batches(shape.config):
                 found = self._first_that_fits(shape, chosen, micro)
                 yield found

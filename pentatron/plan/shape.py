@@ -35,6 +35,10 @@ _OF_A_DIVISION = (
 )
 
 
+def _chosen(setting: str, by_default: bool) -> bool:
+    return setting == "on" or (setting == "auto" and by_default)
+
+
 @dataclass(frozen=True)
 class Shape:
     """A configuration in short names. Widths are those of one rank."""
@@ -42,10 +46,12 @@ class Shape:
     config: RunConfig
     # What `pentatron.plan.held` found of each pipeline rank, so that it is packed once.
     buckets: dict[int, dict[tuple[int, ...], list[tuple[Axis, int]]]] = field(default_factory=dict)
+    # Some settings mean one thing on a GPU and another on a CPU.
+    on_gpu: bool = False
 
     def alike(self, config: RunConfig) -> "Shape":
         """Of a configuration that divides the same model in the same way; what follows from that is not worked out again."""
-        made = Shape(config, self.buckets)
+        made = Shape(config, self.buckets, self.on_gpu)
         made.__dict__.update({name: self.__dict__[name] for name in _OF_A_DIVISION if name in self.__dict__})
         return made
 
@@ -88,6 +94,16 @@ class Shape:
         """Bytes of a number of the model: of its weights and of most activations."""
         precision = self.config.precision
         return 2 if precision.bf16 or precision.fp16 else 4
+
+    @cached_property
+    def fused_loss(self) -> bool:
+        return _chosen(self.config.kernels.fused_cross_entropy, self.on_gpu)
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Layers, as far as they talk to nobody. What a compiler keeps of them differs from what the operations as written keep."""
+        wanted = getattr(self.config.kernels, "compile", "off")
+        return _chosen(wanted, self.on_gpu and not self.config.precision.deterministic_mode)
 
     @property
     def hidden(self) -> int:

@@ -31,7 +31,7 @@ def introduce(config: RunConfig, world: World, model: ParallelModel, output: Out
     for line in left_in_bf16(config, model.stages.values()):
         output.say(f"note: {line}")
     output.note(footprint_line(config))
-    output.note(planned_line(config))
+    output.note(planned_line(config, world.device.type == "cuda"))
     for note in model.compilation.notes:
         output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")

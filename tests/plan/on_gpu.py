@@ -1,0 +1,88 @@
+"""A plan against steps on a GPU: what the allocator has at most, and at the moments that the formulas speak of."""
+
+import itertools
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pentatron.config.draft import Facts
+from pentatron.config.entry import PRETRAIN_GPT
+from pentatron.config.resolve import gather, resolve
+from pentatron.config.run import RunConfig
+from pentatron.optim.build import build_optimizer
+from pentatron.parallel.world import single_process
+from pentatron.plan import activations
+from pentatron.plan.memory import RankMemory, memory_of
+from pentatron.plan.shape import Shape
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches
+
+# The shapes of docs/performance.md; four sequences of 4096 tokens a step unless the words say otherwise.
+QWEN3, QWEN2 = "--preset qwen3-8b --num-layers 8", "--preset qwen2.5-1.5b"
+_STEP = "--bf16 --seq-length 4096 --micro-batch-size 4 --global-batch-size 4 --train-iters 4 --lr 1e-5 --mock-data"
+CASES = {
+    "Qwen3-8B, 8 layers": QWEN3,
+    "Qwen2.5-1.5B": QWEN2,
+    "Qwen3-8B, 8 layers, plain layers": f"{QWEN3} --compile off",
+    "Qwen2.5-1.5B, two micro-batches a step": f"{QWEN2} --micro-batch-size 2",
+    "Qwen3-8B, 8 layers, full recompute": f"{QWEN3} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "Qwen3-8B, 8 layers, fp32 loss of all logits": f"{QWEN3} --micro-batch-size 2 --global-batch-size 2 --no-cross-entropy-loss-fusion",
+}
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes: between steps; of a layer between its forward and its backward; at most."""
+
+    between: int
+    layer: float
+    peak: int
+
+
+def configured(words: str) -> RunConfig:
+    return resolve(gather(f"{_STEP} {words}".split(), PRETRAIN_GPT), Facts(1, 1, 1)).config
+
+
+def planned(config: RunConfig) -> tuple[RankMemory, int]:
+    """What the whole needs, and one layer keeps."""
+    shape = Shape(config, on_gpu=True)
+    if config.memory.recompute_granularity == "full":
+        layer = shape.width * shape.in_stream * shape.hidden
+    else:
+        layer = activations.layer(shape, sparse=0 in shape.sparse_layers)
+    return memory_of(config, on_gpu=True).largest, layer
+
+
+def measured(config: RunConfig) -> Measured:
+    """Steps after the first: that one has kernels compiled and chosen, for which others are tried."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    before = torch.cuda.memory_allocated()
+    world = single_process(device)
+    model = build_parallel_model(config, world)
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    marks: list[int] = []
+
+    def mark(module: Any, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            marks.append(torch.cuda.memory_allocated())
+
+    for layer in model.stages[0].layers.children():
+        layer.register_forward_hook(mark)
+    batches = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
+    for step in range(_STEPS):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        marks.clear()
+        train_step(model, optimizer, batches, 1e-5, step)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    layers = config.model.num_layers
+    # Of the last micro-batch: gradients may be there from the first on. Layers that run again come after these.
+    of_forward = marks[:layers]
+    grown = [after - at for at, after in itertools.pairwise(of_forward)]
+    return Measured(torch.cuda.memory_allocated() - before, statistics.median(grown), peak)
