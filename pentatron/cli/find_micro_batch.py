@@ -141,7 +141,7 @@ class _Hunt:
         _, prepared, reason = prepared_layout(self.sweep, self.candidate(size))
         if prepared is None:
             return Trial(size, False, reason=reason)
-        needed = memory_of(prepared.resolved.config).largest.total
+        needed = memory_of(prepared.resolved.config, self.sweep.on_gpu).largest.total
         fits = needed <= _USABLE * room
         return Trial(size, fits, needed, reason="" if fits else f"{in_words(needed)} are foreseen")
 

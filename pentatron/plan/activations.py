@@ -202,9 +202,11 @@ def _mlp(shape: Shape, again: bool) -> int:
 
 
 def between(shape: Shape, sparse: bool = False) -> int:
-    """Of the inner width: both halves, the activated one (unless it is made anew) and the product; or what goes into GELU and what
-    comes out."""
+    """Of the inner width: both halves, and unless they are made anew the activated one and the product; or what goes into GELU and
+    what comes out."""
     if not shape.config.model.gated_linear_unit:
+        return 2
+    if shape.fused_gate and not sparse:
         return 2
     return 3 if shape.compiled and not sparse else 4
 

@@ -102,8 +102,17 @@ class Shape:
     @cached_property
     def compiled(self) -> bool:
         """Layers, as far as they talk to nobody. What a compiler keeps of them differs from what the operations as written keep."""
-        wanted = getattr(self.config.kernels, "compile", "off")
-        return _chosen(wanted, self.on_gpu and not self.config.precision.deterministic_mode)
+        return _chosen(
+            self.config.kernels.compile, self.on_gpu and not self.config.precision.deterministic_mode
+        )
+
+    @cached_property
+    def fused_gate(self) -> bool:
+        """The gate of an MLP is a part of its second matrix, as long as that one is on one rank and does nothing else."""
+        model = self.config.model
+        plain = self.grid.tensor == 1 and not model.add_bias_linear and not model.add_mlp_bias
+        plain = plain and not self.config.defers_weight_gradients
+        return self.on_gpu and self.config.kernels.bias_swiglu_fusion and model.gated_linear_unit and plain
 
     @property
     def hidden(self) -> int:

@@ -23,6 +23,7 @@ _SWITCHES = {
     "fused_update": "--no-fused-update",
     "fused_cross_entropy": "--no-cross-entropy-loss-fusion",
     "moe_grouped_gemm": "--no-moe-grouped-gemm",
+    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
 }
 # The layers as they are written, one operation after the other: the reference of all that is faster.
 EAGER = " ".join(flag for setting, flag in _SWITCHES.items() if setting in table())
