@@ -25,7 +25,10 @@ MOST_LAYERS = 9
 LONGEST = 32
 # What the run on one process does without: how work is spread, and what is kept in memory.
 _SPREAD_SECTIONS = ("parallel", "memory")
-_SPREAD_SETTINGS = ("micro_batch_size", "loss_scale", "moe_token_dispatcher_type", "moe_grouped_gemm")
+_SPREAD_SETTINGS = (
+    *("micro_batch_size", "loss_scale", "moe_token_dispatcher_type", "moe_grouped_gemm"),
+    *("fused_cross_entropy", "cross_entropy_chunk"),
+)
 # Two and four ranks find most mistakes and are quick.
 _RANKS = {1: 2, 2: 12, 3: 1, 4: 12, 5: 0.5, 6: 1, 7: 0.5, 8: 3}
 
@@ -131,6 +134,7 @@ def draw(seed: int, number: int) -> Case:
         f"--seed {dice.number(0, 10**6)}",
         *(dice.some(_DOCUMENTS, 3) if dice.often(0.25) else ()),
         *_updates(dice),
+        *_loss(dice),
     ]
     return Case(ranks, tuple(traits))
 
@@ -310,6 +314,12 @@ def _recompute(dice: Dice, experts: bool, smallest_stage: int) -> Iterable[str]:
         of_experts = ("moe", "moe_act", "shared_experts")
         modules = [m for m in available("recompute_modules") if experts or m not in of_experts]
         yield f"--recompute-modules {' '.join(dice.some(modules, 3))}"
+
+
+def _loss(dice: Dice) -> Iterable[str]:
+    if dice.often(0.4):
+        yield "--cross-entropy-loss-fusion"
+        yield f"--cross-entropy-chunk {dice.number(1, 40)}"
 
 
 def _batch(dice: Dice, axes: Axes, kind: str) -> Iterable[str]:
