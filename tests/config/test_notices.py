@@ -441,6 +441,7 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ),
     ("loss_scale", f"{LEAST} --fp16 --loss-scale 0.0", f"{LEAST} --loss-scale 4.0", ONE, ONE),
     ("sgd_momentum", f"{LEAST} --sgd-momentum 0.8", f"{LEAST} --sgd-momentum 0.8 --optimizer sgd", ONE, ONE),
+    ("fused_update", f"{LEAST} --no-fused-update --device cpu", f"{LEAST} --no-fused-update", ONE, ONE),
     *(
         (name, f"{LEAST} --optimizer sgd {words}", f"{LEAST} {words}", ONE, ONE)
         for name, words in (
