@@ -29,8 +29,8 @@ GROUPS = (
 _BY_NAME = (
     ("communication", r"nccl"),
     ("attention", r"flash|fmha|sdpa|cudnn::fusion|cudnn.*(?:bprop|fprop)|_attn_|attention"),
-    ("loss", r"cross_entropy|softmax|logsumexp|nll_loss|^_row_sums|^_write_gradient"),
-    ("optimizer", r"adam|lamb"),
+    ("loss", r"cross_entropy|softmax|logsumexp|nll_loss"),
+    ("optimizer", r"adam|lamb|^_update$"),
     ("gradient norm and clip", r"l2norm|lpnorm|foreach_norm|squared_norm|sum_of_squares"),
     ("fp8 rounding", r"^_write_rounded|amax|float8|fp8|e4m3.*(?:cast|quant)"),
     ("matmul", r"gemm|nvjet|cutlass|cublas|matmul|_scaled_mm|wgmma|xmma|splitkreduce"),

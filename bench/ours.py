@@ -105,7 +105,8 @@ def build(case: Case, flags: str, run_dir: Path, cleanup: contextlib.ExitStack) 
     session.build()
     session.prepare()
     trainer, batch = session.trainer, random_batch(session)
-    mark(session.optimizer, "step", OPTIMIZER)
+    for name in ("step", "start_step"):
+        mark(session.optimizer, name, OPTIMIZER)
     mark(session.optimizer, "squared_norm", GRADIENT_NORM)
 
     def step() -> Any:
