@@ -27,7 +27,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
-from pentatron.parallel.meeting import waiting_aloud
+from pentatron.parallel.meeting import waiting_aloud, what_is_waited_for
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.train.heartbeat import beating
 from pentatron.train.interrupt import watched_here
@@ -106,12 +106,11 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         if uses_nccl(device, worker.local_size):
             require_interface(os.environ)
         find_the_others(worker, timeout * 60)
-    # The first rank speaks for all that wait.
-    others = worker.world_size - 1 if worker.rank == 0 else 0
+    told = what_is_waited_for(worker.rank, worker.world_size, launching_agent() is not None)
     where = Whereabouts()
     with (
         _watched(where, config, worker),
-        waiting_aloud(others, lambda text: complain(f"rank 0: {text}")) as all_came,
+        waiting_aloud(told, lambda text: complain(f"rank {worker.rank}: {text}")) as all_came,
         open_world(config.grid, *place, device, timeout, config.shared(), where) as world,
     ):
         all_came()

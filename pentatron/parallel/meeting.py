@@ -74,17 +74,33 @@ def reach(point: MeetingPoint, rank: int, patience: float, tell: Callable[[str],
 
 
 @contextmanager
-def waiting_aloud(others: int, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def waiting_aloud(text: str | None, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Says after a while that others have not come; what it yields is called when they have."""
-    text = f"still waiting for the {others} other process{'es' if others > 1 else ''} of this run; are all of them started?"
     reminder = threading.Timer(SILENCE, tell, [text])
     reminder.daemon = True
-    if others:
+    if text is not None:
         reminder.start()
     try:
         yield reminder.cancel
     finally:
         reminder.cancel()
+
+
+def what_is_waited_for(rank: int, ranks: int, has_launcher: bool) -> str | None:
+    """What to say of a meeting that takes long; None: others speak for this rank.
+
+    The first rank speaks for all that wait. Where it is gone because its port was taken, the others are connected to whatever has taken
+    it, and torch waits for an answer for as long as for a rank: the second says so, unless a launcher ends it with the first.
+    """
+    if rank == 0 and ranks > 1:
+        others = ranks - 1
+        return f"still waiting for the {others} other process{'es' if others > 1 else ''} of this run; are all of them started?"
+    if rank == 1 and not has_launcher:
+        return (
+            "still waiting, and something listens where rank 0 is to be; if rank 0 has ended, that is another program: end this process "
+            "and set another MASTER_PORT (or --init-method) for all of them"
+        )
+    return None
 
 
 def _why(error: OSError) -> str:

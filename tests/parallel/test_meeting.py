@@ -8,7 +8,15 @@ import pytest
 
 from pentatron.config.errors import UserError
 from pentatron.parallel import meeting
-from pentatron.parallel.meeting import MeetingError, MeetingPoint, failed_meeting, lost_contact, reach
+from pentatron.parallel.meeting import (
+    MeetingError,
+    MeetingPoint,
+    failed_meeting,
+    lost_contact,
+    reach,
+    waiting_aloud,
+    what_is_waited_for,
+)
 
 
 def silent(text: str) -> None:
@@ -86,3 +94,23 @@ def test_a_rank_that_is_gone_is_no_matter_of_the_network() -> None:
     found = lost_contact("[enforce fail] Connection closed by peer [127.0.0.1]:1", 10)
     assert isinstance(found, UserError) and not isinstance(found, MeetingError)
     assert lost_contact("CUDA out of memory", 10) is None
+
+
+def test_a_meeting_that_takes_long_is_told_by_one_rank_and_by_another_where_that_one_may_be_gone() -> None:
+    """A program that has rank 0's port keeps the others waiting for as long as they would for a rank."""
+    said = [what_is_waited_for(rank, 4, has_launcher=False) for rank in range(4)]
+    assert said[0] is not None and "the 3 other processes" in said[0]
+    assert said[1] is not None and "set another MASTER_PORT" in said[1] and said[2:] == [None, None]
+    assert what_is_waited_for(1, 4, has_launcher=True) is None, "it ends with the first"
+    assert what_is_waited_for(0, 1, has_launcher=False) is None
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(meeting, "SILENCE", 0.05)
+        with waiting_aloud("long", told.append):
+            time.sleep(0.3)
+        with waiting_aloud("short", told.append) as all_came:
+            all_came()
+            time.sleep(0.2)
+        with waiting_aloud(None, told.append):
+            time.sleep(0.2)
+    assert told == ["long"]
