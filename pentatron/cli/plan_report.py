@@ -19,7 +19,7 @@ _BAR = 20
 _MOST_RANKS = 8
 _PARTS = {
     "weights": "what the model computes with",
-    "gradients": "in fp32",
+    "gradients": "from backward to the update",
     "optimizer": "",
     "activations": "kept for backward",
     "logits": "of the last layer, or what became of them",
@@ -283,6 +283,10 @@ def _memory(layout: Layout) -> Iterator[str]:
     for name, meaning in meanings.items():
         if any(part[name] for part in parts):
             yield f"  {name:<16}" + "".join(f"{in_words(part[name]):>10}" for part in parts) + f"  {meaning}"
+    spared = [ranks[rank].spared for rank in shown]
+    if any(spared):
+        minus = "".join(f"{f'-{in_words(count)}' if count else '':>10}" for count in spared)
+        yield f"  {'not at once':<16}{minus}  gradients come while activations go"
     totals = [ranks[rank].total for rank in shown]
     yield (
         f"  {'together':<16}"

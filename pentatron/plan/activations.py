@@ -6,6 +6,7 @@ norms leave their input and a number for each row, and a gate's activation is ma
 which it has the stream (T / tensor ranks with sequence parallelism), e the bytes of a number.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from pentatron.layout.stages import StagePart
 from pentatron.plan.shape import Shape
 
 _FP32, _INDEX = 4, 8
+# Elements that the loss in plain torch has in fp32 at a time.
+_BLOCK = 2**24
 _UNFUSED = ("math", "unfused", "local")
 
 
@@ -43,9 +46,13 @@ def kept(shape: Shape, part: StagePart) -> Activations:
 
 
 def _sum_of(shape: Shape, layers: Sequence[int]) -> int:
-    sparse = len(shape.sparse_layers.intersection(layers))
-    dense = len(layers) - sparse
-    return (sparse * layer(shape, True) if sparse else 0) + (dense * layer(shape, False) if dense else 0)
+    kinds = Counter((number in shape.sparse_layers, number in shape.fp8_layers) for number in layers)
+    return sum(count * layer(shape, sparse, fp8=fp8) for (sparse, fp8), count in kinds.items())
+
+
+def first_layer(shape: Shape, part: StagePart) -> int:
+    """What is left when the backward of a stage has come to its first layer."""
+    return _sum_of(shape, part.layers[:1])
 
 
 def rerun(shape: Shape, part: StagePart) -> int:
@@ -96,24 +103,27 @@ def chunk(shape: Shape) -> int:
 
 def loss_in_backward(shape: Shape) -> int:
     """Beside the log-probabilities, while the loss is differentiated: their gradient and that of the logits, in fp32; where ranks
-    share the words, also the latter in the model's precision. A fused loss writes the gradient over the logits."""
+    share the words, also the latter in the model's precision. A fused loss writes the gradient over the logits, without a kernel of its
+    own by way of two blocks in fp32."""
     model = shape.config.model
     assert model.vocab_size
     if shape.fused_loss:
-        return 0
+        by_kernel = shape.on_gpu and shape.config.kernels.cross_entropy_fusion_impl != "native"
+        return 0 if by_kernel else 2 * _FP32 * min(_BLOCK, chunk(shape) * shape.words)
     if shape.grid.tensor == 1:
         return 2 * _FP32 * shape.tokens * model.vocab_size
     cast = shape.width if shape.width != _FP32 else 0
     return (2 * _FP32 + cast) * shape.tokens * shape.words
 
 
-def layer(shape: Shape, sparse: bool, modules: frozenset[str] | None = None) -> int:
-    """Of a layer, with experts or without, that is not recomputed as a whole; `modules` of it are."""
+def layer(shape: Shape, sparse: bool, modules: frozenset[str] | None = None, fp8: bool = False) -> int:
+    """Of a layer, with experts or without, that is not recomputed as a whole; `modules` of it are. `fp8`: its matrices keep their
+    inputs rounded."""
     modules = _modules(shape) if modules is None else modules
     keys = 2 * _INDEX * shape.in_stream if shape.config.model.hidden_dropout else 0
     norms = 2 * _norm(shape, "layernorm" in modules)
-    after = _experts(shape, modules) if sparse else _mlp(shape, "mlp" in modules)
-    return norms + _attention(shape, "core_attn" in modules) + after + keys
+    after = _experts(shape, modules) if sparse else _mlp(shape, "mlp" in modules, fp8)
+    return norms + _attention(shape, "core_attn" in modules, fp8) + after + keys
 
 
 def _modules(shape: Shape) -> frozenset[str]:
@@ -143,12 +153,12 @@ def _norm_row(shape: Shape, width: int) -> int:
     return (_FP32 + shape.width) * width + _FP32
 
 
-def _attention(shape: Shape, again: bool) -> int:
+def _attention(shape: Shape, again: bool, fp8: bool) -> int:
     """Input, fused projection, rotated queries and keys, output, a number for each head and token."""
     s, model = shape, shape.config.model
     e, tokens = s.width, s.tokens
     projected = s.queries + 2 * s.keys
-    given, found = e * tokens * s.hidden, e * tokens * s.queries
+    given, found = (1 if fp8 else e) * tokens * s.hidden, (1 if fp8 else e) * tokens * s.queries
     if again:
         # A compiler makes what the heads found anew as well.
         return given + e * tokens * projected + (0 if s.compiled else found)
@@ -162,7 +172,7 @@ def _attention(shape: Shape, again: bool) -> int:
     else:
         core += e * tokens * projected
         # Computed head by head, it is laid out anew, token by token, for what follows.
-        core += found if s.grid.context > 1 or rotated else 0
+        core += e * tokens * s.queries if s.grid.context > 1 or rotated or fp8 else 0
         if rotated or model.qk_layernorm:
             core += e * tokens * (s.queries + s.keys)
         elif copied:
@@ -195,9 +205,13 @@ def _scores(shape: Shape) -> int:
     return copies * shape.width * shape.heads * per_head
 
 
-def _mlp(shape: Shape, again: bool) -> int:
+def _mlp(shape: Shape, again: bool, fp8: bool) -> int:
     if again:
         return shape.width * shape.in_stream * shape.hidden
+    if fp8:
+        # The input of each matrix in one byte.
+        wide = (between(shape) - 1) * shape.width
+        return shape.tokens * (shape.hidden + (wide + 1) * shape.inner)
     return shape.width * shape.tokens * (shape.hidden + between(shape) * shape.inner)
 
 
@@ -218,6 +232,9 @@ def _experts(shape: Shape, modules: frozenset[str]) -> int:
     if "moe" in modules:
         return stream
     total = _router(s)
+    if s.experts_on_device:
+        total += _together(s, "moe_act" in modules)
+        return total + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
     inner = s.halves if "moe_act" in modules else between(s, sparse=True)
     total += e * s.rows * (s.hidden + inner * s.expert_inner) + _INDEX * s.rows
     pairs = s.in_stream * moe.moe_router_topk
@@ -227,6 +244,13 @@ def _experts(shape: Shape, modules: frozenset[str]) -> int:
     if not s.shared_inner:
         return total
     return total + _shared_expert(s, "shared_experts" in modules)
+
+
+def _together(shape: Shape, again: bool) -> int:
+    """Experts multiplied as one: the rows they get, what the first matrices make of them, weights, and the order both ways."""
+    rows, e = shape.rows, shape.width
+    given = 0 if again else e * rows * shape.hidden
+    return given + e * rows * (shape.halves * shape.expert_inner + 1) + 2 * _INDEX * rows
 
 
 def _router(shape: Shape) -> int:

@@ -11,6 +11,8 @@ from pentatron.plan.schedule import peak
 from pentatron.plan.shape import Shape
 
 _FP32 = 4
+# Elements whose gradients torch's update has in fp32 at a time, unless one parameter has more.
+_UPDATED_AT_ONCE = 2**25
 # A message that is being computed with and one that is on its way, in each direction.
 _MESSAGES = 2
 
@@ -21,7 +23,8 @@ class RankMemory:
 
     `activations` and `logits` are kept between forward and backward, where most of it lives at once, `micro_batches` of them.
     `buffers` are for messages and collectives; `working` is what backward needs for a moment: what runs again and the gradient
-    of a matrix, or gradients of the loss and the logits.
+    of a matrix, or gradients of the loss and the logits. `spared` of all this never lives at the same time: the gradients of the last
+    backward come while activations go.
     """
 
     held: Held
@@ -30,10 +33,12 @@ class RankMemory:
     buffers: int
     working: int
     micro_batches: int
+    spared: int = 0
 
     @property
     def total(self) -> int:
-        return self.held.on_device + self.activations + self.logits + self.buffers + self.working
+        together = self.held.on_device + self.activations + self.logits + self.buffers + self.working
+        return together - self.spared
 
 
 @dataclass(frozen=True)
@@ -66,31 +71,76 @@ def memory_of_shape(shape: Shape) -> Memory:
 
 def _of_rank(shape: Shape, rank: int) -> RankMemory:
     parts = shape.parts(rank)
-    most = peak(shape, rank, parts)
+    most, between = peak(shape, rank, parts), held(shape, rank)
+    working = max(_in_backward(shape, part) for part in parts.values())
+    spared = 0
+    if shape.grid.pipeline == 1 and not shards_parameters(shape):
+        # Pipelines have gradients of earlier micro-batches when they keep most; torch's shards are there all the time.
+        (part,) = parts.values()
+        coming = between.gradients - _before_last(shape, between.gradients)
+        spared = coming + working - _in_backward(shape, part, coming)
     return RankMemory(
-        held(shape, rank),
+        between,
         most.activations.layers,
         most.activations.logits,
         _messages(shape) + _collectives(shape, rank),
-        max(_in_backward(shape, part) for part in parts.values()),
+        working,
         most.micro_batches,
+        spared,
     )
 
 
-def _in_backward(shape: Shape, part: StagePart) -> int:
-    """The most that a stage's backward needs at once beside what was kept, of which it lets go on its way."""
+def _before_last(shape: Shape, gradients: int) -> int:
+    """Bytes of gradients that are there when a step's last backward begins: one that comes to another is summed up with it in fp32."""
+    if shape.accumulation == 1:
+        return 0
+    rounded = shape.accumulation == 2 and shape.ranks("replicas") == 1
+    return gradients * shape.width // _FP32 if rounded else gradients
+
+
+def _in_backward(shape: Shape, part: StagePart, coming: int = 0) -> int:
+    """The most that a stage's backward needs at once beside what was kept, of which it lets go on its way; `coming` bytes of gradients,
+    of all its parameters, stay of it."""
     table = shape.width * shape.words * shape.hidden
     # A table used at both ends has its gradient of the head wait for that of the embedding.
     waiting = table if shape.tied and part.embedding and part.head else 0
     inside = [p.elements for number in part.layers for p in shape.layer(number)]
-    moments = [activations.rerun(shape, part) + shape.width * max(inside, default=0) + waiting]
     kept = activations.kept(shape, part)
+    rate = coming / sum(p.elements for p in shape.stage(part))
+    own_table = shape.words * shape.hidden
+    head = rate * own_table if part.head and not (shape.tied and part.embedding) else 0
+    of_layer = activations.rerun(shape, part) + shape.width * max(inside, default=0) + waiting
+    of_layer += _inside_layer(shape)
+    # In the last layer, which comes first, and in the first, when nearly all gradients are there and little else.
+    embedded = rate * own_table if part.embedding else 0
+    first = 0 if shape.config.recomputed(part) else activations.first_layer(shape, part)
+    moments = [of_layer + int(head), of_layer + int(coming - embedded) + first - kept.total]
     if part.head:
         moments += [activations.loss_in_backward(shape), _of_head(shape, table) - kept.logits]
     if part.embedding:
         # The two are added up into a third.
-        moments.append(table + 2 * waiting - kept.total)
-    return max(moments)
+        moments.append(table + 2 * waiting + int(coming - embedded) - kept.total)
+    return max([*moments, coming + _in_update(shape, part) - kept.total])
+
+
+def _in_update(shape: Shape, part: StagePart) -> int:
+    """Gradients that came once are rounded; torch's update wants them in fp32, some at a time."""
+    config = shape.config
+    one_pass = shape.on_gpu and config.optim.fused_update and config.optim.optimizer == "adam"
+    rounded = shape.width != _FP32 and shape.accumulation == 1 and shape.ranks("replicas") == 1
+    if not rounded or (one_pass and not config.parallel.optimizer_cpu_offload):
+        return 0
+    sizes = [p.elements for p in shape.stage(part)]
+    return _FP32 * max(max(sizes), min(_UPDATED_AT_ONCE, sum(sizes)))
+
+
+def _inside_layer(shape: Shape) -> int:
+    """Gradients on their way through the matrices of an MLP, where a compiler does not let go of what it was given before they are
+    made: of the stream, of what lies between and of what goes into that."""
+    if not shape.compiled or shape.sparse_layers:
+        return 0
+    inner = (shape.halves + 2 if shape.halves > 1 else 2) * shape.inner
+    return shape.width * (shape.in_stream * shape.hidden + shape.tokens * inner)
 
 
 def _of_head(shape: Shape, table: int) -> int:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pentatron.config.fp8 import fp8_layers
 from pentatron.config.run import RunConfig
 from pentatron.layout.actions import Placement
 from pentatron.layout.ranks import Axis, Grid
@@ -108,11 +109,28 @@ class Shape:
 
     @cached_property
     def fused_gate(self) -> bool:
-        """The gate of an MLP is a part of its second matrix, as long as that one is on one rank and does nothing else."""
-        model = self.config.model
-        plain = self.grid.tensor == 1 and not model.add_bias_linear and not model.add_mlp_bias
-        plain = plain and not self.config.defers_weight_gradients
-        return self.on_gpu and self.config.kernels.bias_swiglu_fusion and model.gated_linear_unit and plain
+        """The gate of an MLP is a part of its second matrix, if that one is multiplied in the model's precision and at once."""
+        config = self.config
+        plain = not config.defers_weight_gradients and config.precision.fp8_format is None
+        return self.on_gpu and config.kernels.bias_swiglu_fusion and config.model.gated_linear_unit and plain
+
+    @cached_property
+    def fp8_layers(self) -> range:
+        """Layers whose matrices keep their inputs in one byte a number."""
+        return fp8_layers(self.config.precision, self.config.model.num_layers) if self.on_gpu else range(0)
+
+    @cached_property
+    def experts_on_device(self) -> bool:
+        """Experts that are multiplied as one, without the host: on one GPU, in bf16."""
+        config, alone = self.config, self.grid.expert * self.grid.expert_tensor == 1
+        fits = self.hidden % 8 == 0 and (config.moe.moe_ffn_hidden_size or 0) % 8 == 0
+        return (
+            self.on_gpu
+            and alone
+            and config.precision.bf16
+            and config.moe.moe_grouped_gemm is not False
+            and fits
+        )
 
     @property
     def hidden(self) -> int:
