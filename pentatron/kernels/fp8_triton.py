@@ -1,7 +1,5 @@
 """Rounding to fp8 and transposing in one pass. Imported only where there is a GPU to run it, and Triton with it."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -10,20 +8,20 @@ from torch import Tensor
 
 @triton.jit
 def _write_rounded(
-    matrix: Any,
-    scale: Any,
-    rows: Any,
-    columns: Any,
-    height: Any,
-    width: Any,
-    row_stride: Any,
-    column_stride: Any,
+    matrix,
+    scale,
+    rows,
+    columns,
+    height,
+    width,
+    row_stride,
+    column_stride,
     LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-) -> None:
+):
     """One tile. Places in it are 32-bit numbers; only where the tile begins can lie beyond them."""
     across = tl.cdiv(width, WIDE)
     top = (tl.program_id(0) // across).to(tl.int64) * HIGH

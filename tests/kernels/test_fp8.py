@@ -100,3 +100,24 @@ def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, i
         only = torch.empty_like(columns)
         write_rounded(given, scale, None, only)
         assert torch.equal(only.float(), columns.float())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, but no GPU")
+@pytest.mark.skipif(interprets(), reason="kernels are interpreted")
+def test_the_kernel_compiles_for_hopper() -> None:
+    """An interpreted kernel may use what a compiled one may not."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pentatron.kernels.fp8_triton import _write_rounded
+
+    pointers = {"matrix": "*bf16", "scale": "*fp32", "rows": "*fp8e5", "columns": "*fp8e5"}
+    numbers = dict.fromkeys(("height", "width", "row_stride"), "i32")
+    fixed = {"LIMIT": 57344.0, "ROWS": True, "COLUMNS": True, "HIGH": 128, "WIDE": 128}
+    constants = {"column_stride": 1, **fixed}
+    source = ASTSource(
+        _write_rounded, {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}, constants
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert "cvt.rn.satfinite.e5m2x2" in made.asm["ptx"]
