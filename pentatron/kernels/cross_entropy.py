@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 2**24
-# Smaller than any logit, and finite: so that the difference of two of them is a number.
+_BLOCK_ELEMENTS = 2**25
+# Of a rank without words: finite, so that the difference of two of them is a number.
 _NO_LOGIT = -3.0e38
 
 
@@ -22,11 +22,11 @@ def row_sums(logits: Tensor, labels: Tensor, words: int, first: int) -> tuple[Te
         return largest.fill_(_NO_LOGIT), sums, of_label
     local, elsewhere = _places(labels, words, first)
     for rows in _blocks(logits):
-        block = logits[rows, :words].float()
-        torch.amax(block, -1, out=largest[rows])
-        largest[rows].clamp_(min=_NO_LOGIT)
+        block = logits[rows, :words]
+        largest[rows] = block.amax(-1)
+        # The largest logarithm of a share is that of the largest logit: minus the logarithm of the sum.
+        sums[rows] = block.log_softmax(-1, dtype=torch.float32).amax(-1).neg_().exp_()
         of_label[rows] = block.gather(-1, local[rows, None]).squeeze(-1)
-        torch.sum((block - largest[rows, None]).exp_(), -1, out=sums[rows])
     return largest, sums, of_label.masked_fill_(elsewhere, 0.0)
 
 
@@ -44,9 +44,9 @@ def write_gradient(
         local, elsewhere = _places(labels, words, first)
         at_label = elsewhere.float() - 1.0
         for rows in _blocks(logits):
-            block = (logits[rows, :words].float() - log_sums[rows, None]).exp_()
+            block = (logits[rows, :words] - log_sums[rows, None]).exp_()
             block.scatter_add_(-1, local[rows, None], at_label[rows, None])
-            gradient[rows, :words] = block.mul_(weights[rows, None])
+            torch.mul(block, weights[rows, None], out=gradient[rows, :words])
     gradient[:, words:] = 0
 
 

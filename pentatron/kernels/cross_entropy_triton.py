@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Entries of a row that a program has at a time, and the warps it has for them.
-_READ, _READ_WARPS = 8192, 8
-_WRITE, _WRITE_WARPS = 4096, 8
+_READ, _READ_WARPS = 4096, 4
+_WRITE, _WRITE_WARPS = 2048, 4
 
 
 def row_sums(
