@@ -171,8 +171,9 @@ def _attention(shape: Shape, again: bool, fp8: bool) -> int:
         core += e * tokens * (s.queries + 2 * max(s.keys, s.head * s.grid.context // s.heads)) + found
     else:
         core += e * tokens * projected
-        # Computed head by head, it is laid out anew, token by token, for what follows.
-        core += e * tokens * s.queries if s.grid.context > 1 or rotated or fp8 else 0
+        # Computed head by head, it is laid out anew, token by token, for what follows. A GPU's kernels compute it so.
+        anew = s.grid.context > 1 or (rotated and not s.on_gpu) or fp8
+        core += e * tokens * s.queries if anew else 0
         if rotated or model.qk_layernorm:
             core += e * tokens * (s.queries + s.keys)
         elif copied:
@@ -198,7 +199,11 @@ def _norms_of_heads(shape: Shape, copied: bool) -> int:
 def _scores(shape: Shape) -> int:
     """What kernels keep that do not compute scores anew: probabilities, and with dropout what it left of them."""
     config = shape.config
-    if config.kernels.attention_backend not in _UNFUSED and not config.model.attention_dropout:
+    # On a GPU no other kernel takes groups of queries in fp32.
+    plain = shape.on_gpu and shape.width == _FP32 and shape.heads > shape.groups
+    plain = plain and config.kernels.attention_backend == "auto" and shape.grid.context == 1
+    kept = plain or config.kernels.attention_backend in _UNFUSED or config.model.attention_dropout
+    if not kept:
         return 0
     per_head = shape.tokens * config.model.seq_length // shape.grid.context
     copies = 2 if config.model.attention_dropout else 1

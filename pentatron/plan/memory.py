@@ -114,7 +114,7 @@ def _in_backward(shape: Shape, part: StagePart, coming: int = 0) -> int:
     # In the last layer, which comes first, and in the first, when nearly all gradients are there and little else.
     embedded = rate * own_table if part.embedding else 0
     first = 0 if shape.config.recomputed(part) else activations.first_layer(shape, part)
-    moments = [of_layer + int(head), of_layer + int(coming - embedded) + first - kept.total]
+    moments = [of_layer + int(head) - kept.logits, of_layer + int(coming - embedded) + first - kept.total]
     if part.head:
         moments += [activations.loss_in_backward(shape), _of_head(shape, table) - kept.logits]
     if part.embedding:
