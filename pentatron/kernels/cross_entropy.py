@@ -44,7 +44,7 @@ def write_gradient(
         local, elsewhere = _places(labels, words, first)
         at_label = elsewhere.float() - 1.0
         for rows in _blocks(logits):
-            block = (logits[rows, :words] - log_sums[rows, None]).exp_()
+            block = (logits[rows, :words] - log_sums[rows, None]).float().exp_()
             block.scatter_add_(-1, local[rows, None], at_label[rows, None])
             torch.mul(block, weights[rows, None], out=gradient[rows, :words])
     gradient[:, words:] = 0
