@@ -67,7 +67,7 @@ class Injector:
             return
         import pentatron.train.step as step_module
 
-        _wrap(step_module, "compute_gradients", self._count)
+        _wrap(step_module, "_start", self._count)
         # Python ignores it, so that such a write is an error; here, where no thread does anything yet, it becomes an end again.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         for fault in self._faults:
