@@ -15,7 +15,7 @@ from pentatron.plan.shape import Shape
 
 _FP32, _INDEX = 4, 8
 # Elements that the loss in plain torch has in fp32 at a time.
-_BLOCK = 2**24
+_BLOCK = 2**25
 _UNFUSED = ("math", "unfused", "local")
 
 
