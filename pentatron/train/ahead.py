@@ -20,8 +20,10 @@ _PATIENCE = 0.2
 
 
 class Transport(Protocol):
-    """Brings a batch to where it is computed with: `start` beside everything else, `finish` for the one who computes."""
+    """Brings a batch to where it is computed with: `start` beside everything else, `finish` for the one who computes. The thread that
+    reads calls `enter` first."""
 
+    def enter(self) -> None: ...
     def start(self, batch: Batch) -> tuple[Batch, object]: ...
     def finish(self, batch: Batch, started: object) -> Batch: ...
 
@@ -32,6 +34,10 @@ class ToGPU:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
+
+    def enter(self) -> None:
+        # A thread begins with the first GPU, and would take memory of it to lock pages.
+        torch.cuda.set_device(self.device)
 
     def start(self, batch: Batch) -> tuple[Batch, object]:
         with torch.cuda.stream(self.stream):
@@ -114,6 +120,7 @@ def _read(
     unwanted: threading.Event,
 ) -> None:
     try:
+        transport.enter()
         for batch in batches:
             if not _handed_over(transport.start(batch), ready, unwanted):
                 return

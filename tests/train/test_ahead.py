@@ -21,6 +21,10 @@ class Journal:
     def __init__(self) -> None:
         self.started: list[int] = []
         self.finished: list[int] = []
+        self.threads: list[int] = []
+
+    def enter(self) -> None:
+        self.threads.append(threading.get_ident())
 
     def start(self, batch: Batch) -> tuple[Batch, object]:
         self.started.append(int(batch.tokens))
@@ -55,6 +59,7 @@ def test_order_and_the_place_of_an_error() -> None:
         for batch in read_ahead(numbered(20), 3, journal):
             drawn.append(int(batch.tokens))
     assert drawn == journal.started == journal.finished == list(range(20))
+    assert len(journal.threads) == 1 and journal.threads[0] != threading.get_ident()
 
 
 def test_a_step_is_on_its_way_before_it_is_drawn() -> None:
