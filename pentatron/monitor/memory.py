@@ -11,7 +11,8 @@ import torch
 def memory_bytes(device: torch.device) -> int:
     """The peak so far: of the GPU's allocator on a GPU, of the process's resident memory otherwise."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        # Asked in every step: torch.cuda.max_memory_allocated sorts all statistics by name first.
+        return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
