@@ -27,11 +27,13 @@ def _drop(
     limit,
     scale,
     HAS_STREAM: tl.constexpr,
+    SITE_IN_MEMORY: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     # The key of this site below that of the row.
-    place = (site.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    number = tl.load(site) if SITE_IN_MEMORY else site
+    place = (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     key = _scrambled(tl.load(rows + row).to(tl.uint64, bitcast=True) + place)
     pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     bits = _scrambled(key + (pairs.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
@@ -50,7 +52,7 @@ def _drop(
 
 
 def dropped(
-    x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int, limit: int, scale: float
+    x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int | Tensor, limit: int, scale: float
 ) -> Tensor:
     """`x` with some elements dropped, beside the stream if there is one. `limit` is the smallest number
     that is kept."""
@@ -70,6 +72,7 @@ def dropped(
             limit,
             scale,
             HAS_STREAM=stream_BSD is not None,
+            SITE_IN_MEMORY=isinstance(site, Tensor),
             PAIRS=pairs,
         )
     return out

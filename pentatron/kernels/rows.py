@@ -5,13 +5,14 @@ from torch import Tensor
 from pentatron.kernels.choice import by_kernel
 
 
-def deal_rows(x_TD: Tensor, pairs_N: Tensor, each: int) -> Tensor:
-    """Row i of the result is row `pairs_N[i] // each`."""
+def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
+    """Row t goes to all of its places; together they are all rows of the result, each once."""
     if by_kernel(x_TD):
         from pentatron.kernels import rows_triton
 
-        return rows_triton.deal_rows(x_TD.contiguous(), pairs_N, each)
-    return x_TD.index_select(0, pairs_N // each)
+        return rows_triton.deal_rows(x_TD.contiguous(), places_TK)
+    out = x_TD.new_empty(places_TK.numel(), x_TD.shape[1])
+    return out.index_copy_(0, places_TK.flatten(), x_TD.repeat_interleave(places_TK.shape[1], 0))
 
 
 def sum_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:

@@ -9,12 +9,15 @@ _WIDEST = 4096
 
 
 @triton.jit
-def _deal(x, pairs, out, width, each, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _deal(x, places, out, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(pairs + row).to(tl.int64) // each
     inside = columns < width
-    tl.store(out + row * width + columns, tl.load(x + source * width + columns, mask=inside), mask=inside)
+    # Read once and written as often as the token has places.
+    row = tl.load(x + token * width + columns, mask=inside)
+    for k in tl.static_range(COUNT):
+        place = tl.load(places + token * COUNT + k).to(tl.int64)
+        tl.store(out + place * width + columns, row, mask=inside)
 
 
 @triton.jit
@@ -29,12 +32,14 @@ def _sum(rows, places, out, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def deal_rows(x_TD: Tensor, pairs_N: Tensor, each: int) -> Tensor:
+def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
+    tokens, count = places_TK.shape
     width = x_TD.shape[1]
-    out = x_TD.new_empty(len(pairs_N), width)
+    out = x_TD.new_empty(tokens * count, width)
     block = min(triton.next_power_of_2(width), _WIDEST)
     if out.numel():
-        _deal[(len(pairs_N), triton.cdiv(width, block))](x_TD, pairs_N, out, width, each, BLOCK=block)
+        grid = (tokens, triton.cdiv(width, block))
+        _deal[grid](x_TD, places_TK.contiguous(), out, width, COUNT=count, BLOCK=block)
     return out
 
 

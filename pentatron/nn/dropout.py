@@ -67,10 +67,11 @@ def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probabi
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     if probability == 0:
         return x_BSD
-    if torch.compiler.is_compiling():
-        return _dropped_in_graph(x_BSD, keys.rows, site, probability)
     dropped: Tensor
-    if _in_one_pass(x_BSD):
+    if torch.compiler.is_compiling():
+        number = torch.as_tensor(site, device=x_BSD.device)
+        dropped = _DropoutInGraph.apply(x_BSD, None, keys.rows, number, probability)
+    elif _in_one_pass(x_BSD):
         dropped = _DropoutByKernel.apply(x_BSD, None, keys.rows, site, probability)
     else:
         dropped = _Dropout.apply(x_BSD, _child(keys.rows, site), probability)
@@ -81,11 +82,16 @@ def dropout_added(
     x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float
 ) -> Tensor:
     """The stream with what is left of `x_BSD`; on a GPU in one pass."""
-    one_pass = not torch.compiler.is_compiling() and _in_one_pass(x_BSD)
-    if probability == 0 or not one_pass or x_BSD.dtype != stream_BSD.dtype:
+    compiling = torch.compiler.is_compiling()
+    if probability == 0 or x_BSD.dtype != stream_BSD.dtype or not (compiling or _in_one_pass(x_BSD)):
         return stream_BSD + hidden_dropout(x_BSD, keys, site, probability)
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
-    added: Tensor = _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
+    added: Tensor
+    if compiling:
+        number = torch.as_tensor(site, device=x_BSD.device)
+        added = _DropoutInGraph.apply(x_BSD, stream_BSD, keys.rows, number, probability)
+    else:
+        added = _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
     return added
 
 
@@ -141,6 +147,42 @@ class _DropoutByKernel(torch.autograd.Function):
         return made, gradients[0] if ctx.has_stream else None, None, None, None
 
 
+@torch.library.custom_op("pentatron::hidden_dropout", mutates_args=())
+def _dropped_by_site(
+    x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
+) -> Tensor:
+    """The same as one operation of a compiled graph: it can neither look at the site's number, which all layers would have to share, nor calculate
+    with numbers as large as those that are scrambled."""
+    if _in_one_pass(x_BSD):
+        from pentatron.kernels import dropout_triton
+
+        scale = 1 / (1 - probability)
+        return dropout_triton.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+    kept = _kept(x_BSD, _child(rows_BS, site), probability)
+    return kept if stream_BSD is None else stream_BSD + kept
+
+
+@_dropped_by_site.register_fake
+def _(x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float) -> Tensor:
+    return x_BSD.new_empty(x_BSD.shape)
+
+
+class _DropoutInGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
+    ) -> Tensor:
+        ctx.save_for_backward(rows_BS, site)
+        ctx.probability, ctx.has_stream = probability, stream_BSD is not None
+        return _dropped_by_site(x_BSD, stream_BSD, rows_BS, site, probability)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        rows_BS, site = ctx.saved_tensors
+        made = _dropped_by_site(gradients[0], None, rows_BS, site, ctx.probability)
+        return made, gradients[0] if ctx.has_stream else None, None, None, None
+
+
 class _Dropout(torch.autograd.Function):
     """Keeps the row keys alone for backward, which finds the mask again."""
 
@@ -148,16 +190,21 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
         ctx.save_for_backward(rows_BS)
         ctx.probability = probability
-        result = torch.empty(x_BSD.shape, dtype=x_BSD.dtype, device=x_BSD.device)
-        torch.mul(x_BSD, 1 / (1 - probability), out=result)
-        for block, dropped in _dropped(result.flatten(0, 1), rows_BS.flatten(), probability):
-            block.masked_fill_(dropped, 0)
-        return result
+        return _kept(x_BSD, rows_BS, probability)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (rows_BS,) = ctx.saved_tensors
         return _Dropout.apply(gradients[0], rows_BS, ctx.probability), None, None
+
+
+def _kept(x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
+    """What is left, scaled up; `rows_BS` are the keys of the site."""
+    result = torch.empty(x_BSD.shape, dtype=x_BSD.dtype, device=x_BSD.device)
+    torch.mul(x_BSD, 1 / (1 - probability), out=result)
+    for block, dropped in _dropped(result.flatten(0, 1), rows_BS.flatten(), probability):
+        block.masked_fill_(dropped, 0)
+    return result
 
 
 def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple[Tensor, Tensor]]:
@@ -169,24 +216,3 @@ def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple
     for block, keys in zip(x_ND.split(size), rows_N.split(size), strict=True):
         numbers = _scramble_(keys[:, None] + pairs).view(torch.int32)
         yield block, numbers[:, :channels] < limit
-
-
-def _dropped_in_graph(x_BSD: Tensor, rows_BS: Tensor, site: int | Tensor, probability: float) -> Tensor:
-    """The same bits said without memory of their own, for a compiler that makes one kernel of all this and its neighbours.
-
-    Backward finds the mask again there as well: the compiler keeps what is smaller, which is the keys.
-    """
-    number = torch.as_tensor(site, device=rows_BS.device)
-    keys_BS = _scrambled(rows_BS + (number + 1) * _INCREMENT)
-    channels = torch.arange(x_BSD.shape[-1], device=x_BSD.device)
-    numbers = _scrambled(keys_BS[..., None] + (channels // 2 + 1) * _INCREMENT)
-    # Even channels have the lower half of a number, odd ones the upper; both with their sign.
-    bits = torch.where(channels % 2 == 0, numbers << 32, numbers) >> 32
-    return torch.where(bits < _limit(probability), 0, x_BSD * (1 / (1 - probability)))
-
-
-def _scrambled(z: Tensor) -> Tensor:
-    """What `_scramble_` does, in new numbers."""
-    for _ in range(2):
-        z = (z ^ ((z >> 32) & 0xFFFFFFFF)) * _FACTOR
-    return z ^ ((z >> 32) & 0xFFFFFFFF)

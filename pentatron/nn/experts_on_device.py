@@ -73,12 +73,12 @@ class _Mixed(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, fc1: Tensor, fc2: Tensor, sort: Sorted, matrices: Matrices
     ) -> Tensor:
-        groups, topk = sort.groups, weights_TK.shape[1]
-        rows_ND = deal_rows(x_TD, sort.pairs_N, topk)
+        groups = sort.groups
+        rows_ND = deal_rows(x_TD, sort.places_TK)
         weights_N = weights_TK.flatten().index_select(0, sort.pairs_N)
         inner_NI = groups.times(rows_ND, fc1.transpose(1, 2))
         kept = rows_ND if matrices.keeps_rows else x_TD
-        ctx.save_for_backward(kept, inner_NI, weights_N, fc1, fc2, sort.pairs_N, sort.places_TK, groups.ends)
+        ctx.save_for_backward(kept, inner_NI, weights_N, fc1, fc2, sort.places_TK, groups.ends)
         ctx.matrices = matrices
         del rows_ND, kept
         between_NI = weighted_activation(inner_NI, weights_N, matrices.gated)
@@ -86,9 +86,9 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept, inner_NI, weights_N, fc1, fc2, pairs_N, places_TK, ends = ctx.saved_tensors
-        matrices, topk, groups = ctx.matrices, places_TK.shape[1], GroupsOnDevice(ends)
-        of_made_ND = deal_rows(gradients[0], pairs_N, topk)
+        kept, inner_NI, weights_N, fc1, fc2, places_TK, ends = ctx.saved_tensors
+        matrices, groups = ctx.matrices, GroupsOnDevice(ends)
+        of_made_ND = deal_rows(gradients[0], places_TK)
         of_inner_NI, of_weights_N, between_NI = weighted_activation_backward(
             groups.times(of_made_ND, fc2), inner_NI, weights_N, matrices.gated
         )
@@ -102,7 +102,7 @@ class _Mixed(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x_TD = sum_rows(groups.times(of_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
-            rows_ND = kept if matrices.keeps_rows else deal_rows(kept, pairs_N, topk)
+            rows_ND = kept if matrices.keeps_rows else deal_rows(kept, places_TK)
             of_fc1 = now_or_later(
                 GroupedProduct(matrices.fc1, rows_ND, of_inner_NI, groups), matrices.deferred
             )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pentatron.config.model import TransformerConfig
 from pentatron.layout.documents import DocumentStarts
-from pentatron.nn.dropout import DropoutKeys, hidden_dropout
+from pentatron.nn.dropout import DropoutKeys, dropout_added
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
 from pentatron.nn.recompute import NOTHING, Recompute
@@ -20,8 +20,9 @@ def dropout_add(
     made_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys | None, site: int | Tensor, probability: float
 ) -> Tensor:
     """The stream with what a part made; without keys nothing is dropped. (Biases were added where they arise.)"""
-    kept = made_BSD if keys is None else hidden_dropout(made_BSD, keys, site, probability)
-    return stream_BSD + kept
+    if keys is None:
+        return stream_BSD + made_BSD
+    return dropout_added(made_BSD, stream_BSD, keys, site, probability)
 
 
 class TransformerLayer(nn.Module):

@@ -41,3 +41,15 @@ def test_every_bit_is_that_of_plain_torch(
         )
     assert torch.equal(found[0][0].eq(0), found[1][0].eq(0))
     assert 0 < found[0][0].eq(0).float().mean() < 1
+
+
+def test_the_site_may_lie_in_memory() -> None:
+    """As in a graph that all layers share."""
+    from pentatron.kernels import dropout_triton
+
+    x = torch.ones(2, 3, 64, device=DEVICE)
+    rows = dropout_keys(1234, 7, 0, 2, torch.arange(3, device=DEVICE), DEVICE).rows
+    made = [
+        dropout_triton.dropped(x, None, rows, site, 0, 2.0) for site in (5, torch.tensor(5, device=DEVICE), 6)
+    ]
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])

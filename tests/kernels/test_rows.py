@@ -29,8 +29,8 @@ def test_rows_are_dealt_and_summed(dtype: torch.dtype, width: int) -> None:
     pairs = torch.randperm(21, generator=torch.Generator().manual_seed(1))
     places = pairs.argsort().view(7, 3)
     x, made = draw(2, 7, width).to(dtype), draw(3, 21, width).to(dtype)
-    dealt = rows_triton.deal_rows(x.to(DEVICE), pairs.to(DEVICE), 3)
-    assert torch.equal(dealt.cpu(), rows.deal_rows(x, pairs, 3))
+    dealt = rows_triton.deal_rows(x.to(DEVICE), places.to(DEVICE))
+    assert torch.equal(dealt.cpu(), x[pairs // 3]) and torch.equal(rows.deal_rows(x, places), x[pairs // 3])
     summed = rows_triton.sum_rows(made.to(DEVICE), places.to(DEVICE))
     assert torch.allclose(
         summed.cpu(), rows.sum_rows(made, places), rtol=1e-2 if dtype != torch.float32 else 1e-6

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import pentatron.nn.dropout as module
-from pentatron.nn.dropout import DropoutKeys, dropout_keys, hidden_dropout
+from pentatron.nn.dropout import DropoutKeys, dropout_added, dropout_keys, hidden_dropout
 
 CPU = torch.device("cpu")
 B, S, D = 8, 96, 130
@@ -263,6 +264,22 @@ def test_no_generator_is_touched_or_asked() -> None:
 def test_keys_of_another_shape_are_a_mistake() -> None:
     with pytest.raises(AssertionError, match="keys of"):
         hidden_dropout(torch.ones(B, S + 1, D), keys(), 1, 0.1)
+
+
+def test_a_compiled_graph_chooses_alike_without_knowing_the_site() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(dropout_added, backend=counter, fullgraph=True)
+    drawn = [torch.randn(B, S, D, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    for number in (0, 5, 6):
+        found = []
+        for function, place in ((dropout_added, number), (compiled, torch.tensor(number))):
+            x, stream = (t.clone().requires_grad_() for t in drawn[:2])
+            added = function(x, stream, keys(), place, 0.2)
+            added.backward(drawn[2])
+            found.append((added, x.grad, stream.grad))
+        assert all(torch.equal(plain, in_graph) for plain, in_graph in zip(*found, strict=True))
+    assert counter.frame_count == 1, "one graph for all sites"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -93,7 +93,7 @@ def test_little_is_kept() -> None:
     host, device, least = map(kept_bytes, models)
     between = pairs * 24 * 4
     rows = pairs * HIDDEN * 4
-    # The order of the pairs is kept both ways round.
+    # Beside the places of the pairs there are their weights, sorted.
     assert device <= host - rows - 2 * between + 2 * pairs * 8
     assert least <= device - rows + 16
 
