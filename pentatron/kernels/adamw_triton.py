@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Bytes: what one access of a thread reads at most.
-_VECTOR = 16
+from pentatron.kernels.table_triton import TYPES, Programs, addresses_of, pointer, programs_of
+
 _FIXED_COLUMNS = tl.constexpr(6)
 
 
@@ -52,15 +51,13 @@ class _Launch:
     gradient: torch.dtype | None
     rounded: torch.dtype | None
     fixed: Tensor
-    # For every program its row, and for every row its first program.
-    row_of: Tensor
-    first_of: Tensor
+    programs: Programs
 
 
 class OnePass:
     """An update of targets that stay where they are, from gradients that lie elsewhere in every step."""
 
-    def __init__(self, targets: Sequence[Target], block: int = 4096, warps: int = 8) -> None:
+    def __init__(self, targets: Sequence[Target], block: int = 8192, warps: int = 16) -> None:
         self.targets = targets
         self.block = block
         self.warps = warps
@@ -93,7 +90,7 @@ class OnePass:
         chosen: Sequence[int],
         gradients: Sequence[Tensor | None],
     ) -> _Launch:
-        rows, programs = [], []
+        rows, sizes = [], []
         for number in chosen:
             target, given = self.targets[number], gradients[number]
             elements = target.values.numel() if given is None else given.numel()
@@ -103,16 +100,10 @@ class OnePass:
             assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
             # The decay is a sign, so that a row has few columns.
             rows.append([*addresses, elements, int(target.decays)])
-            programs.append(triton.cdiv(elements, self.block))
-        counts = torch.tensor(programs)
+            sizes.append(elements)
         device = self.targets[chosen[0]].values.device
         return _Launch(
-            chosen,
-            gradient,
-            rounded,
-            torch.tensor(rows).to(device),
-            torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts).to(device),
-            (counts.cumsum(0) - counts).to(device, torch.int32),
+            chosen, gradient, rounded, torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
         )
 
     def _launch(
@@ -120,17 +111,12 @@ class OnePass:
     ) -> None:
         given = [gradients[number] for number in launch.targets]
         assert all(g is None or g.is_contiguous() for g in given), "gradients lie one after the other"
-        addresses = [0 if g is None else g.data_ptr() for g in given]
-        device = launch.fixed.device
-        table = torch.tensor(addresses)
-        if device.type == "cuda":
-            # From page-locked memory, so that nobody waits.
-            table = table.pin_memory().to(device, non_blocking=True)
+        table = addresses_of(given, launch.fixed.device)
         correction1 = 1 - numbers.beta1**numbers.update
         correction2 = 1 - numbers.beta2**numbers.update
-        _update[(len(launch.row_of),)](
-            launch.row_of,
-            launch.first_of,
+        _update[(len(launch.programs.row_of),)](
+            launch.programs.row_of,
+            launch.programs.first_of,
             launch.fixed,
             table,
             control,
@@ -140,10 +126,10 @@ class OnePass:
             1 - numbers.beta1,
             numbers.beta2,
             1 - numbers.beta2,
-            correction2**0.5,
+            correction2**-0.5,
             numbers.epsilon,
-            GRADIENT=None if launch.gradient is None else _TYPES[launch.gradient],
-            ROUNDED=None if launch.rounded is None else _TYPES[launch.rounded],
+            GRADIENT=None if launch.gradient is None else TYPES[launch.gradient],
+            ROUNDED=None if launch.rounded is None else TYPES[launch.rounded],
             BLOCK=self.block,
             num_warps=self.warps,
         )
@@ -233,14 +219,6 @@ def _update(
 
 
 @triton.jit
-def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
-    if WHOLE:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
 def _elements(
     gradient,
     values,
@@ -268,22 +246,23 @@ def _elements(
     inside = offsets < elements
     if WHOLE:
         inside = None
-    value_at = _pointer(values, tl.float32, WHOLE) + offsets
-    average_at = _pointer(average, tl.float32, WHOLE) + offsets
-    square_at = _pointer(square, tl.float32, WHOLE) + offsets
+    value_at = pointer(values, tl.float32, WHOLE) + offsets
+    average_at = pointer(average, tl.float32, WHOLE) + offsets
+    square_at = pointer(square, tl.float32, WHOLE) + offsets
     value = tl.load(value_at, mask=inside)
     first = tl.load(average_at, mask=inside)
     second = tl.load(square_at, mask=inside)
     first = beta1 * first
     second = beta2 * second
     if GRADIENT is not None:
-        found = tl.load(_pointer(gradient, GRADIENT, WHOLE) + offsets, mask=inside).to(tl.float32) * factor
+        found = tl.load(pointer(gradient, GRADIENT, WHOLE) + offsets, mask=inside).to(tl.float32) * factor
         first += rest1 * found
         second += rest2 * found * found
     value -= decay * value
-    value -= step_size * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), correction) + epsilon)
+    # Roots and quotients that may be one unit off are half of the work, and no more than the rounding of so small a step.
+    value -= step_size * first / (tl.sqrt(second) * correction + epsilon)
     tl.store(average_at, first, mask=inside)
     tl.store(square_at, second, mask=inside)
     tl.store(value_at, value, mask=inside)
     if ROUNDED is not None:
-        tl.store(_pointer(rounded, ROUNDED, WHOLE) + offsets, value.to(ROUNDED), mask=inside)
+        tl.store(pointer(rounded, ROUNDED, WHOLE) + offsets, value.to(ROUNDED), mask=inside)

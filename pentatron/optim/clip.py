@@ -1,9 +1,11 @@
 """Gradient norm and clipping."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from pentatron.kernels.choice import has_triton
 
 _EPSILON = 1e-6
 
@@ -18,6 +20,24 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     # Of gradients in bf16 too the norms are fp32, which is not what torch does unless it is asked.
     norms = [norm for some in by_type.values() for norm in torch._foreach_norm(some, 2, dtype=torch.float32)]
     return torch.linalg.vector_norm(torch.stack(norms)).double().square()
+
+
+def build_norm(device: torch.device, by_one_kernel: bool) -> Callable[[Sequence[Tensor]], Tensor]:
+    """`squared_norm` for a device; with `by_one_kernel` a GPU reads all gradients in one launch instead of hundreds."""
+    if not (by_one_kernel and device.type == "cuda" and has_triton()):
+        return lambda gradients: squared_norm(gradients, device)
+    from pentatron.kernels.squares_triton import Squares
+
+    kernels: dict[torch.dtype, Squares] = {}
+
+    def in_one_launch(gradients: Sequence[Tensor]) -> Tensor:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_type.setdefault(gradient.dtype, []).append(gradient.contiguous())
+        found = [kernels.setdefault(dtype, Squares())(some) for dtype, some in by_type.items()]
+        return torch.stack(found).sum() if found else squared_norm((), device)
+
+    return in_one_launch
 
 
 def clipping(norm: float, limit: float, scale: float = 1.0) -> float:

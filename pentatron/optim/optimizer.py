@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pentatron.config.parallel import ParallelConfig
 from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
-from pentatron.optim.clip import squared_norm
+from pentatron.optim.clip import build_norm
 from pentatron.optim.rules import build_update
 from pentatron.optim.update import Gradients, Part
 from pentatron.parallel.buckets import Bucket, Plan, Span, held_bytes, plan_buckets
@@ -83,6 +83,7 @@ class Optimizer:
         self._uncovered = [place for held in self._held for place in _uncovered(held)]
         self._normed = self._places_counted_here()
         self._stretches = [stretch for held in self._held for stretch in _stretches(held)]
+        self._norm = build_norm(world.device, config.fused_update)
         self._update = build_update([stretch.part for stretch in self._stretches], config)
         self._gradient_bytes = 0
 
@@ -140,7 +141,7 @@ class Optimizer:
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
         normed = [view for place in self._normed if (view := place.now) is not None]
-        return squared_norm(normed, self.world.device)
+        return self._norm(normed)
 
     def step(
         self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
-from pentatron.optim.clip import squared_norm
+from pentatron.optim.clip import build_norm
 from pentatron.optim.rules import build_update
 from pentatron.optim.update import Gradients, Part
 from pentatron.parallel.buckets import held_bytes
@@ -49,6 +49,7 @@ class ShardedOptimizer:
         self._parts = [
             (shard, Part(shard.values, shard.held.decays)) for shard in self._shards if shard.values.numel()
         ]
+        self._norm = build_norm(world.device, config.fused_update)
         self._update = build_update([part for _, part in self._parts], config)
 
     def _owns(self, shard: Shard, piece: Piece) -> bool:
@@ -89,7 +90,7 @@ class ShardedOptimizer:
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
         normed = [view for place in self._normed if (view := place.now) is not None]
-        return squared_norm(normed, self.world.device)
+        return self._norm(normed)
 
     def step(
         self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None

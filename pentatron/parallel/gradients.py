@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pentatron.kernels.choice import by_kernel
 from pentatron.parallel.buckets import Bucket, Span, in_few_runs
 
 
@@ -19,8 +20,13 @@ def added(before: Tensor | None, gradient: Tensor) -> Tensor:
     """A sum, in fp32 from the second gradient on; the first one is taken over and may be changed in place."""
     if before is None:
         return gradient
-    exact = before if before.dtype == torch.float32 else before.to(torch.float32)
-    return exact.add_(gradient)
+    if before.dtype == torch.float32:
+        return before.add_(gradient)
+    if by_kernel(before) and gradient.dtype == before.dtype and gradient.is_contiguous():
+        from pentatron.kernels.squares_triton import exact_sum
+
+        return exact_sum(before, gradient)
+    return before.to(torch.float32).add_(gradient)
 
 
 @dataclass(eq=False)

@@ -105,3 +105,24 @@ def test_clipping_on_the_device_is_clipping(limit: float, scale: float) -> None:
     for squared in (0.0, 7.0, 1e9):
         found = clipping_on_device(torch.tensor(squared, dtype=torch.float64), limit, scale)
         assert float(found) == pytest.approx(clipping(squared**0.5 / scale, limit, scale), rel=1e-14)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_are_summed_over_all_tensors(dtype: torch.dtype) -> None:
+    from pentatron.kernels.squares_triton import Squares
+
+    squares = Squares(block=256, warps=4)
+    for seed in (0, 1):
+        found = squares(tensors(seed, dtype))
+        expected = sum(float(t.double().square().sum()) for t in tensors(seed, dtype))
+        assert float(found) == pytest.approx(expected, rel=1e-6)
+    assert float(squares(tensors(2, dtype)[:2])) < 0.8 * expected, "other sizes, another table"
+
+
+@needs_triton
+def test_two_gradients_are_summed_in_fp32() -> None:
+    from pentatron.kernels.squares_triton import exact_sum
+
+    for one, other in zip(tensors(0, torch.bfloat16), tensors(1, torch.bfloat16)):
+        assert torch.equal(exact_sum(one, other), one.float().add_(other))
