@@ -1,6 +1,8 @@
+import pytest
 import torch
 
 from pentatron.nn.init import draw_weights, named_generator, normal_region
+from pentatron.nn.mlp import _GatedByHalves, activated
 from pentatron.nn.norm import NORMS
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.rope_scaling import Frequencies, plain
@@ -29,6 +31,17 @@ def test_norms_compute_in_fp32_and_answer_in_the_dtype_of_the_stream() -> None:
         rounded = norm.to(torch.bfloat16)(x.bfloat16())
         assert rounded.dtype == torch.bfloat16
         assert (rounded.float() - exact).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_by_halves_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    inner = torch.randn(2, 5, 24, dtype=dtype)
+    ways = [inner.clone().requires_grad_() for _ in range(2)]
+    made = [activated(ways[0], gated=True), _GatedByHalves.apply(ways[1])]
+    for values in made:
+        (values * torch.arange(12)).sum().backward()
+    assert torch.equal(*made) and ways[0].grad is not None and ways[1].grad is not None
+    assert torch.equal(ways[0].grad, ways[1].grad)
 
 
 def test_drawing_does_not_touch_the_global_generator() -> None:
