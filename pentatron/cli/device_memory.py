@@ -26,7 +26,8 @@ def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> Non
     at = config.grid.coordinates(worker.rank)
     room = room_of(device, worker.local_size)
     _act_on(None if room is None else judge(config, at.pipeline, room), config, worker)
-    if device.type != "cpu" and config.parallel.optimizer_cpu_offload:
+    in_background = config.checkpoint.async_save and config.checkpoint.save_checkpoints
+    if device.type != "cpu" and (config.parallel.optimizer_cpu_offload or in_background):
         host = _host_room(worker.local_size)
         _act_on(None if host is None else judge_host(config, host), config, worker)
 

@@ -41,7 +41,7 @@ def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
         "settings": dict(layout.settings),
         "fits": layout.fits,
         "bytes": [
-            {**parts_of(rank), "spared": rank.spared, "host": rank.held.host, "total": rank.total}
+            {**parts_of(rank), "spared": rank.spared, "host": rank.held.in_host, "total": rank.total}
             for rank in layout.memory.ranks
         ],
         "largest_bytes": layout.largest.total,

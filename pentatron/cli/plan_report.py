@@ -252,7 +252,7 @@ def _verdict(layout: Layout) -> str:
     if layout.lacks_host_memory:
         assert layout.host_memory is not None
         return (
-            f"does NOT fit: its optimizer needs {in_words(layout.host_of_a_machine)} of a machine's memory, which is "
+            f"does NOT fit: {_in_host(layout)} needs {in_words(layout.host_of_a_machine)} of a machine's memory, which is "
             f"{in_words(layout.host_memory)}"
         )
     return f"does NOT fit: there is room for {in_words(usable(layout.device))}"
@@ -302,7 +302,14 @@ def _memory(layout: Layout) -> Iterator[str]:
             if layout.host_memory is not None
             else "not compared with what it has: --host-memory GB"
         )
-        yield f"  in host memory  {in_words(layout.memory.host):>10}  for each GPU, {machine} in a machine ({compared})"
+        what = _in_host(layout)
+        yield f"  in host memory  {in_words(layout.memory.host):>10}  {what} of each GPU, {machine} in a machine ({compared})"
+
+
+def _in_host(layout: Layout) -> str:
+    held = layout.largest.held
+    what = ["the optimizer"] if held.host else []
+    return " and ".join([*what, *(["the copy that is saved in the background"] if held.saving else [])])
 
 
 def _optimizer(layout: Layout) -> str:

@@ -1,9 +1,11 @@
 """Whether a run will fit the device at hand, said before it starts; and what to do when memory ran out all the same."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pentatron.config.run import RunConfig
 from pentatron.plan.devices import in_words
+from pentatron.plan.held import Held
 from pentatron.plan.memory import RankMemory, memory_of
 
 # Above this share of what is free, memory may run out: the allocator's gaps and the libraries need the rest.
@@ -54,22 +56,31 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
 
 def judge_host(config: RunConfig, room: Room) -> Verdict | None:
     """The same of what processes that compute on GPUs keep in the machine's memory; None if it fits, or is nothing."""
-    needed = memory_of(config).host
+    held = max((rank.held for rank in memory_of(config).ranks), key=lambda each: each.in_host)
+    needed = held.in_host
     if needed <= _TIGHT * room.free:
         return None
     impossible = needed > room.total and not config.model.spec
     ways = [way for way in _of_what_is_held(config) if "zero-stage" in way or "distributed" in way]
+    ways += ["saving without --async-save"] if held.saving else []
     return Verdict(
-        f"this run {'cannot' if impossible else 'may not'} fit: --optimizer-cpu-offload keeps {in_words(needed)} of master weights and "
-        f"moments in host memory for each process, and a process has {in_words(room.total)} of it, {in_words(room.free)} free; "
+        f"this run {'cannot' if impossible else 'may not'} fit: {' and '.join(_in_host(held))} in host memory for each process, and a "
+        f"process has {in_words(room.total)} of it, {in_words(room.free)} free; "
         f"try {', '.join([*ways, 'fewer processes on a machine', 'a smaller model'])}; `pentatron plan` lists layouts that fit",
         impossible,
     )
 
 
+def _in_host(held: Held) -> Iterator[str]:
+    if held.host:
+        yield f"--optimizer-cpu-offload keeps {in_words(held.host)} of master weights and moments"
+    if held.saving:
+        yield f"--async-save {'' if held.host else 'keeps '}a copy of {in_words(held.saving)} to write from"
+
+
 def _held(planned: RankMemory, room: Room) -> int:
     """Between steps, in this kind of memory."""
-    return planned.held.on_device + (planned.held.host if room.kind == "host" else 0)
+    return planned.held.on_device + (planned.held.in_host if room.kind == "host" else 0)
 
 
 def in_parts(planned: RankMemory) -> str:

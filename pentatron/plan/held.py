@@ -27,13 +27,19 @@ def moments(shape: Shape) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one rank. `host` of the optimizer's are in the machine's memory instead of the device's."""
+    """Bytes on one rank. `host` of the optimizer's are in the machine's memory instead of the device's; so is the copy from which
+    checkpoints are saved in the background (`saving`)."""
 
     weights: int = 0
     gradients: int = 0
     master: int = 0
     moments: int = 0
     host: int = 0
+    saving: int = 0
+
+    @property
+    def in_host(self) -> int:
+        return self.host + self.saving
 
     @property
     def optimizer(self) -> int:
@@ -101,7 +107,15 @@ def _in_buckets(shape: Shape, pipeline_rank: int) -> Held:
         master=master,
         moments=state,
         host=master + state if parallel.optimizer_cpu_offload else 0,
+        saving=_saving(shape, kept),
     )
+
+
+def _saving(shape: Shape, elements: int) -> int:
+    """Of weights in fp32 and what the optimizer remembers of them. Of ranks that hold the same, one saves all of it at most."""
+    chosen = shape.config.checkpoint
+    in_background = chosen.async_save and chosen.save_checkpoints
+    return (1 + moments(shape)) * _FP32 * elements if in_background else 0
 
 
 def _gradients(
@@ -153,6 +167,7 @@ def _in_shards(shape: Shape, parts: Mapping[int, StagePart]) -> Held:
         gradients=_FP32 * gradients,
         master=0,
         moments=moments(shape) * _FP32 * weights,
+        saving=_saving(shape, weights),
     )
 
 

@@ -19,7 +19,7 @@ _MESSAGES = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the device of one pipeline rank; `held.host` are in the machine's memory.
+    """Bytes on the device of one pipeline rank; `held.in_host` are in the machine's memory.
 
     `activations` and `logits` are kept between forward and backward, where most of it lives at once, `micro_batches` of them.
     `buffers` are for messages and collectives; `working` is what backward needs for a moment: what runs again and the gradient
@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def host(self) -> int:
-        return max(rank.held.host for rank in self.ranks)
+        return max(rank.held.in_host for rank in self.ranks)
 
 
 def memory_of(config: RunConfig, on_gpu: bool = False) -> Memory:

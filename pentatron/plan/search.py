@@ -108,9 +108,9 @@ class Layout:
     @property
     def host_of_a_machine(self) -> int:
         """Bytes of a machine's own memory, for what its devices keep there."""
-        if not self.config.parallel.optimizer_cpu_offload:
+        if not (self.config.parallel.optimizer_cpu_offload or self.config.checkpoint.async_save):
             return 0
-        each = max(held(self.shape, rank).host for rank in self.shape.telling_ranks)
+        each = max(held(self.shape, rank).in_host for rank in self.shape.telling_ranks)
         return each * min(self.per_machine, self.shape.grid.world_size)
 
     @property

@@ -102,6 +102,10 @@ def test_an_optimizer_in_host_memory_is_compared_with_it(
     with pytest.raises(UserError, match="cannot fit: --optimizer-cpu-offload"):
         check_room(config, torch.device("cuda"), FIRST)
     check_room(resolved(MODEL).config, torch.device("cuda"), FIRST)
+    with pytest.raises(
+        UserError, match=r"cannot fit: --async-save keeps a copy of .*try saving without --async-save"
+    ):
+        check_room(resolved(f"{MODEL} --async-save").config, torch.device("cuda"), FIRST)
 
 
 def test_processes_share_the_machine() -> None:

@@ -177,7 +177,7 @@ def test_an_optimizer_in_host_memory_must_fit_there() -> None:
     assert plan(f"{words} 100").layouts[0].fits
     small = plan(f"{words} 64")
     assert not small.layouts[0].fits
-    assert "its optimizer needs 89.7 GiB of a machine's memory, which is 64 GiB" in as_text(small)
+    assert "the optimizer needs 89.7 GiB of a machine's memory, which is 64 GiB" in as_text(small)
     assert "not compared with what it has: --host-memory GB" in as_text(
         plan(words.removesuffix("--host-memory"))
     )
