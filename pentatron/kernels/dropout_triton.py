@@ -1,5 +1,10 @@
-"""Dropout by counter in one pass: the bits of `nn/dropout.py`, and whatever they are used for."""
+"""Dropout by counter in one pass: the bits of `nn/dropout.py`, and whatever they are used for.
 
+A pair of channels has one number. Of two-byte types a pair is one word of memory, and a thread that has its number loads and stores that; of
+others the numbers of neighbours are put in the order of the channels.
+"""
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +21,67 @@ def _scrambled(z):
     return z ^ (z >> 32)
 
 
+@triton.jit
+def _halves(rows, row, first, site, SITE_IN_MEMORY: tl.constexpr, PAIRS: tl.constexpr):
+    """The 32 bits of each of the two channels of some pairs of a row."""
+    number = tl.load(site) if SITE_IN_MEMORY else site
+    # The key of this site below that of the row.
+    place = (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    key = _scrambled(tl.load(rows + row).to(tl.uint64, bitcast=True) + place)
+    pairs = first + tl.arange(0, PAIRS)
+    bits = _scrambled(key + (pairs.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
+    lower = (bits & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+    upper = (bits >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+    return lower, upper
+
+
+@triton.jit
+def _kept(value, numbers, limit, scale, KIND: tl.constexpr):
+    # Rounded where torch rounds, so that the two agree in every bit.
+    return tl.where(numbers < limit, 0.0, (value * scale).to(KIND).to(tl.float32))
+
+
+@triton.jit
+def _of_word(word, KIND: tl.constexpr):
+    return (word & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _to_word(value, KIND: tl.constexpr):
+    return value.to(KIND).to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["site", "limit"])
+def _drop_pairs(
+    x,
+    stream,
+    rows,
+    out,
+    words,
+    site,
+    limit,
+    scale,
+    HAS_STREAM: tl.constexpr,
+    SITE_IN_MEMORY: tl.constexpr,
+    PAIRS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * PAIRS
+    lower, upper = _halves(rows, row, first, site, SITE_IN_MEMORY, PAIRS)
+    columns = first + tl.arange(0, PAIRS)
+    inside = columns < words
+    word = tl.load(x + row * words + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    even = _kept(_of_word(word, KIND), lower, limit, scale, KIND)
+    odd = _kept(_of_word(word >> 16, KIND), upper, limit, scale, KIND)
+    if HAS_STREAM:
+        beside = tl.load(stream + row * words + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+        even += _of_word(beside, KIND)
+        odd += _of_word(beside >> 16, KIND)
+    made = _to_word(even, KIND) | (_to_word(odd, KIND) << 16)
+    tl.store(out + row * words + columns, made.to(tl.int32, bitcast=True), mask=inside)
+
+
 @triton.jit(do_not_specialize=["site", "limit"])
 def _drop(
     x,
@@ -29,26 +95,22 @@ def _drop(
     HAS_STREAM: tl.constexpr,
     SITE_IN_MEMORY: tl.constexpr,
     PAIRS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # The key of this site below that of the row.
-    number = tl.load(site) if SITE_IN_MEMORY else site
-    place = (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
-    key = _scrambled(tl.load(rows + row).to(tl.uint64, bitcast=True) + place)
-    pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
-    bits = _scrambled(key + (pairs.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
-    lower = (bits & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    upper = (bits >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+    first = tl.program_id(1) * PAIRS
+    lower, upper = _halves(rows, row, first, site, SITE_IN_MEMORY, PAIRS)
     numbers = tl.interleave(lower, upper)
-    columns = tl.program_id(1) * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
+    columns = 2 * first + tl.arange(0, 2 * PAIRS)
     inside = columns < width
-    kind = out.dtype.element_ty
     value = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    # Rounded where torch rounds, so that the two agree in every bit.
-    kept = tl.where(numbers < limit, 0.0, (value * scale).to(kind).to(tl.float32))
+    kept = _kept(value, numbers, limit, scale, KIND)
     if HAS_STREAM:
         kept += tl.load(stream + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, kept.to(kind), mask=inside)
+    tl.store(out + row * width + columns, kept.to(KIND), mask=inside)
+
+
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def dropped(
@@ -58,21 +120,25 @@ def dropped(
     that is kept."""
     x, width = x_BSD.contiguous(), x_BSD.shape[-1]
     out = x.new_empty(x.shape)
+    if not out.numel():
+        return out
+    stream = x if stream_BSD is None else stream_BSD.contiguous()
+    tensors, kernel, columns = [x, stream, out], _drop, width
+    # A view that begins in the middle of a word cannot be read by words.
+    if x.element_size() == 2 and width % 2 == 0 and all(t.storage_offset() % 2 == 0 for t in tensors):
+        tensors, kernel, columns = [t.view(torch.int32) for t in tensors], _drop_pairs, width // 2
     pairs = min(triton.next_power_of_2((width + 1) // 2), _PAIRS)
-    if out.numel():
-        grid = (x.numel() // width, triton.cdiv(width, 2 * pairs))
-        stream = x if stream_BSD is None else stream_BSD.contiguous()
-        _drop[grid](
-            x,
-            stream,
-            rows_BS.contiguous(),
-            out,
-            width,
-            site,
-            limit,
-            scale,
-            HAS_STREAM=stream_BSD is not None,
-            SITE_IN_MEMORY=isinstance(site, Tensor),
-            PAIRS=pairs,
-        )
+    kernel[(x.numel() // width, triton.cdiv(width, 2 * pairs))](
+        *tensors[:2],
+        rows_BS.contiguous(),
+        tensors[2],
+        columns,
+        site,
+        limit,
+        scale,
+        HAS_STREAM=stream_BSD is not None,
+        SITE_IN_MEMORY=isinstance(site, Tensor),
+        PAIRS=pairs,
+        KIND=_KINDS[x.dtype],
+    )
     return out
