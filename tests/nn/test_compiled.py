@@ -84,12 +84,16 @@ ONE = 2
 @pytest.mark.parametrize(
     ("words", "graphs"),
     [
-        ("--hidden-dropout 0.2", ONE),
+        pytest.param("--hidden-dropout 0.2", ONE, marks=pytest.mark.sweep),
         (f"{GROUPED} --qk-layernorm --hidden-dropout 0.2", ONE),
-        (f"{GROUPED} --add-qkv-bias --rotary-interleaved --rotary-percent 0.5", ONE),
+        pytest.param(
+            f"{GROUPED} --add-qkv-bias --rotary-interleaved --rotary-percent 0.5",
+            ONE,
+            marks=pytest.mark.sweep,
+        ),
         # Every second layer has a window: two kinds of layers.
         (f"{GROUPED} --window-size 4,0 --window-attn-skip-freq 2", ONE + 1),
-        (f"{GROUPED} --attention-dropout 0.2", ONE),
+        pytest.param(f"{GROUPED} --attention-dropout 0.2", ONE, marks=pytest.mark.sweep),
         (f"{GROUPED} --attention-backend math", ONE),
     ],
 )
@@ -100,7 +104,7 @@ def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs:
     assert compile_layers([model], documents=False, backend=counting).left_out == ()
     for _ in range(2):
         found, _ = computed(model, config)
-        torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
     assert counting.graphs == graphs
     assert not counters["graph_break"]
 
@@ -120,7 +124,9 @@ def test_a_number_of_its_own_would_be_compiled_for_every_layer() -> None:
     "words",
     [
         "--recompute-granularity full",
-        "--recompute-granularity selective --recompute-modules core_attn",
+        pytest.param(
+            "--recompute-granularity selective --recompute-modules core_attn", marks=pytest.mark.sweep
+        ),
         "--recompute-granularity selective --recompute-modules mlp layernorm --hidden-dropout 0.2",
     ],
 )
@@ -145,7 +151,7 @@ def test_documents_that_begin_elsewhere_need_no_other_graphs() -> None:
     seen = []
     for documents in (*DOCUMENTS, None):
         torch.testing.assert_close(
-            computed(model, config, documents)[0], computed(eager, config, documents)[0], rtol=1e-5, atol=1e-6
+            computed(model, config, documents)[0], computed(eager, config, documents)[0], rtol=1e-4, atol=1e-5
         )
         seen.append(counting.graphs)
     assert seen[0] == seen[1] == seen[2], "the same graphs for other documents"
@@ -157,4 +163,4 @@ def test_experts_stay_as_they_are() -> None:
     model, config = build(words)
     left_out = compile_layers([model], documents=False, backend=Counting()).left_out
     assert left_out == ("experts, whose sizes follow from their tokens",)
-    torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,100 @@
+"""Layouts whose layers are compiled: the numbers of one eager process, and weight gradients that still wait."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pentatron.train.compilation as compilation
+from pentatron.layout.actions import Kind
+from pentatron.nn.compiled import compile_layers
+from pentatron.optim.build import build_optimizer
+from pentatron.train.comparison import Trajectory, failures, gaps
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches
+from tests.harness import run_distributed
+from tests.parity.cases import FAMILIES, MIXTURES, SHAPE
+from tests.parity.trajectory import here, run
+from tests.support import resolved
+
+COMPILED = "--compile on"
+ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+WINDOWS = "--window-size 4,0 --window-attn-skip-freq 2"
+
+
+def without_a_compiler(backend: str) -> None:
+    """What is at stake is what is traced: no kernels are generated."""
+    compilation._trial = lambda device: ""
+    compilation.compile_layers = partial(compile_layers, backend=backend)  # type: ignore[assignment]
+
+
+def compiled_on_a_rank(words: str) -> Trajectory:
+    without_a_compiler("aot_eager")
+    return run(words, dist.get_world_size())
+
+
+LAYOUTS = [
+    ("qwen3", "--tensor-model-parallel-size 2 --sequence-parallel", "", pytest.mark.sweep),
+    # Without guards on shards, layers with and without a window would share a graph.
+    ("llama", "--zero-stage 3", f"{WINDOWS} --num-layers 2", ()),
+    ("llama", "--zero-stage 1 --overlap-param-gather --overlap-grad-reduce", "", pytest.mark.sweep),
+    ("llama", "--context-parallel-size 2", "", pytest.mark.sweep),
+    ("gpt", ZERO_BUBBLE, "", pytest.mark.sweep),
+    ("mixtral", "--expert-model-parallel-size 2", "", pytest.mark.sweep),
+    ("llama", "--recompute-granularity full --zero-stage 3", "", pytest.mark.sweep),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "both"), [pytest.param(f, w, b, marks=marks) for f, w, b, marks in LAYOUTS]
+)
+def test_compiled_layers_compute_what_one_process_does(family: str, words: str, both: str) -> None:
+    # Compiling costs more than training: two layers, and micro-batches as on one process.
+    model = f"{SHAPE} --num-layers 2 {(FAMILIES | MIXTURES)[family]} {both} --micro-batch-size 2"
+    ranks = run_distributed(compiled_on_a_rank, 2, words=f"{model} {words} {COMPILED}", timeout=240)
+    assert failures(gaps(ranks, run(model, 1))) == []
+
+
+def waiting_on_a_rank(words: str, split: bool) -> int:
+    """The most numbers that wait for weight gradients in one step; without `split`, compiled as if nothing had to wait."""
+    without_a_compiler("eager" if split else "aot_eager")
+    if not split:
+        compilation.compile_layers = _as_if_nothing_waited  # type: ignore[assignment]
+    config = resolved(words, dist.get_world_size()).config
+    world = here(config)
+    model = build_parallel_model(config, world)
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    batches = micro_batches(config, world, 0)
+    most, end = 0, optimizer.end_backward
+
+    def counting_end(stage: int, last: bool, kind: Kind) -> None:
+        nonlocal most
+        most = max(most, model.executor.deferred.elements)
+        end(stage, last, kind)
+
+    optimizer.end_backward = counting_end  # type: ignore[method-assign,assignment]
+    train_step(model, optimizer, [next(batches) for _ in range(config.accumulation)], 1e-3, step=0)
+    return most
+
+
+def _as_if_nothing_waited(stages: object, documents: bool) -> object:
+    for stage in stages:  # type: ignore[attr-defined]
+        for layer in stage.layers.values():
+            layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    return compilation._NOTHING
+
+
+def test_weight_gradients_wait_in_compiled_layers() -> None:
+    words = f"{SHAPE} --num-layers 2 {FAMILIES['llama']} --micro-batch-size 1 {ZERO_BUBBLE}"
+    eager = run_distributed(waiting_on_a_rank, 2, words=words, split=True)
+    assert run_distributed(waiting_on_a_rank, 2, words=f"{words} {COMPILED}", split=True) == eager
+    assert min(eager) > 0
+
+
+@pytest.mark.sweep
+def test_compiled_as_they_are_they_would_not() -> None:
+    """The control, on the first rank, which has no head whose gradient waits."""
+    words = f"{SHAPE} --num-layers 2 {FAMILIES['llama']} --micro-batch-size 1 {ZERO_BUBBLE} {COMPILED}"
+    assert run_distributed(waiting_on_a_rank, 2, words=words, split=False)[0] == 0
