@@ -106,15 +106,9 @@ class RowParallelLinear(WeightedModule):
             else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._left(self.multiplied(x))
-
-    def after_gate(self, inner: Tensor) -> Tensor:
-        """What `forward` makes of `silu(gate) * up`, of which nothing is kept."""
-        return self._left(gated_linear(inner, self.weight))
-
-    def _left(self, made: Tensor) -> Tensor:
-        y = self.axis.leave(made)
+    def forward(self, x: Tensor, gates: bool = False) -> Tensor:
+        """With `gates`, of `silu(gate) * up` of `x`, of which nothing is kept: here, since weights may be waited for at the door."""
+        y = self.axis.leave(gated_linear(x, self.weight) if gates else self.multiplied(x))
         return y if self.bias is None else y + self.bias
 
 

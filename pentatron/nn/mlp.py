@@ -48,8 +48,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner: Tensor = self.linear_fc1(x)
         second = self.linear_fc2
-        if self.fuses_gate and isinstance(second, RowParallelLinear) and second.is_plain and by_kernel(inner):
-            return second.after_gate(inner)
+        if self.fuses_gate and type(second) is RowParallelLinear and second.is_plain and by_kernel(inner):
+            gated: Tensor = second(inner, gates=True)
+            return gated
         by_halves = self.gated and inner.device.type == "cpu" and not torch.compiler.is_compiling()
         between = _GatedByHalves.apply(inner) if by_halves else activated(inner, self.gated)
         made: Tensor = second(between)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,8 +18,8 @@ from pentatron.nn.compiled import Compiled, compile_layers
 from pentatron.parallel.whereabouts import Whereabouts
 
 _NOTHING = Compiled(0, ())
-# Of torch's logger, when a function has more versions than it allows; further ones run as they are, uncompiled.
-_GIVEN_UP = "torch._dynamo hit config."
+# Of torch's logger: a function has more versions than it allows, or cannot be compiled; it runs as it is then.
+_GIVEN_UP = ("torch._dynamo hit config.", "WON'T CONVERT")
 
 
 class Compilation:
@@ -75,12 +76,10 @@ class Compilation:
             layers = f"{self.compiled.layers} layer{'s' if self.compiled.layers > 1 else ''}"
             yield f"compiled {layers} in {self.seconds:.1f} s; the first step took {step_seconds:.1f} s with it"
         while self._given_up:
-            lines = [line.strip() for line in self._given_up.pop(0).splitlines()]
-            what = next((line for line in lines if line.startswith("function:")), "function: unknown")
-            if what not in self._told:
-                self._told.add(what)
-                reason = next((line for line in lines if line.startswith("last reason:")), "")
-                yield f"torch has given up compiling a {what}, which runs uncompiled where it would need another version ({reason})"
+            line = _in_one_line(self._given_up.pop(0))
+            if line not in self._told:
+                self._told.add(line)
+                yield line
 
     def off(self) -> AbstractContextManager[Any]:
         """Runs everything as it is written, so that hooks inside layers are called."""
@@ -114,12 +113,28 @@ def compile_stages(
                 f"this line",
             )
         )
+    # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
+    torch._dynamo.config.suppress_errors = wanted == "auto"
     documents = config.data.reset_attention_mask or config.data.sft_packing
     compiled = compile_layers(stages, documents)
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)
     return made
+
+
+def _in_one_line(message: str) -> str:
+    """What torch says in many, of a function that it does not compile."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if lines[0].startswith(_GIVEN_UP[1]):
+        errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)[:(]", line)]
+        what, reason = lines[0].removeprefix(_GIVEN_UP[1]).strip(), (errors or lines)[-1]
+        return f"torch cannot compile {what}, which runs as it is ({reason[:200]})"
+    what, reason = (
+        next((line.removeprefix(begin).strip() for line in lines if line.startswith(begin)), "unknown")
+        for begin in ("function:", "last reason:")
+    )
+    return f"torch compiles no more versions of {what}, which runs as it is where it needs another ({reason[:200]})"
 
 
 def _trial(device: torch.device) -> str:

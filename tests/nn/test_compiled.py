@@ -12,8 +12,10 @@ from torch._dynamo.utils import counters
 from pentatron.config.run import RunConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.nn import mlp
 from pentatron.nn.compiled import compile_layers
 from pentatron.nn.dropout import dropout_keys
+from pentatron.nn.mlp import fuse_gates
 from pentatron.nn.recompute import recompute_of
 from tests.support import LLAMA, resolved
 
@@ -164,3 +166,23 @@ def test_experts_stay_as_they_are() -> None:
     left_out = compile_layers([model], documents=False, backend=Counting()).left_out
     assert left_out == ("experts, whose sizes follow from their tokens",)
     torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with plain operations in the place of the kernel: one graph, and nothing between the matrices is kept."""
+    kept = []
+    for gates in (False, True):
+        monkeypatch.setattr(mlp, "by_kernel", lambda inner, gates=gates: gates)
+        torch._dynamo.reset()
+        eager, _ = computed(*build(GROUPED))
+        model, config = build(GROUPED)
+        fuse_gates([model])
+        counting = Counting("aot_eager_decomp_partition")
+        compile_layers([model], documents=False, backend=counting)
+        found, bytes_kept = computed(model, config)
+        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
+        assert counting.graphs == ONE and not counters["graph_break"]
+        kept.append(bytes_kept)
+    width = resolved(GROUPED).config.model.ffn_hidden_size
+    assert width is not None
+    assert kept[0] - kept[1] == 3 * BATCH * LENGTH * width * 4, "three layers"

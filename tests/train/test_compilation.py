@@ -1,0 +1,113 @@
+"""Whether a run is compiled, and what is told of it."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pentatron.train.compilation as compilation
+from pentatron.config.errors import UserError
+from pentatron.nn.compiled import Compiled
+from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.train.compilation import Compilation, compile_stages
+from tests.support import resolved
+
+CPU = torch.device("cpu")
+
+
+def settled(
+    words: str, monkeypatch: pytest.MonkeyPatch, problem: str = "", device: str = "cuda"
+) -> Compilation:
+    monkeypatch.setattr(compilation, "_trial", lambda device: problem)
+    monkeypatch.setattr(compilation, "compile_layers", lambda stages, documents: Compiled(3, ()))
+    return compile_stages(resolved(words).config, torch.device(device), Whereabouts(), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "layers"),
+    [
+        ("", "cuda", 3),
+        ("", "cpu", 0),
+        ("--compile on", "cpu", 3),
+        ("--compile off", "cuda", 0),
+        ("--deterministic-mode", "cuda", 0),
+        ("--deterministic-mode --compile on", "cuda", 3),
+    ],
+)
+def test_by_default_on_gpus_alone(
+    words: str, device: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert settled(words, monkeypatch, device=device).compiled.layers == layers
+
+
+def test_without_a_compiler_it_is_told_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (note,) = settled("", monkeypatch, "no g++").notes
+    assert "layers are not compiled" in note and "(no g++)" in note
+    with pytest.raises(UserError, match=r"--compile on: nothing can be compiled here \(no g\+\+\)"):
+        settled("--compile on", monkeypatch, "no g++")
+
+
+class Stubborn(nn.Module):
+    """Needs a version for every number."""
+
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.number
+
+
+def test_what_compiling_took_and_what_torch_gave_up_is_told() -> None:
+    torch._dynamo.reset()
+    where, told = Whereabouts(), Compilation(Compiled(2, ()))
+    where.phase = "step"
+    told.watch(where)
+    phases = []
+
+    def backend(graph: torch.fx.GraphModule, examples: object) -> object:
+        phases.append(where.phase)
+        return graph
+
+    module = Stubborn()
+    run = torch.compile(module, backend=backend)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for module.number in range(4):
+            run(torch.ones(2))
+    assert phases == ["compiling"] * 2 and where.phase == "step"
+    first, second = told.news(1.5)
+    assert first.startswith("compiled 2 layers in ") and first.endswith("; the first step took 1.5 s with it")
+    assert second.startswith("torch compiles no more versions of 'forward' (") and "number == " in second
+    assert list(told.news(1.5)) == []
+    filters = len(logging.getLogger("torch._dynamo.convert_frame").filters)
+    del told
+    assert len(logging.getLogger("torch._dynamo.convert_frame").filters) == filters - 1
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_is_told() -> None:
+    torch._dynamo.reset()
+    told = Compilation(Compiled(2, ()))
+    told.watch(Whereabouts())
+
+    def backend(graph: object, examples: object) -> object:
+        raise RuntimeError("no such kernel")
+
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert torch.compile(Stubborn(), backend=backend)(torch.ones(2)).tolist() == [1, 1]
+    _, line = told.news(1.0)
+    assert line.startswith("torch cannot compile forward ") and "no such kernel" in line
+
+
+def test_eager_where_hooks_must_run() -> None:
+    torch._dynamo.reset()
+    runs = []
+
+    def backend(graph: torch.fx.GraphModule, examples: object) -> object:
+        runs.append(graph)
+        return graph
+
+    run = torch.compile(Stubborn(), backend=backend)
+    with Compilation(Compiled(1, ())).off():
+        run(torch.ones(2))
+    assert runs == []
+    run(torch.ones(2))
+    assert len(runs) == 1
