@@ -90,10 +90,19 @@ def surroundings(results: Sequence[Result]) -> str:
     commands: list[str] = []
     for r in results:
         known |= r.get("versions", {})
-        if (command := r.get("command")) and command not in commands:
+        command = _anywhere(r.get("command", ""))
+        if command and command not in commands:
             commands.append(command)
     facts = ", ".join(f"{name} {version}" for name, version in known.items())
     return "\n".join([facts, "", "```", *commands, "```"])
+
+
+def _anywhere(command: str) -> str:
+    """Without the folders of the machine it ran on, and what only says how long to wait."""
+    for flag in ("json", "peers"):
+        folder = {"json": "results"}.get(flag, flag)
+        command = re.sub(rf"--{flag}[ =]\S+", f"--{flag} {folder}", command)
+    return re.sub(r" --timeout[ =]\S+", "", command)
 
 
 TABLES = {"comparison": comparison, "kernels": kernels, "loop": loops, "surroundings": surroundings}
