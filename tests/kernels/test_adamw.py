@@ -1,6 +1,8 @@
 """The update in one pass, against torch's AdamW: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on a CPU."""
 
 import importlib.util
+import itertools
+import math
 import os
 
 import pytest
@@ -8,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from pentatron.optim.build import build_optimizer
 from pentatron.optim.clip import clipping, clipping_on_device
+from pentatron.parallel.world import single_process
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches
+from tests.support import LLAMA, resolved
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
@@ -126,3 +134,37 @@ def test_two_gradients_are_summed_in_fp32() -> None:
 
     for one, other in zip(tensors(0, torch.bfloat16), tensors(1, torch.bfloat16)):
         assert torch.equal(exact_sum(one, other), one.float().add_(other))
+
+
+@needs_triton
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a step whose numbers the host waits for; with numbers that are none, nothing moves."""
+    from pentatron.optim import rules
+
+    monkeypatch.setattr(rules, "_suits_one_pass", bool)
+    losses, states = [], []
+    for flag in ("", "--no-fused-update"):
+        words = f"{LLAMA} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 --device {DEVICE.type}"
+        config = resolved(f"{words} --micro-batch-size 1 --global-batch-size {accumulated} {flag}").config
+        world = single_process(DEVICE)
+        model = build_parallel_model(config, world)
+        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+        assert optimizer.decides is (flag == "")
+        batches = micro_batches(config, world, 0)
+        for step in range(2):
+            chunk = list(itertools.islice(batches, accumulated))
+            losses.append(train_step(model, optimizer, chunk, 1e-2, step=step).loss)
+        states.append([f.values.clone() for f in optimizer.fragments(owned_only=False)])
+        norm = next(p for p in model.stages[0].parameters() if p.dim() == 1)
+        sound, norm.data[0] = norm.data[0].clone(), float("inf")
+        before = [f.values.clone() for f in optimizer.fragments(owned_only=False)]
+        result = train_step(model, optimizer, chunk, 1e-2, step=2)
+        assert not result.updated and math.isnan(result.loss)
+        after = [f.values for f in optimizer.fragments(owned_only=False)]
+        assert all(map(torch.equal, before, after))
+        norm.data[0] = sound
+        assert train_step(model, optimizer, chunk, 1e-2, step=2).updated
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-6)
+    for found, expected in zip(*states):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -15,8 +15,11 @@ from pentatron.optim.build import build_optimizer
 from pentatron.optim.clip import clip_, squared_norm
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel import gradients as gradients_module
+from pentatron.parallel import reduction as reduction_module
+from pentatron.parallel.gradients import Filling
 from pentatron.parallel.world import single_process
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.replicas import digest
 from pentatron.train.step import train_step
 from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
@@ -172,3 +175,53 @@ def test_gradients_of_a_step_that_is_not_made_can_be_read() -> None:
     norm.data[0] = 1.0
     assert train_step(model, optimizer, [batch], 1e-3, step=0).updated, "nothing of it outlives its step"
     assert all(f.values.eq(0).all() for f in optimizer.gradients(owned_only=False))
+
+
+# The same in whole models and in layouts, against sums that begin with zeros.
+
+
+def as_before(before: Tensor | None, gradient: Tensor) -> Tensor:
+    return (torch.zeros_like(gradient, dtype=torch.float32) if before is None else before).add_(gradient)
+
+
+def zeroed(self: Filling, slot: int, gradient: Tensor) -> None:
+    if not self._came:
+        self.buffer.zero_()
+    self._came = set(range(len(self.bucket.plan.slots)))
+    self.bucket.plan.slots[slot].span.of(self.buffer).add_(gradient.view(-1))
+
+
+def state_after(words: str, plainly: bool) -> dict[tuple[str, Any], str]:
+    if plainly:
+        gradients_module.added = reduction_module.added = as_before
+        Filling.take = zeroed  # type: ignore[method-assign]
+    config: RunConfig = resolved(f"{SHAPE} --clip-grad 0 {words}", dist.get_world_size()).config
+    world = here(config)
+    model = build_parallel_model(config, world)
+    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    batches = micro_batches(config, world, 0)
+    for step in range(3):
+        chunk = list(itertools.islice(batches, config.accumulation))
+        assert train_step(model, optimizer, chunk, 1e-2, step=step).updated
+    return {(f.tensor, f.start): digest(f.values) for f in optimizer.fragments(owned_only=False)}
+
+
+HALVES = "--pipeline-model-parallel-size 2 --pipeline-schedule"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, "--global-batch-size 1 --bf16"),
+        (1, "--global-batch-size 3 --bf16"),
+        (2, f"--global-batch-size 4 --bf16 {HALVES} zbv --num-layers 4"),
+        (2, f"--global-batch-size 4 --bf16 {HALVES} zero-bubble"),
+        (2, "--global-batch-size 2 --zero-stage 1 --bf16 --overlap-grad-reduce"),
+        (2, "--global-batch-size 4 --zero-stage 2 --bf16"),
+        (4, f"--global-batch-size 8 --bf16 --zero-stage 2 {HALVES} zbv --num-layers 4"),
+    ],
+)
+def test_whole_models_have_the_bits_of_zeroed_sums(ranks: int, words: str) -> None:
+    """With a table used at both ends, which the folded pipelines have on one rank."""
+    found, plain = (run_distributed(state_after, ranks, words=words, plainly=way) for way in (False, True))
+    assert found == plain
