@@ -27,10 +27,15 @@ NAMES = {
 
 
 def read_results(folder: Path) -> list[Result]:
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("**/*.json"))]
+    """By shape and batch, us first; of what was measured several times, the newest."""
+    newest: dict[tuple[Any, ...], Result] = {}
+    for file in sorted(folder.glob("**/*.json"), key=lambda file: file.stat().st_mtime):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        if "case" in result:
+            newest[(result["case"], result.get("flags", ""), *_where(result))] = result
     order = list(NAMES)
     return sorted(
-        (r for r in found if "case" in r),
+        newest.values(),
         key=lambda r: (r["shape"], r["seq"], r["mbs"], order.index(r["case"]) if r["case"] in order else 99),
     )
 
@@ -54,10 +59,11 @@ def comparison(results: Sequence[Result]) -> str:
             why = "out of memory" if r.get("oom") else r.get("error", "failed")
             rows.append(f"| {where} | {name_of(r)} | {why} | | | | | | |")
             continue
+        alone = ", alone" if _where(r) in rates and not r.get("in_turns", True) else ""
         ratio = f"{r['tok_s'] / rates[_where(r)]:.2f}" if _where(r) in rates else ""
         rows.append(
             f"| {where} | {name_of(r)} | {r['tok_s']:,} | {r['tflops']:.0f} | {r['mfu989']:.3f} | {r['mem_gib']:.1f} | {ratio} | "
-            f"{r['spread']:.1%} | {r['first_step_s']:.0f} s |"
+            f"{r['spread']:.1%}{alone} | {r['first_step_s']:.0f} s |"
         )
     return "\n".join(rows)
 
