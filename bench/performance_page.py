@@ -46,9 +46,9 @@ def name_of(result: Result) -> str:
 
 
 def comparison(results: Sequence[Result]) -> str:
-    """Every shape and batch, each case against torchtitan where that was measured in the same way."""
+    """Every shape and batch, each case against torchtitan where that was measured by the same command."""
     measured = [r for r in results if r["case"] != "train"]
-    rates = {_where(r): r["tok_s"] for r in measured if r["case"] == REFERENCE and "tok_s" in r}
+    rates = {_run(r): r["tok_s"] for r in measured if r["case"] == REFERENCE and "tok_s" in r}
     rows = [
         "| shape, micro-batch × sequence | case | tokens/s | TFLOP/s | MFU | GiB | × torchtitan | spread | first step |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -59,8 +59,8 @@ def comparison(results: Sequence[Result]) -> str:
             why = "out of memory" if r.get("oom") else r.get("error", "failed")
             rows.append(f"| {where} | {name_of(r)} | {why} | | | | | | |")
             continue
-        alone = ", alone" if _where(r) in rates and not r.get("in_turns", True) else ""
-        ratio = f"{r['tok_s'] / rates[_where(r)]:.2f}" if _where(r) in rates else ""
+        alone = ", alone" if _run(r) in rates and not r.get("in_turns", True) else ""
+        ratio = f"{r['tok_s'] / rates[_run(r)]:.2f}" if _run(r) in rates else ""
         rows.append(
             f"| {where} | {name_of(r)} | {r['tok_s']:,} | {r['tflops']:.0f} | {r['mfu989']:.3f} | {r['mem_gib']:.1f} | {ratio} | "
             f"{r['spread']:.1%}{alone} | {r['first_step_s']:.0f} s |"
@@ -127,6 +127,10 @@ def with_tables(page: str, results: Sequence[Result]) -> str:
 
 def _where(result: Result) -> tuple[str, int, int]:
     return result["shape"], result["mbs"], result["seq"]
+
+
+def _run(result: Result) -> tuple[Any, ...]:
+    return (*_where(result), result.get("command"))
 
 
 def write_page(page: Path, folder: Path) -> None:
