@@ -170,7 +170,9 @@ def _kernels(run: Callable[[], object]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    rows = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    # Calls of the host are among them, with no time on the device.
+    timed = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    rows = sorted(timed, key=lambda event: -event.self_device_time_total)
     for event in rows[:25]:
         print(f"    {event.self_device_time_total / 1000:7.3f} ms, {event.count} times: {event.key[:100]}")
     total = sum(event.self_device_time_total for event in rows) / 1000
