@@ -1,0 +1,113 @@
+"""The gradient norm and the update of AdamW on a GPU: milliseconds and bytes a second, one pass against torch's operators.
+
+    python bench/update.py [--layers 8] [--width 4096] [--inner 12288] [--vocabulary 151936] [--blocks 1024:4 8192:16]
+
+Weights and gradients are bf16, masters and moments fp32. The update reads 14 and writes 14 bytes of each parameter; torch's way has fp32 gradients
+(as after a cast of them), clips them, updates and rounds. Between two measurements the GPU multiplies matrices, as in a step.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pentatron.kernels.adamw_triton import Numbers, OnePass, Target
+from pentatron.kernels.squares_triton import Squares
+from pentatron.optim.clip import squared_norm
+
+_DEVICE = torch.device("cuda")
+_NUMBERS = Numbers(1e-5, 0.1, 0.9, 0.95, 1e-8, 5)
+
+
+def sizes(layers: int, width: int, inner: int, vocabulary: int) -> list[int]:
+    """Of a Qwen3-like model with a quarter of the heads for keys and values."""
+    layer = [width * width * 3 // 2, width * width, 2 * inner * width, inner * width, width, width]
+    return [vocabulary * width, *layer * layers, width, vocabulary * width]
+
+
+def milliseconds(action: Callable[[], object], repeats: int = 5) -> float:
+    matrix = torch.randn(8192, 8192, device=_DEVICE, dtype=torch.bfloat16)
+    found = []
+    for _ in range(repeats + 1):
+        for _ in range(40):
+            torch.mm(matrix, matrix)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        action()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found[1:])
+
+
+def told(what: str, spent: float, moved: float) -> None:
+    sys.stdout.write(f"{what:<44} {spent:7.2f} ms  {moved / spent / 1e6:6.0f} GB/s\n")
+
+
+def by_torch(
+    masters: list[Tensor], moments: list[list[Tensor]], weights: list[Tensor], gradients: list[Tensor]
+) -> None:
+    exact = [gradient.float() for gradient in gradients]
+    steps = [torch.zeros((), device=_DEVICE) for _ in exact]
+
+    def update() -> None:
+        torch._foreach_mul_(exact, 0.5)
+        adamw(
+            *(masters, exact, *moments, [], steps),
+            fused=True,
+            amsgrad=False,
+            beta1=_NUMBERS.beta1,
+            beta2=_NUMBERS.beta2,
+            lr=_NUMBERS.learning_rate,
+            weight_decay=_NUMBERS.decay,
+            eps=_NUMBERS.epsilon,
+            maximize=False,
+        )
+        torch._foreach_copy_(weights, masters)
+
+    # Clipping 8 bytes, the update 28, rounding 6.
+    told("torch: clip, fused AdamW, round", milliseconds(update), 42 * sum(g.numel() for g in gradients))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--inner", type=int, default=12288)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--blocks", nargs="+", default=["1024:4", "2048:8", "4096:8", "8192:16"])
+    given = parser.parse_args()
+    found = sizes(given.layers, given.width, given.inner, given.vocabulary)
+    elements = sum(found)
+    sys.stdout.write(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {elements / 1e9:.2f} G parameters in {len(found)} tensors\n"
+    )
+    masters = [torch.randn(size, device=_DEVICE) for size in found]
+    moments = [[torch.zeros_like(master) for master in masters] for _ in range(2)]
+    weights, gradients = ([master.bfloat16() for master in masters] for _ in range(2))
+    told("torch: norm of bf16", milliseconds(lambda: squared_norm(gradients, _DEVICE)), 2 * elements)
+    control = torch.tensor([0.5, 1.0], device=_DEVICE)
+    targets = [Target(*each, True) for each in zip(masters, *moments, weights)]
+    for block, warps in (map(int, words.split(":")) for words in given.blocks):
+        told(
+            f"one launch: norm, blocks of {block}, {warps} warps",
+            milliseconds(partial(Squares(block, warps), gradients)),
+            2 * elements,
+        )
+        spent = milliseconds(partial(OnePass(targets, block, warps), gradients, control, _NUMBERS))
+        told(f"one pass: update, blocks of {block}, {warps} warps", spent, 28 * elements)
+    by_torch(masters, moments, weights, gradients)
+
+
+if __name__ == "__main__":
+    main()
