@@ -50,8 +50,9 @@ def compile_layers(
     count, left_out = 0, dict[str, None]()
     for stage in stages:
         for layer in stage.get_submodule("layers").children():
-            if not isinstance(layer, TransformerLayer):
-                left_out[f"{type(layer).__name__}, which is not a TransformerLayer"] = None
+            # A layer of a user's own may look at documents, which are out of sight inside.
+            if not isinstance(layer, TransformerLayer) or (documents and type(layer) is not TransformerLayer):
+                left_out[f"{type(layer).__name__}, a layer of your own"] = None
                 continue
             for module, reason in _apart(layer, documents):
                 left_out[reason] = None
@@ -99,6 +100,9 @@ def _apart(module: nn.Module, documents: bool) -> Iterator[tuple[nn.Module, str]
     """The largest parts of a module that are not compiled."""
     for child in module.children():
         reason = _reason(child)
+        if documents and child is getattr(module, "attention", None) and type(child) is not SelfAttention:
+            documents_for(child, ())
+            reason = f"{type(child).__name__}, which is told of documents"
         if reason:
             yield child, reason
             continue

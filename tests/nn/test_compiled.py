@@ -13,6 +13,7 @@ from pentatron.config.run import RunConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn import mlp
+from pentatron.nn.attention import SelfAttention
 from pentatron.nn.compiled import compile_layers
 from pentatron.nn.dropout import dropout_keys
 from pentatron.nn.mlp import fuse_gates
@@ -157,6 +158,24 @@ def test_documents_that_begin_elsewhere_need_no_other_graphs() -> None:
         )
         seen.append(counting.graphs)
     assert seen[0] == seen[1] == seen[2], "the same graphs for other documents"
+
+
+class OwnAttention(SelfAttention):
+    """A user's, which looks at documents."""
+
+    def forward(self, *inputs: Any, documents: DocumentStarts | None = None) -> Tensor:
+        assert documents is None or isinstance(documents, tuple)
+        return super().forward(*inputs, documents=documents)
+
+
+def test_attention_of_users_is_told_of_documents() -> None:
+    model, config = build(GROUPED)
+    eager, _ = computed(model, config, DOCUMENTS[0])
+    for layer in model.layers.values():
+        layer.attention.__class__ = OwnAttention  # type: ignore[union-attr,assignment]
+    left_out = compile_layers([model], documents=True, backend=Counting("eager")).left_out
+    assert left_out == ("OwnAttention, which is told of documents",)
+    torch.testing.assert_close(computed(model, config, DOCUMENTS[0])[0], eager, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_stay_as_they_are() -> None:
