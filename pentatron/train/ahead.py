@@ -37,7 +37,8 @@ class ToGPU:
 
     def enter(self) -> None:
         # A thread begins with the first GPU, and would take memory of it to lock pages.
-        torch.cuda.set_device(self.device)
+        # The stream knows its number also where the device is named without one.
+        torch.cuda.set_device(self.stream.device)
 
     def start(self, batch: Batch) -> tuple[Batch, object]:
         with torch.cuda.stream(self.stream):
