@@ -3,7 +3,7 @@
 Ours goes the way of `pentatron train` (its session, optimizer and trainer); the other is a Qwen2 model of the same sizes, whose weights are in the
 same precision, with fp32 state and clipping at 1.0. A round times each of them for some steps, and every other round begins with the other
 one. Rates are those of the median step; the ratio is that of the median round, so that what else runs on the machine for a while falls on both alike.
-Almost all of a step is spent in the same matmuls, so expect little more than 1.
+Most of a step is spent in the same matmuls, so expect little more than 1; on a machine that has other work to do, the ratio says nothing.
 
     python bench/cpu.py --threads 2 --rounds 10
 """
