@@ -72,7 +72,7 @@ class CausalLM(nn.Module):
         axis = axes.tensor
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
-        self.kernels = chosen_kernels(attention_backend)
+        self.kernels = chosen_kernels(attention_backend, config.attention_dropout)
         self.axis = axis
         self.attention_dropout = config.attention_dropout
         self.recompute: Recompute = NOTHING

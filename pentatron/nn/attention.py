@@ -44,12 +44,13 @@ _FASTEST_FIRST = [
 ]
 
 
-def chosen_kernels(backend: str) -> list[SDPBackend] | None:
+def chosen_kernels(backend: str, dropout: float = 0.0) -> list[SDPBackend] | None:
     """Which kernels may run, those to prefer first; None leaves the choice to torch, as `auto` does on most devices."""
     if backend != "auto":
         return _BACKENDS[backend]
     newest = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_FIRST
-    return _FASTEST_FIRST if newest else None
+    # Torch believes that cuDNN's kernel drops for every shape, and asks only when it runs.
+    return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if newest else None
 
 
 def attention_kernels(chosen: list[SDPBackend] | None) -> AbstractContextManager[None]:

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
+from pentatron.nn.attention import chosen_kernels
 from pentatron.nn.init import draw_weights, named_generator, normal_region
 from pentatron.nn.mlp import _GatedByHalves, activated
 from pentatron.nn.norm import NORMS
@@ -75,3 +77,13 @@ def test_weights_are_drawn_on_the_cpu_whatever_device_new_tensors_go_to() -> Non
     with torch.device("meta"):
         normal_region(1, "a", (3, 4), (0, 0), (3, 4), found)
     assert torch.equal(found, expected)
+
+
+def test_which_attention_kernels_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for generation, first in ((8, None), (9, SDPBackend.CUDNN_ATTENTION), (10, SDPBackend.CUDNN_ATTENTION)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda g=generation: (g, 0))
+        chosen = chosen_kernels("auto")
+        assert (chosen and chosen[0]) == first
+        assert SDPBackend.CUDNN_ATTENTION not in (chosen_kernels("auto", dropout=0.1) or [])
+    assert chosen_kernels("flash") == [SDPBackend.FLASH_ATTENTION]
