@@ -49,7 +49,7 @@ def chosen_kernels(backend: str, dropout: float = 0.0) -> list[SDPBackend] | Non
     if backend != "auto":
         return _BACKENDS[backend]
     newest = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_FIRST
-    # Torch believes that cuDNN's kernel drops for every shape, and asks only when it runs.
+    # Caution, not knowledge: whole runs with attention dropout failed on an H200 while cuDNN came first, for a reason not found yet.
     return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if newest else None
 
 
