@@ -115,6 +115,12 @@ IDLE: list[tuple[str, str, str]] = [
             ("--device cpu", "--device cpu --cross-entropy-loss-fusion"),
         )
     ),
+    ("bias_swiglu_fusion", "--no-bias-swiglu-fusion", "--no-bias-swiglu-fusion --swiglu"),
+    (
+        "bias_swiglu_fusion",
+        "--no-bias-swiglu-fusion --swiglu --device cpu",
+        "--no-bias-swiglu-fusion --swiglu",
+    ),
     ("window_size", "--window-size 7 0 --seq-length 8", "--window-size 6 0 --seq-length 8"),
     ("window_size", "--window-size 4 0 --window-attn-skip-freq 1", "--window-size 4,0"),
     ("window_attn_skip_freq", "--window-attn-skip-freq 2", "--window-size 4,0 --window-attn-skip-freq 2"),
