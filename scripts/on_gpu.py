@@ -48,6 +48,9 @@ def run_all(
         }
         for done in as_completed(under_way):
             yield under_way[done], *done.result()
+        # They would wait for what they started themselves, such as the compiler's processes.
+        for child in multiprocessing.active_children():
+            child.terminate()
 
 
 def timed(check: Check, device: str) -> tuple[Rows, float]:

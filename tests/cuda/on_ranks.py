@@ -20,6 +20,7 @@ def several(commands: Sequence[str], device: str) -> list[Trajectory]:
 def train(words: str, device: str) -> None:
     """A whole run, as the command makes it."""
     chosen = resolved(words, dist.get_world_size())
-    place = torch.device(device)
+    # With its number, as a run has it.
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     world = connect(chosen.config.grid, dist.get_rank(), dist.get_rank(), place)
     run_training(chosen, world if world.everyone.size > 1 else single_process(place), True)

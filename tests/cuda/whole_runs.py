@@ -130,12 +130,13 @@ def spoken(name: str, device: str) -> Rows:
 def own_tests() -> Rows:
     """The tests of the suite that only a GPU can run."""
     files = [f"tests/{path}" for path in OWN_TESTS.split() if (ROOT / "tests" / path).exists()]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-rs", *files]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-rs", *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment, timeout=TIMEOUT
     )
-    last = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]
+    summary = re.findall(r"^=*\s*(\d+ (?:passed|failed).*?)=*$", done.stdout, re.MULTILINE)
+    last = (summary or [done.stderr[-200:]])[-1]
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     good = done.returncode == pytest.ExitCode.OK
     return {
