@@ -23,7 +23,7 @@ from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Shape
 
 FORMAT = "pentatron-checkpoint"
-VERSION = 3
+VERSION = 4
 FILE_NAME = "manifest.json"
 
 
@@ -88,7 +88,7 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "files": {
-                n: {"name": r.name, "bytes": r.bytes, "sha256": r.sha256, "block_bytes": r.block_bytes}
+                n: {name: value for name, value in vars(r).items() if name != "crc32"}
                 for n, r in self.files.items()
             },
             "tensors": {name: _plain(record) for name, record in self.tensors.items()},
@@ -223,7 +223,8 @@ def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bo
     of_each = max(1, count // len(names))
 
     def sum_of(name: str) -> str:
-        return sum_of_file(folder / name, manifest.files[name].block_bytes, of_each, cold)
+        record = manifest.files[name]
+        return sum_of_file(folder / name, record.block_bytes, record.block_sums, of_each, cold)
 
     with ThreadPoolExecutor(max(1, min(len(names), count))) as threads:
         sums = list(threads.map(sum_of, names))

@@ -1,16 +1,21 @@
-"""The sum of a file: SHA-256 of the SHA-256 of its blocks.
+"""The sum of a file: SHA-256 of the CRC-32 of its blocks.
 
-One SHA-256 of all bytes is one thread's work, which takes longer than a fast disk; of blocks, as many threads as there are can take sums at a time.
+Sums are there to find what disks and networks damage, not to keep out who can write a folder and its manifest alike. One SHA-256 of all bytes is one
+thread's work and takes longer than a fast disk; of blocks (manifests of version 3) several threads can take them at a time, but still nearly double a
+save. A CRC-32 is two to three times as fast, and a damaged block keeps its own in one case of four thousand million.
 Files that others wrote, and manifests up to version 2, have a sum of all bytes in one: a block size of 0.
 """
 
 import hashlib
 import os
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 SUM_BLOCK_BYTES = 16 * 2**20
+# What a block's sum may be.
+SHA256, CRC32 = "sha256", "crc32"
 # At a time, where files are only looked at.
 READ_BYTES = 2**20
 
@@ -51,15 +56,33 @@ class BlockSums:
         self._threads.shutdown(cancel_futures=True)
 
 
+class _Crc32:
+    """As those of hashlib are used."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4, "big")
+
+
 def _sum_of_parts(parts: list[memoryview]) -> bytes:
-    digest = hashlib.sha256()
+    digest = _Crc32()
     for part in parts:
         digest.update(part)
     return digest.digest()
 
 
 def sum_of_file(
-    path: Path, block_bytes: int, threads: int = 1, cold: bool = False, tell: Tell | None = None
+    path: Path,
+    block_bytes: int,
+    block_sums: str,
+    threads: int = 1,
+    cold: bool = False,
+    tell: Tell | None = None,
 ) -> str:
     """`cold`: of what lies on the disk, where the system still has it in memory as it was written."""
     with path.open("rb", buffering=0) as file:
@@ -68,16 +91,19 @@ def sum_of_file(
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(descriptor).st_size
         if block_bytes == 0:
-            return _sum_of_range(descriptor, 0, size, tell).hex()
+            return _sum_of_range(descriptor, 0, size, SHA256, tell).hex()
         starts = range(0, size, block_bytes)
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            sums = pool.map(lambda start: _sum_of_range(descriptor, start, block_bytes, tell), starts)
+            sums = pool.map(
+                lambda start: _sum_of_range(descriptor, start, block_bytes, block_sums, tell), starts
+            )
             return hashlib.sha256(b"".join(sums)).hexdigest()
 
 
-def _sum_of_range(descriptor: int, start: int, left: int, tell: Tell | None) -> bytes:
+def _sum_of_range(descriptor: int, start: int, left: int, kind: str, tell: Tell | None) -> bytes:
     """Of so many bytes from `start` on, or as many as there are."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, max(1, left))))
+    digest = _Crc32() if kind == CRC32 else hashlib.sha256()
+    buffer = memoryview(bytearray(min(READ_BYTES, max(1, left))))
     while left > 0 and (size := os.preadv(descriptor, [buffer[:left]], start)):
         digest.update(buffer[:size])
         start, left = start + size, left - size

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.sums import READ_BYTES, SUM_BLOCK_BYTES, BlockSums
+from pentatron.checkpoint.sums import CRC32, READ_BYTES, SHA256, SUM_BLOCK_BYTES, BlockSums
 from pentatron.config.parsing import parse_json
 from pentatron.parallel.pieces import Shape, region
 
@@ -71,12 +71,13 @@ def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says about one file. `block_bytes`: what its sum is made of (see sums.py)."""
+    """What a manifest says about one file. `block_bytes`, `block_sums`: what its sum is made of (see sums.py)."""
 
     name: str
     bytes: int
     sha256: str
     block_bytes: int = 0
+    block_sums: str = SHA256
     # CRC-32 of each tensor by its name in the file; a manifest has them where it lists the pieces.
     crc32: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -206,7 +207,7 @@ def write_blocks(
             writer.close()
         os.fsync(file.fileno())
     sums = {name: f"{writer.sums.get(name, 0):08x}" for name in ordered} if hashed else {}
-    return FileRecord(path.name, writer.bytes, digest, SUM_BLOCK_BYTES if hashed else 0, sums)
+    return FileRecord(path.name, writer.bytes, digest, SUM_BLOCK_BYTES if hashed else 0, CRC32, sums)
 
 
 def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None) -> bytes:

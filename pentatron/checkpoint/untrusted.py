@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pentatron.checkpoint.sums import CRC32, SHA256
 from pentatron.config.parsing import parse_json
 from pentatron.config.printable import one_line
 
@@ -48,6 +49,8 @@ def check_types(content: Mapping[str, Any]) -> None:
         _require(
             type(block) is int and (block == 0 or block >= _SMALLEST_BLOCK), f"block_bytes of {name}", block
         )
+        kind = record.get("block_sums", SHA256)
+        _require(kind in (SHA256, CRC32), f"block_sums of {name}", kind)
     for name, record in content["tensors"].items():
         _require(one_line(name) == name, "the name of a tensor", name)
         _require(isinstance(record, dict) and type(record["dtype"]) is str, f"the type of {name}", record)

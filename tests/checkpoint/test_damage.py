@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.sums import sum_of_file
+from pentatron.checkpoint.sums import SHA256, SUM_BLOCK_BYTES, sum_of_file
 from pentatron.config.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save, tensors
 
@@ -40,7 +40,7 @@ def in_rows(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> Non
     pieces = [{"file": DATA, "key": f"weights/b[{i}:{i + 1}]", "start": [i], "shape": [1]} for i in range(5)]
     save_file({**stored, **{p["key"]: values[i : i + 1].clone() for i, p in enumerate(pieces)}}, path)
     change(pieces)
-    record = {"name": DATA, "bytes": path.stat().st_size, "sha256": sum_of_file(path, 0)}
+    record = {"name": DATA, "bytes": path.stat().st_size, "sha256": sum_of_file(path, 0, SHA256)}
 
     def alter(manifest: dict[str, Any]) -> None:
         manifest["files"][DATA] = record
@@ -131,8 +131,8 @@ def test_without_verification_only_structure_is_checked(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_but_not_set_aside(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
-    rewrite(save(store, 1), lambda m: m.update(version=4))
-    with pytest.raises(UserError, match=r"format version 4, this program knows 3"):
+    rewrite(save(store, 1), lambda m: m.update(version=5))
+    with pytest.raises(UserError, match=r"format version 5, this program knows 4"):
         newest(store)
     assert [p.name for p in store.steps()] == ["step-00000001"]
 
@@ -146,13 +146,25 @@ def test_a_mere_reader_renames_nothing(tmp_path: Path) -> None:
     assert len(store.steps()) == 2 and store.damaged() == []
 
 
+def as_version_3(folder: Path) -> None:
+    """The manifest as the third version wrote it: the sum of a file is that of SHA-256 of its blocks."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["version"] = 3
+        for name, record in manifest["files"].items():
+            del record["block_sums"]
+            record["sha256"] = sum_of_file(folder / name, SUM_BLOCK_BYTES, SHA256)
+
+    rewrite(folder, change)
+
+
 def as_version_2(folder: Path) -> None:
     """The manifest as the second version wrote it: the sum of a file is that of all its bytes."""
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["version"] = 2
         for name, record in manifest["files"].items():
-            del record["block_bytes"]
+            del record["block_bytes"], record["block_sums"]
             record["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
     rewrite(folder, change)
@@ -171,7 +183,7 @@ def as_version_1(folder: Path) -> None:
     rewrite(folder, change)
 
 
-@pytest.mark.parametrize("as_version", [as_version_1, as_version_2])
+@pytest.mark.parametrize("as_version", [as_version_1, as_version_2, as_version_3])
 def test_earlier_versions_are_still_read(tmp_path: Path, as_version: Callable[[Path], None]) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     as_version(save(store, 2))

@@ -12,7 +12,7 @@ import torch
 
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.sums import sum_of_file
+from pentatron.checkpoint.sums import SHA256, sum_of_file
 from pentatron.checkpoint.torch_file import TorchFile, rectangle_key, saved_place
 from pentatron.config.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save
@@ -24,7 +24,9 @@ A = "weights/a"
 
 def listed(manifest: dict[str, Any], file: Path, name: str) -> None:
     """Every tensor lies in that file, by that name, with its right size and sum."""
-    manifest["files"] = {name: {"name": name, "bytes": file.stat().st_size, "sha256": sum_of_file(file, 0)}}
+    manifest["files"] = {
+        name: {"name": name, "bytes": file.stat().st_size, "sha256": sum_of_file(file, 0, SHA256)}
+    }
     for record in manifest["tensors"].values():
         for piece in record["pieces"]:
             piece["file"] = name
