@@ -11,7 +11,11 @@ import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pentatron.checkpoint.joined_crc32 import joined_crc32
 
 SUM_BLOCK_BYTES = 16 * 2**20
 # What a block's sum may be.
@@ -24,36 +28,64 @@ Tell = Callable[[int], None]
 
 
 class BlockSums:
-    """The sum of bytes that come in parts of any size, in order."""
+    """The sum of bytes that come in parts of any size, in order; and of each tensor that parts belong to its CRC-32.
+
+    Every byte is looked at once: sums of parts make those of blocks and those of tensors.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = ThreadPoolExecutor(max(1, threads))
-        self._parts: list[memoryview] = []
+        self._parts: list[tuple[str, memoryview]] = []
         self._room = SUM_BLOCK_BYTES
-        self._blocks: list[Future[bytes]] = []
+        self._blocks: list[Future[list[_Part]]] = []
+        self.tensors: dict[str, int] = {}
 
-    def add(self, data: bytes | memoryview) -> list[Future[bytes]]:
+    def add(self, data: bytes | memoryview, tensor: str = "") -> list[Future[Any]]:
         """The data must stay as it is until the sums that are begun now, which are returned, and the last one are there."""
         begun, left = len(self._blocks), memoryview(data)
         while len(left):
             part, left = left[: self._room], left[self._room :]
-            self._parts.append(part)
+            self._parts.append((tensor, part))
             self._room -= len(part)
             if self._room == 0:
                 self._close_block()
-        return self._blocks[begun:]
+        return list(self._blocks[begun:])
 
     def _close_block(self) -> None:
-        self._blocks.append(self._threads.submit(_sum_of_parts, self._parts))
+        self._blocks.append(self._threads.submit(_sums_of_parts, self._parts))
         self._parts, self._room = [], SUM_BLOCK_BYTES
 
     def finish(self) -> str:
         if self._parts:
             self._close_block()
-        return hashlib.sha256(b"".join(block.result() for block in self._blocks)).hexdigest()
+        whole = hashlib.sha256()
+        for block in self._blocks:
+            of_block = 0
+            for part in block.result():
+                of_block = joined_crc32(of_block, part.sum, part.bytes)
+                if part.tensor:
+                    before = self.tensors.get(part.tensor, 0)
+                    self.tensors[part.tensor] = joined_crc32(before, part.sum, part.bytes)
+            whole.update(_as_bytes(of_block))
+        return whole.hexdigest()
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    tensor: str
+    bytes: int
+    sum: int
+
+
+def _sums_of_parts(parts: list[tuple[str, memoryview]]) -> list[_Part]:
+    return [_Part(tensor, len(data), zlib.crc32(data)) for tensor, data in parts]
+
+
+def _as_bytes(crc32: int) -> bytes:
+    return crc32.to_bytes(4, "big")
 
 
 class _Crc32:
@@ -66,14 +98,7 @@ class _Crc32:
         self._value = zlib.crc32(data, self._value)
 
     def digest(self) -> bytes:
-        return self._value.to_bytes(4, "big")
-
-
-def _sum_of_parts(parts: list[memoryview]) -> bytes:
-    digest = _Crc32()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+        return _as_bytes(self._value)
 
 
 def sum_of_file(

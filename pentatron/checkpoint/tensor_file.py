@@ -107,9 +107,7 @@ class _Writer:
     def __init__(self, file: FileIO, hashed: bool) -> None:
         self.file, self.bytes = file, 0
         self.blocks = BlockSums(torch.get_num_threads()) if hashed else None
-        # Of each tensor, so that damage can be named more exactly than by the file.
-        self.sums: dict[str, int] = {}
-        self._writing, self._summing, self._flushing = (ThreadPoolExecutor(1) for _ in range(3))
+        self._writing, self._flushing = (ThreadPoolExecutor(1) for _ in range(2))
         self._pending: collections.deque[Future[Any]] = collections.deque()
         self._batch: list[tuple[str, bytes | memoryview]] = []
         self._batched = 0
@@ -129,9 +127,8 @@ class _Writer:
         batch, self._batch, self._batched = self._batch, [], 0
         self._pending.append(self._writing.submit(self._put, [data for _, data in batch]))
         if self.blocks is not None:
-            for _, data in batch:
-                self._pending.extend(self.blocks.add(data))
-            self._pending.append(self._summing.submit(self._sum, batch))
+            for tensor, data in batch:
+                self._pending.extend(self.blocks.add(data, tensor))
 
     def _put(self, parts: list[bytes | memoryview]) -> None:
         while parts:
@@ -145,11 +142,6 @@ class _Writer:
         if self._unflushed >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
             self._check_flush()
             self._flush, self._unflushed = self._flushing.submit(os.fdatasync, self.file.fileno()), 0
-
-    def _sum(self, batch: list[tuple[str, bytes | memoryview]]) -> None:
-        for tensor, data in batch:
-            if tensor:
-                self.sums[tensor] = zlib.crc32(data, self.sums.get(tensor, 0))
 
     def _check_flush(self) -> None:
         if self._flush is not None:
@@ -167,7 +159,7 @@ class _Writer:
         return self.blocks.finish() if self.blocks is not None else ""
 
     def close(self) -> None:
-        for threads in (self._writing, self._summing, self._flushing):
+        for threads in (self._writing, self._flushing):
             threads.shutdown(cancel_futures=True)
         if self.blocks is not None:
             self.blocks.close()
@@ -206,7 +198,9 @@ def write_blocks(
         finally:
             writer.close()
         os.fsync(file.fileno())
-    sums = {name: f"{writer.sums.get(name, 0):08x}" for name in ordered} if hashed else {}
+    # Of each tensor, so that damage can be named more exactly than by the file.
+    found = {} if writer.blocks is None else writer.blocks.tensors
+    sums = {name: f"{found.get(name, 0):08x}" for name in ordered} if hashed else {}
     return FileRecord(path.name, writer.bytes, digest, SUM_BLOCK_BYTES if hashed else 0, CRC32, sums)
 
 

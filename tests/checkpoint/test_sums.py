@@ -32,12 +32,15 @@ def test_parts_of_any_size_and_a_file_have_one_sum(
     monkeypatch.setattr(sums, "READ_BYTES", 300)
     data = random.Random(size).randbytes(size)
     adding, begin = BlockSums(threads), 0
+    of_tensors = {"first": b"", "rest": b""}
     while begin < size:
         step = random.Random(begin).choice([1, 17, 900, 2500])
-        adding.add(data[begin : begin + step])
+        adding.add(data[begin : begin + step], "first" if begin < size // 2 else "rest")
         begin += step
+        of_tensors["first" if begin - step < size // 2 else "rest"] += data[begin - step : begin]
     found = adding.finish()
     adding.close()
+    assert adding.tensors == {name: zlib.crc32(held) for name, held in of_tensors.items() if held}
     path, told = tmp_path / "file", []
     path.write_bytes(data)
     assert found == by_definition(data, CRC32) == sum_of_file(path, BLOCK, CRC32, threads, tell=told.append)
