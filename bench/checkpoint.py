@@ -7,7 +7,7 @@ some writes take four times as long as others, whoever makes them; ratios are th
 processor does. The spread is that of single rounds. One line, for information, has what the disk does at first: one way in each round, before anything else
 is written. Reads are cold: what was written is flushed, and the system forgets it.
 
-    python bench/checkpoint.py --gigabytes 0.4 --repeats 10
+    python bench/checkpoint.py --gigabytes 0.4 --repeats 20
 """
 
 import argparse
@@ -336,7 +336,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, default=0.4)
-    parser.add_argument("--repeats", type=int, default=10, help="rounds")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds")
     parser.add_argument(
         "--step-seconds", type=float, default=0.3, help="how long a step of training computes"
     )
