@@ -28,7 +28,7 @@ def followed(path: Path) -> Path:
 
 
 def pointed_at(steps: Path) -> str:
-    """What `latest` says; nothing here relies on it."""
+    """What `latest` says; nothing relies on it unless the user names it."""
     try:
         return (steps / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

@@ -168,7 +168,7 @@ class CheckpointStore:
         return final
 
     def point_to(self, step: Path) -> None:
-        """For people and their scripts; nothing here reads it. The second file is the one that Megatron's users look for."""
+        """For people and their scripts; nothing reads it unless the user names it. The second file is the one that Megatron's users look for."""
         for name, text in (("latest", f"{step.name}\n"), (TRACKER, str(_order(step)[0]))):
             pointer = self.folder / f".latest.{secrets.token_hex(4)}"
             write_text(pointer, text)

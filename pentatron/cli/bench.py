@@ -82,6 +82,10 @@ def bench_command(words: Sequence[str]) -> int:
         raise UserError("--steps must be 1 or more, --warmup 0 or more and --layout-timeout above 0")
     sweep, experts, fixed = _sweep(settings, options)
     if options["find-micro-batch"]:
+        if options["list"] or any(options["variants"]):
+            raise UserError(
+                "--find-micro-batch tries one layout; leave --list and --variants out, or look for layouts without it"
+            )
         return find_micro_batch(sweep, _given_batches(settings))
     variants = [name for word in options["variants"] for name in word.split(",") if name]
     layouts = candidates(sweep.processes, experts, fixed, variants)

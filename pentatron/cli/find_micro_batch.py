@@ -133,7 +133,8 @@ class _Hunt:
             [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
         )
         if asked.returncode:
-            raise UserError(f"the GPU does not answer ({asked.stderr.strip().splitlines()[-1]})")
+            said = asked.stderr.strip().splitlines() or ["it ended without a word"]
+            raise UserError(f"the GPU does not answer ({said[-1]})")
         free, count = (int(word) for word in asked.stdout.split())
         return free / -(-self.sweep.processes // count)
 
@@ -166,4 +167,6 @@ def trial_of(size: int, row: Row) -> Trial:
         return Trial(size, True, max(row.measured.memory_bytes), row.measured.tokens_per_second)
     if any(sign in row.reason for sign in _SIGNS):
         return Trial(size, False, reason="out of memory")
+    if row.status == "refused":
+        return Trial(size, False, reason=row.reason)
     raise UserError(f"micro-batch {size}: {row.reason}")

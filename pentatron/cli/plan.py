@@ -233,6 +233,11 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
 
 def _complete(draft: Draft, device: Device, world: int) -> list[str]:
     """Settles what a plan needs and nobody said; returns what was settled."""
+    if draft["fp8_format"] is not None and not device.has_fp8:
+        raise UserError(
+            f"--fp8 {draft['fp8_format']} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
+            "leave it out"
+        )
     assumed = []
     if not draft.given("seq_length"):
         known = (

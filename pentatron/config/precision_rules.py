@@ -34,15 +34,17 @@ def _fp8_tokens(v: Values, facts: Facts) -> str | None:
     """Gradients of weights are sums over the tokens of a micro-batch."""
     if v["fp8_format"] is None:
         return None
-    size, length, ranks = v["micro_batch_size"], v["seq_length"], v["context_parallel_size"]
-    tokens = size * length // ranks
-    if tokens % FP8_MULTIPLE == 0:
-        return None
+    length, ranks = v["seq_length"], v["context_parallel_size"]
     shared = f" / {ranks} context ranks" if ranks > 1 else ""
-    return (
-        f"--fp8 {v['fp8_format']} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{shared} is {tokens}; "
-        f"change --micro-batch-size or --seq-length"
-    )
+    for name in ("micro_batch_size", "eval_micro_batch_size"):
+        size = v[name] or v["micro_batch_size"]
+        tokens = size * length // ranks
+        if tokens % FP8_MULTIPLE:
+            return (
+                f"--fp8 {v['fp8_format']} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{shared} is "
+                f"{tokens}; change --{name.replace('_', '-')} or --seq-length"
+            )
+    return None
 
 
 def _fp8_layers(v: Values, facts: Facts) -> str | None:

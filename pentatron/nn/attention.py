@@ -77,15 +77,15 @@ class DotProductAttention(nn.Module):
         self.window = window_of(
             config.window_size, config.window_attn_skip_freq, config.num_layers, layer_number
         )
-        # The model says it around all of its layers; a compiled layer must have it inside, or a cache of compiled layers would
-        # not tell two choices apart.
+        # The model says it around all of its layers; here it is said again, for what is compiled (a cache of compiled layers would
+        # not tell two choices apart) and for what is recomputed out of a compiled layer, where the model says nothing.
         self.kernels: list[SDPBackend] | None = None
 
     def forward(
         self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: DocumentStarts | None = None
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        if torch.compiler.is_compiling() and self.kernels is not None:
+        if self.kernels is not None:
             with sdpa_kernel(self.kernels, set_priority=True):
                 return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
         return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)

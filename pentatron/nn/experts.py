@@ -32,6 +32,9 @@ class ExpertLinear(WeightedModule):
 class Experts(nn.Module):
     """A rank has some of the experts; of each, where several ranks share it, a part of the inner width."""
 
+    # Weights that are on their way are waited for at its door: a device that mixes all experts does not run their matrices one by one.
+    runs_whole = True
+
     def __init__(self, config: TransformerConfig, moe: MoEConfig, axis: ExpertAxis) -> None:
         super().__init__()
         assert moe.num_experts and moe.moe_ffn_hidden_size
@@ -64,8 +67,17 @@ class Experts(nn.Module):
             residual_scale(config.num_layers),
         )
 
-    def forward(self, rows_ND: Tensor, counts: Sequence[int], counts_E: Tensor | None = None) -> Tensor:
-        """`counts`: how many rows each expert has, one after the other; `counts_E` are the same where the rows are."""
+    def forward(
+        self,
+        rows_ND: Tensor,
+        counts: Sequence[int] = (),
+        counts_E: Tensor | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """`counts`: how many rows each expert has, one after the other; `counts_E` are the same where the rows are. With `routing`
+        the rows are tokens, and of each the sum of what its experts make of it comes back: all experts are here."""
+        if routing is not None:
+            return self._mixed(rows_ND, routing)
         groups = Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
         between = self.recompute("moe_act", activated, inner, self.gated)
@@ -79,8 +91,7 @@ class Experts(nn.Module):
         all_here = len(self.linear_fc1.weight) == self.count
         return self.grouped and all_here and one_kernel_can(x_TD, *widths)
 
-    def mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Each token's sum of what its experts make of it; all experts are here, on the device of the tokens."""
+    def _mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
         # What lies between the matrices is made again in any case; asked to keep less, the rows are too.
         keeps_rows = "moe_act" not in self.recompute.parts
         fc1, fc2 = self.linear_fc1, self.linear_fc2

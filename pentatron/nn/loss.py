@@ -163,7 +163,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         passes: _Passes,
         overwrite: bool,
     ) -> Tensor:
-        rows = logits.flatten(0, -2)
+        # Those of users may lie in any order; the passes go row by row.
+        rows = logits.flatten(0, -2) if overwrite else logits.flatten(0, -2).contiguous()
         words = min(max(0, vocabulary - first), rows.shape[-1])
         flat = labels.flatten().contiguous()
         own_largest, own_sums, of_label = passes.row_sums(rows, flat, words, first)
@@ -174,8 +175,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 torch.stack((own_sums * (own_largest - largest).exp(), of_label)), group
             )
         log_sums = largest + sums.log()
-        ctx.save_for_backward(logits, flat, log_sums)
-        ctx.words, ctx.first, ctx.vocabulary = words, first, vocabulary
+        ctx.save_for_backward(logits if overwrite else rows, flat, log_sums)
+        ctx.shape, ctx.words, ctx.first, ctx.vocabulary = logits.shape, words, first, vocabulary
         ctx.passes, ctx.overwrite = passes, overwrite
         # A label that is no word must be noticed: a loss that is no number is.
         otherwise = torch.where(flat == _IGNORED, 0.0, torch.nan)
@@ -186,14 +187,14 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         logits, labels, log_sums = ctx.saved_tensors
         weights = gradients[0].flatten().float().masked_fill(~_are_words(labels, ctx.vocabulary), 0.0)
-        made = logits if ctx.overwrite else torch.empty_like(logits)
         rows = logits.flatten(0, -2)
-        ctx.passes.write_gradient(made.flatten(0, -2), rows, labels, log_sums, weights, ctx.words, ctx.first)
+        made = rows if ctx.overwrite else torch.empty_like(rows)
+        ctx.passes.write_gradient(made, rows, labels, log_sums, weights, ctx.words, ctx.first)
         if ctx.overwrite:
             # For autograd, which refuses whoever wants the logits after this: a second backward, say.
             torch.autograd.graph.increment_version(logits)
         # Without the graph the logits come from, which a gradient that waits would keep alive.
-        return made.detach(), None, None, None, None, None, None
+        return made.detach().view(ctx.shape), None, None, None, None, None, None
 
 
 def _are_words(labels: Tensor, vocabulary: int) -> Tensor:

@@ -97,7 +97,7 @@ class MoE(nn.Module):
         routing = self.router(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
         if self.axis.group.size == 1 and self.experts.all_on(x_TD):
-            made_TD = self.experts.mixed(x_TD, routing)
+            made_TD = self.experts(x_TD, routing=routing)
         else:
             made_TD = self.dispatch(x_TD, routing, self.count, self.axis, self.experts)
         made_BSD = made_TD.view_as(x_BSD)

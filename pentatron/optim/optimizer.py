@@ -83,8 +83,8 @@ class Optimizer:
         self._uncovered = [place for held in self._held for place in _uncovered(held)]
         self._normed = self._places_counted_here()
         self._stretches = [stretch for held in self._held for stretch in _stretches(held)]
-        self._norm = build_norm(world.device, config.fused_update)
         self._update = build_update([stretch.part for stretch in self._stretches], config)
+        self._norm = build_norm(world.device, self._update.decides)
         self._gradient_bytes = 0
 
     def _take_over(

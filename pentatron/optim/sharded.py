@@ -49,8 +49,8 @@ class ShardedOptimizer:
         self._parts = [
             (shard, Part(shard.values, shard.held.decays)) for shard in self._shards if shard.values.numel()
         ]
-        self._norm = build_norm(world.device, config.fused_update)
         self._update = build_update([part for _, part in self._parts], config)
+        self._norm = build_norm(world.device, self._update.decides)
 
     def _owns(self, shard: Shard, piece: Piece) -> bool:
         """Whether this rank speaks for all that hold this piece of this shard."""

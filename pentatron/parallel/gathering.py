@@ -64,7 +64,7 @@ class WeightGathering:
 
 
 def _runs(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Modules with the parameters they hold themselves. What is compiled as a whole runs no hooks inside: it waits for all it has."""
+    """Modules with the parameters they hold themselves. What runs as a whole (compiled, say) runs no hooks inside: it waits for all it has."""
     whole = getattr(module, "runs_whole", False)
     yield path, module, list(module.parameters(recurse=whole))
     if not whole:

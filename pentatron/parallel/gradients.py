@@ -87,9 +87,13 @@ class HeldGradients:
 
 
 class AsTheyCome:
-    """The gradients of a bucket without copies, each in a memory of its own."""
+    """The gradients of a bucket without copies, each in a memory of its own.
 
-    def __init__(self, bucket: Bucket) -> None:
+    Autograd may hand over views of one memory for two parameters (the gradients of a sum, say). Whose memory was `taken` in this step, by a bucket
+    that shares the set, is copied."""
+
+    def __init__(self, bucket: Bucket, taken: set[int]) -> None:
+        self._taken = taken
         self.stretches = [
             HeldGradients(bucket, slot.span, Holder(len(slot.span))) for slot in bucket.plan.slots
         ]
@@ -97,9 +101,16 @@ class AsTheyCome:
     def take(self, slot: int, gradient: Tensor) -> None:
         holder = self.stretches[slot].holder
         # Autograd keeps the layout of the parameter, which is contiguous.
-        holder.values = added(holder.values, gradient.view(-1))
+        flat = gradient.view(-1)
+        if holder.values is None:
+            memory = flat.untyped_storage().data_ptr()
+            if memory in self._taken:
+                flat = flat.clone()
+            self._taken.add(memory)
+        holder.values = added(holder.values, flat)
 
     def drop(self) -> None:
+        self._taken.clear()
         for stretch in self.stretches:
             stretch.holder.values = None
 

@@ -33,7 +33,8 @@ class Reduction(ABC):
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self._alone = {n: AsTheyCome(b) for n, b in enumerate(buckets) if b.copies.size == 1}
+        taken: set[int] = set()
+        self._alone = {n: AsTheyCome(b, taken) for n, b in enumerate(buckets) if b.copies.size == 1}
         # Of the other buckets: what this rank keeps of the sums.
         self._sums = {n: Holder(len(b.kept)) for n, b in enumerate(buckets) if n not in self._alone}
         # Buckets before this one are reduced already, in this step or, where that is the rule, in this pass.

@@ -279,7 +279,8 @@ def _shared_expert(shape: Shape, again: bool) -> int:
         return 0 if same else stream
     given = e * s.tokens * s.hidden if s.sequence_parallel else (0 if same else stream)
     gated = stream if s.config.moe.moe_shared_expert_gate else 0
-    return given + gated + e * s.tokens * between(s, sparse=True) * s.shared_inner
+    kept = 2 if s.fused_gate else between(s, sparse=True)
+    return given + gated + e * s.tokens * kept * s.shared_inner
 
 
 def _around(shape: Shape, part: StagePart) -> int:

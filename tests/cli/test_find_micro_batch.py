@@ -107,3 +107,14 @@ def test_other_failures_are_not_taken_for_memory(
 def test_what_cannot_be_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ALONE, "--device", "cpu", "--micro-batch-size", "4"]) == 2
     assert "leave it out" in capsys.readouterr().err
+
+
+def test_a_size_that_is_refused_is_one_that_does_not_fit() -> None:
+    refused = Row(MicroBatch(1, size=8), "refused", 1, "", "needs 4 or more micro-batches")
+    assert find_micro_batch.trial_of(8, refused).reason == "needs 4 or more micro-batches"
+
+
+@pytest.mark.parametrize("words", [["--list"], ["--variants", "zero1"]])
+def test_it_tries_one_layout(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, *words]) != 0
+    assert "--find-micro-batch tries one layout" in capsys.readouterr().err

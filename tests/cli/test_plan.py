@@ -329,3 +329,12 @@ def test_gpus_fill_whole_machines(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main(["plan", "--preset", "llama3-8b", "--gpus", "12", "--gpus-per-machine", "6"]) == 0
     assert "torchrun --nnodes 2 --nproc_per_node 6" in capsys.readouterr().out
+
+
+def test_fp8_is_not_planned_where_there_is_none() -> None:
+    words = "--preset llama3-8b --gpus 8 --bf16 --fp8 hybrid --gpu"
+    with pytest.raises(
+        UserError, match=r"--fp8 hybrid needs a GPU with fp8 matmuls .* and A100 80 GB has none; leave it out"
+    ):
+        plan(f"{words} a100")
+    assert plan(f"{words} h100")

@@ -222,6 +222,9 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 1",
      "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 1 × 20 is 20; change --micro-batch-size or --seq-length",
      "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4", ONE),
+    ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4 --eval-micro-batch-size 2",
+     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 2 × 20 is 40; change --eval-micro-batch-size or --seq-length",
+     "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4 --eval-micro-batch-size 4", ONE),
     ("_fp8_layers", "--bf16 --fp8 e4m3 --first-last-layers-bf16 --num-layers 2",
      "--first-last-layers-bf16 with 1 first and 1 last layers leaves none of 2 for --fp8; lower --num-layers-at-start-in-bf16 or "
      "--num-layers-at-end-in-bf16, or leave --fp8 out",

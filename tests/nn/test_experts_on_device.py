@@ -11,6 +11,7 @@ from pentatron.nn.experts_on_device import sorted_by_expert
 from pentatron.nn.moe import MoE
 from pentatron.nn.recompute import Recompute
 from pentatron.parallel.deferral import DeferredGradients
+from pentatron.parallel.gathering import _runs
 from tests.nn.mixtures import HIDDEN, layer, stream
 
 
@@ -151,3 +152,16 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
     x = stream(2, 3, 16, HIDDEN)
     layer()(x)
     assert not layer("--no-moe-grouped-gemm").experts.grouped and layer().experts.grouped
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_weights_on_their_way_are_waited_for_at_the_door(on_device: bool) -> None:
+    """A gathering hangs its hooks where `_runs` says. Those of single matrices would not run where a device mixes all experts."""
+    model = layer("")
+    expert_weights = {id(p) for p in model.experts.parameters()}
+    doors = [m for _, m, held in _runs(model) if expert_weights & {id(p) for p in held}]
+    waited: list[str] = []
+    for door in doors:
+        door.register_forward_pre_hook(lambda module, given: waited.append(type(module).__name__))
+    found_by(model, on_device)
+    assert waited == ["Experts"]

@@ -215,3 +215,17 @@ def test_on_a_cpu_nothing_is_fused_unless_asked_for() -> None:
     assert not CrossEntropy().fuses(x) and FUSED.fuses(x) and not CrossEntropy("off").fuses(x)
     with pytest.raises(UserError, match="no Triton or no GPU"):
         CrossEntropy("on", "te").of_logits(x, torch.zeros(1, 1, dtype=torch.long), 2)
+
+
+def test_logits_of_users_may_lie_in_any_order() -> None:
+    """As [sequence, batch, words] that was turned around, say."""
+    torch.manual_seed(4)
+    labels = torch.randint(9, (2, 5))
+    found = []
+    for loss in (CrossEntropy("on"), CrossEntropy("off")):
+        logits = torch.linspace(-3, 3, 90).view(5, 2, 9).clone().requires_grad_()
+        losses = loss.of_logits(logits.transpose(0, 1), labels, 9)
+        losses.sum().backward()
+        found.append((losses.detach(), logits.grad))
+    for fused, plain in zip(*found):
+        torch.testing.assert_close(fused, plain)

@@ -17,6 +17,7 @@ from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel import gradients as gradients_module
 from pentatron.parallel import reduction as reduction_module
 from pentatron.parallel.gradients import Filling
+from pentatron.parallel.pieces import ONES, DeclaringModule, whole
 from pentatron.parallel.world import single_process
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.replicas import digest
@@ -225,3 +226,37 @@ def test_whole_models_have_the_bits_of_zeroed_sums(ranks: int, words: str) -> No
     """With a table used at both ends, which the folded pipelines have on one rank."""
     found, plain = (run_distributed(state_after, ranks, words=words, plainly=way) for way in (False, True))
     assert found == plain
+
+
+class _Joined(DeclaringModule):
+    """Two parameters whose gradients autograd hands over as views of one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = self.declare("left", (4, 3), whole((4, 3), ONES))
+        self.right = self.declare("right", (3, 4), whole((3, 4), ONES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.left.view(2, 6) + self.right.view(2, 6))
+
+
+def test_gradients_in_one_memory_are_scaled_and_summed_once() -> None:
+    model, x = _Joined(), torch.ones(5, 6)
+    model(x).sum().backward()
+    assert model.left.grad is not None and model.right.grad is not None
+    # The control: without a copy, both would be one.
+    assert model.left.grad.data_ptr() == model.right.grad.data_ptr()
+    model.zero_grad()
+    optimizer = build_optimizer({0: model}, single_process(CPU), OPTIM, parallel(), torch.float32)
+    optimizer.zero_gradients()
+    for last in (False, True):
+        optimizer.begin_backward(0, last)
+        model(x).sum().backward()
+        optimizer.end_backward(0, last)
+    optimizer.reduce(0)
+    optimizer.finish_reduction()
+    found = {f.tensor: f.values for f in optimizer.gradients(owned_only=False)}
+    assert {name: values.unique().tolist() for name, values in found.items()} == {
+        "gradients/left": [10.0],
+        "gradients/right": [10.0],
+    }
