@@ -40,7 +40,10 @@ def filled(lab: Lab, more: str = "") -> Outcome:
     if more:
         # The one of step 6 may still be under way, or take the last byte from the log.
         said = "(the checkpoint of step [68] could not be saved |a file of the run cannot be written )"
-    sentence = rf"{said}.*No space left on device.*(earlier checkpoints|checkpoints that were saved before) are intact"
+    intact = (
+        r"(the last checkpoint is step [46]\. Training goes on|checkpoints that were saved before are intact)"
+    )
+    sentence = rf"{said}.*No space left on device.*{intact}"
     outcome.told(ran, sentence, lab.when())
     outcome.ended(ran, 2)
     (rescued / "ballast").unlink(missing_ok=True)
