@@ -9,7 +9,6 @@ of experts multiplied one by one. `--kernels` lists the kernels of the last way.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from bench.steps import synchronisations
+from bench.steps import milliseconds, synchronisations
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.nn.init import draw_weights
@@ -45,19 +44,6 @@ WAYS = (
     Way("on the device", True, True),
     Way("on the device, moe_act", True, True, Recompute(frozenset({"moe_act"}))),
 )
-
-
-def milliseconds(work: Callable[[], object], times: int = 10) -> float:
-    """The median, after three to warm up."""
-    found = []
-    for _ in range(times + 3):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        found.append(began.elapsed_time(ended))
-    return statistics.median(found[3:])
 
 
 def built(words: argparse.Namespace) -> MoE:

@@ -9,7 +9,6 @@ A replay is a bound: it leaves out whatever Python does in a step.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,22 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from bench.steps import milliseconds
 from pentatron.config.model import TransformerConfig
 from pentatron.models.causal_lm import CausalLM, build_model
 
 LENGTH, WORDS = 1024, 50304
-
-
-def milliseconds(work: Callable[[], object], times: int = 10) -> float:
-    found = []
-    for _ in range(times + 3):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        found.append(began.elapsed_time(ended))
-    return statistics.median(found[3:])
 
 
 def gpt2() -> CausalLM:
