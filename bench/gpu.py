@@ -6,7 +6,8 @@
     python bench/gpu.py --write-from results
 
 A case is `ours`, `ours:fp8` (or another name of VARIANTS in bench/ours.py), `ours:--compile off` (any flags of `pentatron train`), or one of
-bench/peers.py. Every case has a process of its own, compiled once. They compute in turns, three blocks of eight steps each after
+bench/peers.py. Every case has a process of its own, compiled once. They compute in turns, two and two (`--at-once`: a GPU
+that is nearly full makes some of them give memory back in every step), three blocks of eight steps each after
 four steps that do not count; times are of CUDA events around a whole step: forward, loss, backward, clipping at 1.0, AdamW. The rate is that
 of the median step, `spread` compares the medians of the blocks. `--peers` names a folder in which the others' wheels are unpacked.
 `--json FOLDER` keeps every line as a file; `--write-from FOLDER` makes the tables of docs/performance.md of such files.
@@ -95,7 +96,14 @@ class Bench:
 
 def measure(bench: Bench, options: argparse.Namespace) -> None:
     began = time.monotonic()
-    turns = Turns(bench.start, options.blocks, options.steps, options.timeout, options.breakdown or 0)
+    turns = Turns(
+        bench.start,
+        options.blocks,
+        options.steps,
+        options.timeout,
+        options.breakdown or 0,
+        options.at_once,
+    )
     for shape in options.shape:
         for micro_batch in options.micro_batch:
             length = options.seq or _USUAL_LENGTH.get(shape, 4096)
@@ -137,6 +145,9 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
     parser.add_argument("--breakdown", type=int, nargs="?", const=2, metavar="STEPS", help="kernels by group")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="cases that hold memory of the GPU and take turns"
+    )
     parser.add_argument("--through-train", action="store_true", help="pentatron train against the bare step")
     parser.add_argument("--train-steps", type=int, default=40, help="steps of that run")
     parser.add_argument("--peers", help="folder with the unpacked wheels of the others")

@@ -92,13 +92,20 @@ Start = Callable[[Case], Competitor]
 
 
 class Turns:
-    """Rounds of one block each; cases for which there is no room beside the others come after them, each alone."""
+    """Rounds of one block each, of so many cases at a time; those for which there is no room beside the others come after
+    them, each alone."""
 
-    def __init__(self, start: Start, blocks: int, steps: int, timeout: float, breakdown: int = 0) -> None:
+    def __init__(
+        self, start: Start, blocks: int, steps: int, timeout: float, breakdown: int = 0, at_once: int = 2
+    ) -> None:
         self.start, self.blocks, self.steps, self.timeout = start, blocks, steps, timeout
-        self.breakdown = breakdown
+        self.breakdown, self.at_once = breakdown, at_once
 
     def run(self, cases: Sequence[Case], tell: Callable[[dict[str, Any]], None]) -> None:
+        for first in range(0, len(cases), self.at_once):
+            self._run_together(cases[first : first + self.at_once], tell)
+
+    def _run_together(self, cases: Sequence[Case], tell: Callable[[dict[str, Any]], None]) -> None:
         together, later = self._first_round(cases)
         for _ in range(1, self.blocks):
             for competitor in together:

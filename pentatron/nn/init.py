@@ -8,6 +8,7 @@ asks, or in which order the model was built, and no rank holds more than a bound
 import hashlib
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -27,12 +28,18 @@ def named_generator(seed: int, name: str) -> torch.Generator:
 
 def _normal_run(seed: int, name: str, first: int, last: int) -> Tensor:
     """Elements [first, last) of the flat standard-normal tensor of that name, in fp32 on the CPU."""
-    blocks = [
-        torch.empty(_BLOCK, device="cpu").normal_(generator=named_generator(seed, f"{name}:{block}"))
-        for block in range(first // _BLOCK, math.ceil(last / _BLOCK))
-    ]
-    start = first // _BLOCK * _BLOCK
-    return torch.cat(blocks)[first - start : last - start]
+    begin, end = first // _BLOCK, math.ceil(last / _BLOCK)
+    drawn = torch.empty(end - begin, _BLOCK, device="cpu")
+
+    def draw(blocks: range) -> None:
+        for block in blocks:
+            drawn[block - begin].normal_(generator=named_generator(seed, f"{name}:{block}"))
+
+    # One generator's numbers come one after another; of several blocks they come at once.
+    threads = min(torch.get_num_threads(), end - begin)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(draw, (range(begin + own, end, threads) for own in range(threads))))
+    return drawn.view(-1)[first - begin * _BLOCK : last - begin * _BLOCK]
 
 
 def normal_region(seed: int, name: str, shape: Shape, start: Shape, size: Shape, out: Tensor) -> None:

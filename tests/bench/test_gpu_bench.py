@@ -119,19 +119,22 @@ class Fake(Competitor):
 
 
 @pytest.mark.parametrize(
-    ("room", "order", "together"),
+    ("at_once", "room", "order", "together"),
     [
-        (200, "a b c a b c a b c", "abc"),
+        (3, 200, "a b c a b c a b c", "abc"),
+        (2, 200, "a b a b a b c c c", "ab"),
         # Two have room at once; the third is not even tried before they are done.
-        (139, "a b a b a b c c c", "ab"),
-        (70, "a a a b b b c c c", ""),
+        (3, 139, "a b a b a b c c c", "ab"),
+        (3, 70, "a a a b b b c c c", ""),
     ],
 )
-def test_cases_take_turns_as_far_as_there_is_room(room: int, order: str, together: str) -> None:
+def test_cases_take_turns_as_far_as_there_is_room(at_once: int, room: int, order: str, together: str) -> None:
     held: dict[str, float] = {}
     log: list[str] = []
     found: list[dict[str, Any]] = []
-    turns = Turns(lambda case: Fake(case, held, log, room * GIB), blocks=3, steps=2, timeout=1.0)
+    turns = Turns(
+        lambda case: Fake(case, held, log, room * GIB), blocks=3, steps=2, timeout=1.0, at_once=at_once
+    )
     turns.run([dataclasses.replace(CASE, name=name) for name in "abc"], found.append)
     assert " ".join(log) == order
     assert all(len(r["blocks"]) == 3 for r in found)
