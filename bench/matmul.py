@@ -1,0 +1,114 @@
+"""What one GPU gives for the matrix products of a training step, product by product: the floor under the step's time.
+
+    python bench/matmul.py [--shape qwen3-8b-8l qwen2.5-1.5b] [--tokens 16384]
+
+Forward, gradient of the stream and gradient of the weight of every matrix of a layer and of the head, in bf16, and in fp8 with one scale
+a tensor and with one a row. Each is repeated for a fifth of a second, so that the clock falls to what the power limit allows, as it
+does in training; the clock and the power drawn are printed with every shape.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.steps import SHAPES, Shape, milliseconds
+
+SECONDS = 0.2
+FP8 = torch.float8_e4m3fn
+
+
+def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Rows and columns of a layer's weights as we hold them, and of the head."""
+    attended = shape.heads * shape.head_size
+    return {
+        "qkv": (attended + 2 * shape.groups * shape.head_size, shape.hidden),
+        "attention output": (shape.hidden, attended),
+        "gate and up": (2 * shape.feed_forward, shape.hidden),
+        "down": (shape.hidden, shape.feed_forward),
+        "head": (shape.vocabulary, shape.hidden),
+    }
+
+
+def sustained(product: Callable[[], object]) -> float:
+    """Milliseconds of one, when many follow each other without a pause."""
+    repeats = max(5, int(1e3 * SECONDS / milliseconds(product, 2)))
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(repeats):
+        product()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / repeats
+
+
+def bf16_products(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Tensor]]:
+    x, weight, gradient = (_random(*size) for size in ((tokens, columns), (rows, columns), (tokens, rows)))
+    return {
+        "forward": lambda: x @ weight.t(),
+        "of the stream": lambda: gradient @ weight,
+        "of the weight": lambda: gradient.t() @ x,
+    }
+
+
+def fp8_products(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Tensor]]:
+    x, weight = _random(tokens, columns).to(FP8), _random(rows, columns).to(FP8)
+
+    def scaled(of_x: Tensor, of_weight: Tensor) -> Callable[[], Tensor]:
+        return lambda: torch._scaled_mm(
+            x, weight.t(), of_x, of_weight, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    one = torch.ones((), device="cuda")
+    return {
+        "fp8": scaled(one, one),
+        "fp8 by rows": scaled(torch.ones(tokens, 1, device="cuda"), torch.ones(1, rows, device="cuda")),
+    }
+
+
+def _random(*size: int) -> Tensor:
+    return torch.randn(*size, device="cuda", dtype=torch.bfloat16) * 0.05
+
+
+def state_of_gpu() -> str:
+    asked = "clocks.sm,power.draw,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no nvidia-smi)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3-8b-8l", "qwen2.5-1.5b"])
+    parser.add_argument("--tokens", type=int, default=4 * 4096)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("This needs a GPU; there is none here.")
+        return 1
+    fp8 = torch.cuda.get_device_capability() >= (8, 9)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds (TFLOP/s)")
+    for name in options.shape:
+        shape, whole = SHAPES[name], 0.0
+        print(f"{name}, {options.tokens} tokens")
+        for matrix, (rows, columns) in matrices(shape).items():
+            flops = 2.0 * options.tokens * rows * columns
+            found = {way: sustained(f) for way, f in bf16_products(options.tokens, rows, columns).items()}
+            whole += sum(found.values()) * (1 if matrix == "head" else shape.layers)
+            if fp8:
+                found |= {way: sustained(f) for way, f in fp8_products(options.tokens, rows, columns).items()}
+            cells = "  ".join(f"{way} {ms:.3f} ({flops / ms / 1e9:.0f})" for way, ms in found.items())
+            print(f"  {matrix:<17} {cells}", flush=True)
+        print(f"  all products of a step in bf16: {whole:.1f} ms; clock, power, limit, °C: {state_of_gpu()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
