@@ -112,7 +112,7 @@ IDLE_OF_THE_LOOP: dict[str, Callable[[Draft, Facts], str]] = {
     "check_for_nan_in_loss_and_grad": _nan_check,
     "rerun_mode": _unchecked,
     "iterations_to_skip": _beyond_the_end,
-    **dict.fromkeys(("profile_step_start", "profile_step_end", "use_pytorch_profiler"), _unprofiled),
+    **dict.fromkeys(("profile_step_start", "profile_step_end"), _unprofiled),
     "profile_ranks": _profiles_nobody,
     "profile": _profile_beyond_the_end,
     **dict.fromkeys(("manual_gc_interval", "manual_gc_eval"), _automatic_gc),

@@ -78,22 +78,6 @@ def _bias_anyway(name: str, draft: Draft, facts: Facts) -> str:
     return "every linear layer has a bias already" if twice else ""
 
 
-def _not_fused(draft: Draft, facts: Facts) -> str:
-    fusion = draft["fused_cross_entropy"]
-    if fusion == "off":
-        return "the loss is not fused (--no-cross-entropy-loss-fusion), so this changes nothing"
-    off_here = fusion == "auto" and draft["device"] == "cpu"
-    return "on a CPU the loss is fused only with --cross-entropy-loss-fusion" if off_here else ""
-
-
-def _no_gate_to_fuse(draft: Draft, facts: Facts) -> str:
-    if not draft["gated_linear_unit"]:
-        return "the MLPs have no gates (--swiglu)"
-    if draft["fp8_format"] is not None:
-        return "in fp8 the gate is no part of a kernel of its own"
-    return "there is such a kernel for GPUs alone" if draft["device"] == "cpu" else ""
-
-
 IDLE_OF_THE_MODEL: dict[str, Callable[[Draft, Facts], str]] = {
     **dict.fromkeys(
         "rotary_base rotary_percent rotary_interleaved rope_scaling_type "
@@ -108,6 +92,4 @@ IDLE_OF_THE_MODEL: dict[str, Callable[[Draft, Facts], str]] = {
     "window_size": _sees_everything,
     "window_attn_skip_freq": _no_window,
     **{name: partial(_bias_anyway, name) for name in ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")},
-    "bias_swiglu_fusion": _no_gate_to_fuse,
-    **dict.fromkeys(("cross_entropy_fusion_impl", "cross_entropy_chunk"), _not_fused),
 }

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pentatron.config.data_notices import IDLE_OF_DATA
+from pentatron.config.device_notices import IDLE_OF_DEVICES, slow_on_a_cpu
 from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
@@ -31,7 +32,8 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
             f"--attention-dropout {draft['attention_dropout']}: which attention weights are dropped depends on the "
             f"layout, so other parallel sizes give other losses (hidden dropout does not depend on it)"
         )
-    return [*found, *_every_layer_recomputed(draft), *_idle_pipeline(draft), *_no_bias_in_experts(draft)]
+    found += [*_every_layer_recomputed(draft), *_idle_pipeline(draft), *_no_bias_in_experts(draft)]
+    return [*found, *slow_on_a_cpu(draft)]
 
 
 def _no_bias_in_experts(draft: Draft) -> list[str]:
@@ -346,6 +348,7 @@ IDLE: dict[str, Reason] = {
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), _nothing_recomputed),
     "recompute_modules": _modules_not_recomputed,
     **IDLE_OF_PRECISION,
+    **IDLE_OF_DEVICES,
     "memory_monitor_interval": _not_monitored,
     **dict.fromkeys(
         (

@@ -101,14 +101,6 @@ def _no_layers_left_out(draft: Draft, facts: Facts) -> str:
     return _no_fp8(draft, facts) or every
 
 
-def _not_in_one_pass(draft: Draft, facts: Facts) -> str:
-    if draft["optimizer"] != "adam":
-        return f"--optimizer {draft['optimizer']} is torch's in any case"
-    if draft["optimizer_cpu_offload"]:
-        return "what is in host memory (--optimizer-cpu-offload) is updated there by torch in any case"
-    return "on a CPU the update is torch's in any case" if draft["device"] == "cpu" else ""
-
-
 IDLE_OF_PRECISION: dict[str, Reason] = {
     **dict.fromkeys(("fp8_recipe", "fp8_output_layer", "first_last_layers_bf16"), _no_fp8),
     **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _no_layers_left_out),
@@ -116,5 +108,4 @@ IDLE_OF_PRECISION: dict[str, Reason] = {
     "loss_scale": _nothing_scaled,
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), _not_adam),
     "sgd_momentum": _no_momentum,
-    "fused_update": _not_in_one_pass,
 }

@@ -27,11 +27,13 @@ _REPLACES_DEMO = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, the origin of each value, and what the user should be told."""
+    """A configuration, the origin of each value, and what the user should be told; `on_a_cpu`: also, if that is what
+    `--device auto` turns out to be."""
 
     config: RunConfig
     sources: Mapping[str, str]
     notices: Sequence[str]
+    on_a_cpu: Sequence[str] = ()
 
     def given(self, name: str) -> bool:
         """Whether the user wrote this value, rather than inheriting it."""
@@ -97,7 +99,11 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     problems += [problem for problem in found if problem not in missing]
     if problems:
         raise ConfigError(problems)
-    return Resolved(build(values), sources, [*draft.notices, *missing, *notices_for(draft, facts)])
+    notices = notices_for(draft, facts)
+    without_gpu = Draft({**draft.values, "device": Assigned("cpu", draft.source("device"))})
+    on_a_cpu = [told for told in notices_for(without_gpu, facts) if told not in notices]
+    told = [*draft.notices, *missing, *notices]
+    return Resolved(build(values), sources, told, on_a_cpu if draft["device"] == "auto" else ())
 
 
 def foreseen(draft: Draft, facts: Facts) -> dict[str, Any]:

@@ -104,23 +104,6 @@ IDLE: list[tuple[str, str, str]] = [
             ("add_mlp_bias", "--add-mlp-bias"),
         )
     ),
-    *(
-        (name, f"{words} {idle}", f"{words} {acting}")
-        for name, words in (
-            ("cross_entropy_fusion_impl", "--cross-entropy-fusion-impl te"),
-            ("cross_entropy_chunk", "--cross-entropy-chunk 4096"),
-        )
-        for idle, acting in (
-            ("--no-cross-entropy-loss-fusion", ""),
-            ("--device cpu", "--device cpu --cross-entropy-loss-fusion"),
-        )
-    ),
-    ("bias_swiglu_fusion", "--no-bias-swiglu-fusion", "--no-bias-swiglu-fusion --swiglu"),
-    (
-        "bias_swiglu_fusion",
-        "--no-bias-swiglu-fusion --swiglu --device cpu",
-        "--no-bias-swiglu-fusion --swiglu",
-    ),
     ("window_size", "--window-size 7 0 --seq-length 8", "--window-size 6 0 --seq-length 8"),
     ("window_size", "--window-size 4 0 --window-attn-skip-freq 1", "--window-size 4,0"),
     ("window_attn_skip_freq", "--window-attn-skip-freq 2", "--window-size 4,0 --window-attn-skip-freq 2"),

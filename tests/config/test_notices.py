@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.config.device_notices import IDLE_OF_DEVICES
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
@@ -441,7 +442,6 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ),
     ("loss_scale", f"{LEAST} --fp16 --loss-scale 0.0", f"{LEAST} --loss-scale 4.0", ONE, ONE),
     ("sgd_momentum", f"{LEAST} --sgd-momentum 0.8", f"{LEAST} --sgd-momentum 0.8 --optimizer sgd", ONE, ONE),
-    ("fused_update", f"{LEAST} --no-fused-update --device cpu", f"{LEAST} --no-fused-update", ONE, ONE),
     *(
         (name, f"{LEAST} --optimizer sgd {words}", f"{LEAST} {words}", ONE, ONE)
         for name, words in (
@@ -508,12 +508,13 @@ def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts
 
 
 def test_every_idle_reason_has_a_case() -> None:
-    """Those of the model are in test_model_settings.py, those of the loop in test_loop_settings.py."""
+    """Those of the model are in test_model_settings.py, those of the loop and of devices in files of their names."""
     elsewhere = (
         {n for n, s in table().items() if s.section == "moe"}
         | set(IDLE_OF_THE_MODEL)
         | set(IDLE_OF_SFT)
         | set(IDLE_OF_THE_LOOP)
+        | set(IDLE_OF_DEVICES)
     )
     assert set(IDLE) - elsewhere == {case[0] for case in CASES} - elsewhere
 

@@ -1,0 +1,96 @@
+"""Settings of what GPUs do: on a CPU one line says that they are idle, whether the CPU was asked for or is all there is."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pentatron.config.device_notices import IDLE_OF_DEVICES
+from pentatron.config.draft import Facts
+from pentatron.config.run import table
+from pentatron.parallel.world import single_process
+from pentatron.train.here import without_effect_here
+from tests.config.builders import LEAST, about, resolved
+
+ONE, TWO = Facts(1), Facts(2, 2)
+EXPERTS = "--swiglu --num-experts 4 --moe-ffn-hidden-size 32 --no-bias-swiglu-fusion"
+SHARED = "--moe-shared-expert-intermediate-size 32"
+FP8 = "--swiglu --bf16 --fp8 e4m3 --num-layers 4 --no-bias-swiglu-fusion"
+DEFERS = "--pp_size 2 --pipeline-schedule zero-bubble --num-microbatches 4"
+
+# What a GPU acts on, and a CPU does not.
+ON_A_GPU = {
+    "bias_swiglu_fusion": "--swiglu --no-bias-swiglu-fusion",
+    "cross_entropy_fusion_impl": "--cross-entropy-fusion-impl native",
+    "cross_entropy_chunk": "--cross-entropy-chunk 64",
+    "fused_update": "--no-fused-update",
+    "record_memory_history": "--record-memory-history",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_pytorch_profiler": "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler",
+    "moe_grouped_gemm": "--bf16 --num-experts 4 --disable-bias-linear --moe-grouped-gemm",
+    "fp16": "--fp16",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), ON_A_GPU.items(), ids=list(ON_A_GPU))
+def test_what_only_a_gpu_acts_on(name: str, words: str) -> None:
+    cpu = single_process(torch.device("cpu"))
+    gpu = dataclasses.replace(cpu, device=torch.device("cuda"))
+    asked, auto, on_gpu = (resolved(f"{words} --device {kind}") for kind in ("cpu", "auto", "cuda"))
+    (told,) = asked.notices
+    assert told.split()[0].rstrip(":") in words.split() and table()[name].flag[2:] in told
+    assert without_effect_here(asked, cpu) == []
+    assert list(auto.notices) == [] and without_effect_here(auto, cpu) == [told]
+    assert list(on_gpu.notices) == [] and without_effect_here(on_gpu, gpu) == []
+    assert without_effect_here(auto, gpu) == []
+
+
+def test_every_one_is_asked() -> None:
+    assert set(ON_A_GPU) == {*IDLE_OF_DEVICES, "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told", "facts"),
+    [
+        ("bias_swiglu_fusion", "--no-bias-swiglu-fusion", "no gates (--swiglu)", ONE),
+        ("bias_swiglu_fusion", EXPERTS, "every layer has experts", ONE),
+        ("bias_swiglu_fusion", f"{EXPERTS} {SHARED}", "", ONE),
+        ("bias_swiglu_fusion", f"{EXPERTS} --moe-layer-freq 2", "", ONE),
+        (
+            "bias_swiglu_fusion",
+            f"--swiglu --no-bias-swiglu-fusion {DEFERS}",
+            "zero-bubble leaves gradients",
+            TWO,
+        ),
+        (
+            "bias_swiglu_fusion",
+            f"--swiglu --no-bias-swiglu-fusion {DEFERS} --pipeline-schedule 1f1b",
+            "",
+            TWO,
+        ),
+        ("bias_swiglu_fusion", FP8, "in fp8 the gate", ONE),
+        ("bias_swiglu_fusion", f"{FP8} --first-last-layers-bf16", "", ONE),
+        ("bias_swiglu_fusion", f"{FP8} --ffn-hidden-size 40", "", ONE),
+        ("cross_entropy_chunk", "--cross-entropy-chunk 64 --no-cross-entropy-loss-fusion", "not fused", ONE),
+        ("cross_entropy_chunk", "--cross-entropy-chunk 64 --cross-entropy-loss-fusion", "", ONE),
+        ("fused_update", "--no-fused-update --optimizer sgd", "--optimizer sgd is torch's", ONE),
+        ("fused_update", "--no-fused-update --optimizer-cpu-offload", "updated there by torch", ONE),
+        ("use_pytorch_profiler", "--use-pytorch-profiler", "nothing is profiled", ONE),
+    ],
+)
+def test_what_is_idle_on_a_gpu_too(name: str, words: str, told: str, facts: Facts) -> None:
+    """And what is said of it is the same on a CPU, once."""
+    found = about(name, f"{LEAST} {words} --device cuda", facts)
+    assert len(found) == bool(told) and all(told in line for line in found)
+    if told:
+        assert (
+            about(name, f"{LEAST} {words}", facts)
+            == about(name, f"{LEAST} {words} --device cpu", facts)
+            == found
+        )
+
+
+def test_a_loss_that_is_fused_on_a_cpu_acts_there() -> None:
+    words = f"{LEAST} --device cpu --cross-entropy-chunk 64"
+    assert about("cross_entropy_chunk", f"{words} --cross-entropy-loss-fusion", ONE) == []
+    assert len(about("cross_entropy_chunk", words, ONE)) == 1
