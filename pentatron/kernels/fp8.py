@@ -31,6 +31,7 @@ class Scaled:
     rows: Tensor | None
     columns: Tensor | None
     unscale: Tensor
+    scale: Tensor
 
 
 def largest_element(matrix: Tensor) -> Tensor:
@@ -56,9 +57,9 @@ def scaled_by(
     """The same with a scale that is known."""
     if rows and columns:
         both = _rounded_both(matrix, scale, dtype)
-        return Scaled(both[0], both[1], scale.reciprocal())
+        return Scaled(both[0], both[1], scale.reciprocal(), scale)
     made = _rounded_rows(matrix, scale, dtype) if rows else _rounded_columns(matrix, scale, dtype)
-    return Scaled(made if rows else None, None if rows else made, scale.reciprocal())
+    return Scaled(made if rows else None, None if rows else made, scale.reciprocal(), scale)
 
 
 def product(

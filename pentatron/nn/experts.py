@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.nn.experts_on_device import Matrices, mixed_on_device
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import WeightedModule
-from pentatron.nn.mlp import activated
+from pentatron.nn.linear import WeightedModule, activated
 from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.router import Routing
 from pentatron.parallel.deferral import grouped_linear

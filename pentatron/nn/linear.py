@@ -10,8 +10,16 @@ from pentatron.layout.ranks import Axis
 from pentatron.parallel.deferral import DeferredGradients, linear
 from pentatron.parallel.gated_linear import gated_linear
 from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
-from pentatron.parallel.scaled_linear import Fp8Format, can_be_scaled, scaled_linear
+from pentatron.parallel.scaled_linear import Fp8Format, can_be_scaled, scaled_gated_linear, scaled_linear
 from pentatron.parallel.tensor_axis import TensorAxis
+
+
+def activated(inner: Tensor, gated: bool) -> Tensor:
+    """What lies between the two matrices of an MLP; a gated one gets the gate's half first."""
+    if not gated:
+        return F.gelu(inner, approximate="tanh")
+    gate, up = inner.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,13 @@ class ColumnParallelLinear(WeightedModule):
             else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiplied(self.axis.enter(x), self.bias)
+    def forward(self, x: Tensor, gates: bool = False) -> Tensor:
+        """With `gates`, `silu(gate) * up` of it, its first half being the gate."""
+        x = self.axis.enter(x)
+        if gates and self.fp8 is not None and can_be_scaled(x):
+            return scaled_gated_linear(x, self.weight, self.bias, self.fp8, self.deferred)
+        made = self.multiplied(x, self.bias)
+        return activated(made, gated=True) if gates else made
 
 
 def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:

@@ -11,7 +11,7 @@ from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
 from pentatron.kernels.choice import by_kernel
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows
+from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, activated, even_rows
 from pentatron.nn.spec import MLPSubmodules, build_module
 from pentatron.parallel.axes import ONE_PROCESS, Axes
 
@@ -34,7 +34,7 @@ class MLP(nn.Module):
         inner = inner or config.ffn_hidden_size
         assert inner is not None
         self.gated = config.gated_linear_unit
-        # Whether the gate is a part of the second matrix's function where there is a kernel for it.
+        # Whether the gate is a part of a matrix's function: in fp8 the first one's; otherwise the second one's, where there is a kernel.
         self.fuses_gate = False
         hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
         gate = even_rows(inner, axis)
@@ -46,8 +46,11 @@ class MLP(nn.Module):
         self.linear_fc2 = build_module(submodules.linear_fc2, inner, hidden, bias, axis, scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner: Tensor = self.linear_fc1(x)
-        second = self.linear_fc2
+        first, second = self.linear_fc1, self.linear_fc2
+        if self.fuses_gate and type(first) is ColumnParallelLinear and first.fp8 is not None:
+            ended: Tensor = second(first(x, gates=True))
+            return ended
+        inner: Tensor = first(x)
         if self.fuses_gate and type(second) is RowParallelLinear and second.is_plain and by_kernel(inner):
             gated: Tensor = second(inner, gates=True)
             return gated
@@ -63,14 +66,6 @@ def fuse_gates(stages: Iterable[nn.Module]) -> None:
         for module in stage.modules():
             if isinstance(module, MLP):
                 module.fuses_gate = module.gated
-
-
-def activated(inner: Tensor, gated: bool) -> Tensor:
-    """What lies between the two matrices; a gated one gets the gate's half first."""
-    if not gated:
-        return F.gelu(inner, approximate="tanh")
-    gate, up = inner.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 class _GatedByHalves(torch.autograd.Function):

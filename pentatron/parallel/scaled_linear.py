@@ -3,15 +3,21 @@
 Inputs and weights are e4m3. Gradients are e5m2, with a wider range and fewer digits ("hybrid"), or e4m3 as well. Results, and everything
 outside the three products, have the dtype of the model. For backward the input is kept in fp8, transposed, as its product wants it; the
 weight is rounded once more there, so that nothing of its size is kept between the two.
+
+A gate behind the product is a part of the function: its backward then finds the largest element of what it writes, which is what the
+products of backward are to be scaled by.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from pentatron.kernels.fp8 import E4M3, E5M2, MULTIPLE, product, scaled, scaled_by
+from pentatron.kernels.fp8 import E4M3, E5M2, MULTIPLE, Scaled, product, scale_for, scaled, scaled_by
+from pentatron.kernels.gate import gate_backward
 from pentatron.parallel.deferral import DeferredGradients
 
 
@@ -61,13 +67,32 @@ def scaled_linear(
     return made if bias is None else made + bias
 
 
-def _forward(flat: Tensor, weight: Tensor, columns: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The product; the input in fp8 transposed, where wanted; what undoes the scale of the input, and that of the weight."""
+def _forward(flat: Tensor, weight: nn.Parameter, columns: bool) -> tuple[Tensor, Scaled, Scaled]:
+    """The product; the input, with its transpose where wanted; and the weight."""
     x = scaled(flat, E4M3, columns=columns)
     w = scaled(weight, E4M3, columns=False)
     assert x.rows is not None and w.rows is not None
-    made = product(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True)
-    return made, x.columns, x.unscale, w.unscale
+    return product(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True), x, w
+
+
+def scaled_gated_linear(
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    fp8: Fp8Format,
+    deferred: DeferredGradients | None = None,
+) -> Tensor:
+    """`silu(gate) * up` of `x Wᵀ + b`, whose first half is the gate."""
+    if not torch.is_grad_enabled():
+        return _gated(scaled_linear(x, weight, bias, fp8))
+    made = _ScaledGatedLinear.apply(x, weight, bias, fp8.gradients, deferred)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def _gated(inner: Tensor) -> Tensor:
+    gate, up = inner.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -75,29 +100,65 @@ class _ScaledLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, gradients: torch.dtype, deferred: DeferredGradients | None
     ) -> Tensor:
-        made, x_columns, x_unscale, w_unscale = _forward(x.flatten(0, -2), weight, columns=True)
-        ctx.save_for_backward(x_columns, weight, x_unscale, w_unscale)
+        made, x8, w8 = _forward(x.flatten(0, -2), weight, columns=True)
+        ctx.save_for_backward(x8.columns, weight, x8.unscale, w8.scale, w8.unscale)
         # Where a layer is recomputed, the saved weight comes back as another tensor, whose gradient nobody reads.
         ctx.parameter, ctx.gradients, ctx.deferred = weight, gradients, deferred
         return made.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x_columns, weight, x_unscale, w_unscale = ctx.saved_tensors
         gradient = gradients[0]
         g = scaled(gradient.flatten(0, -2), ctx.gradients)
-        assert g.rows is not None and g.columns is not None
-        of_input = of_weight = None
-        if ctx.needs_input_grad[0]:
-            w = scaled_by(weight, w_unscale.reciprocal(), E4M3, rows=False)
-            assert w.columns is not None
-            flat = product(g.rows, w.columns, (g.unscale, w_unscale), gradient.dtype)
-            of_input = flat.view(*gradient.shape[:-1], -1)
-        if ctx.needs_input_grad[1]:
-            unscale = (g.unscale, x_unscale)
-            if ctx.deferred is None:
-                of_weight = product(g.columns, x_columns, unscale, weight.dtype)
-            else:
-                later = ScaledProduct(ctx.parameter, x_columns, g.columns, unscale)
-                of_weight = None if ctx.deferred.take(later) else later.compute()
+        of_input, of_weight = _backward(ctx, ctx.saved_tensors, g, gradient)
         return of_input, of_weight, None, None
+
+
+class _ScaledGatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        gradients: torch.dtype,
+        deferred: DeferredGradients | None,
+    ) -> Tensor:
+        made, x8, w8 = _forward(x.flatten(0, -2), weight, columns=True)
+        inner = made if bias is None else made + bias
+        ctx.save_for_backward(x8.columns, weight, x8.unscale, w8.scale, w8.unscale, inner)
+        ctx.parameter, ctx.gradients, ctx.deferred = weight, gradients, deferred
+        return _gated(inner).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        gradient = gradients[0]
+        *kept, inner = ctx.saved_tensors
+        of_inner, largest = gate_backward(gradient.flatten(0, -2), inner)
+        g = scaled_by(of_inner, scale_for(largest.amax(), ctx.gradients), ctx.gradients)
+        of_input, of_weight = _backward(ctx, kept, g, gradient)
+        return of_input, of_weight, of_inner.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+def _backward(
+    ctx: Any, kept: Sequence[Tensor], g: Scaled, gradient: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and weight. `g` is that of the product; dtype and shape are those of `gradient`, but for the last side."""
+    x_columns, weight, x_unscale, w_scale, w_unscale = kept
+    assert g.rows is not None and g.columns is not None
+    of_input = of_weight = None
+    if ctx.needs_input_grad[0]:
+        w = scaled_by(weight, w_scale, E4M3, rows=False)
+        assert w.columns is not None
+        flat = product(g.rows, w.columns, (g.unscale, w_unscale), gradient.dtype)
+        of_input = flat.view(*gradient.shape[:-1], -1)
+    if ctx.needs_input_grad[1]:
+        unscale = (g.unscale, x_unscale)
+        if ctx.deferred is None:
+            of_weight = product(g.columns, x_columns, unscale, weight.dtype)
+        else:
+            later = ScaledProduct(ctx.parameter, x_columns, g.columns, unscale)
+            of_weight = None if ctx.deferred.take(later) else later.compute()
+    return of_input, of_weight

@@ -4,7 +4,8 @@ from torch.nn.attention import SDPBackend
 
 from pentatron.nn.attention import chosen_kernels
 from pentatron.nn.init import draw_weights, named_generator, normal_region
-from pentatron.nn.mlp import _GatedByHalves, activated
+from pentatron.nn.linear import activated
+from pentatron.nn.mlp import _GatedByHalves
 from pentatron.nn.norm import NORMS
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.rope_scaling import Frequencies, plain

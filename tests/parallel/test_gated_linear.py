@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pentatron.kernels.swiglu import swiglu_backward
-from pentatron.nn.mlp import activated
+from pentatron.nn.linear import activated
 from pentatron.parallel.gated_linear import gated_linear
 
 

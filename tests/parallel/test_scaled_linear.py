@@ -1,5 +1,7 @@
 """Linear layers in fp8 against products of rounded values in fp32, and against what is exact."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ import pentatron.parallel.scaled_linear as module
 from pentatron.kernels.fp8 import E4M3, Scaled
 from pentatron.kernels.fp8 import scaled as plainly_scaled
 from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.scaled_linear import FORMATS, can_be_scaled, scaled_linear
+from pentatron.parallel.scaled_linear import FORMATS, can_be_scaled, scaled_gated_linear, scaled_linear
 
 FOLLOWS = torch.linspace(-1, 1, 48)
 
@@ -80,7 +82,7 @@ def test_gradients_have_a_digit_less_in_hybrid() -> None:
 def test_a_wrong_scale_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True) -> Scaled:
         made = plainly_scaled(matrix, dtype, rows, columns)
-        return Scaled(made.rows, made.columns, made.unscale * 2)
+        return Scaled(made.rows, made.columns, made.unscale * 2, made.scale)
 
     monkeypatch.setattr(module, "scaled", wrong)
     assert min(apart(results("hybrid"), exact())[:3]) > 0.4
@@ -150,4 +152,50 @@ def test_a_compiler_sees_one_graph() -> None:
     y = compiled(x)
     (y * FOLLOWS).sum().backward()
     assert torch.equal(y, expected[0]) and x.grad is not None and torch.equal(x.grad, expected[1])
+    assert weight.grad is not None and torch.equal(weight.grad, expected[2])
+
+
+Gate = Callable[[Tensor, nn.Parameter, nn.Parameter], Tensor]
+
+
+def gate_beside(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
+    gate, up = scaled_linear(x, weight, bias, FORMATS["hybrid"]).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gate_within(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
+    return scaled_gated_linear(x, weight, bias, FORMATS["hybrid"])
+
+
+def through_a_gate(gate: Gate, dtype: torch.dtype) -> list[Tensor]:
+    x, weight, bias = layer(dtype)
+    y = gate(x, weight, bias)
+    (y * FOLLOWS[:24].to(dtype)).sum().backward()
+    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+    return [y.detach(), x.grad, weight.grad, bias.grad]
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
+def test_a_gate_within_the_function_is_the_gate_behind_it(dtype: torch.dtype, near: float) -> None:
+    """But for what rounds to another number of fp8, a digit away: few elements."""
+    expected = through_a_gate(gate_beside, dtype)
+    found = through_a_gate(gate_within, dtype)
+    assert torch.equal(found[0], expected[0])
+    assert max(apart(found, [e.float() for e in expected])) < near
+    with torch.no_grad():
+        assert torch.equal(gate_within(*layer(dtype)), expected[0])
+
+
+def test_a_gate_is_in_the_same_graph_and_its_weight_may_come_later() -> None:
+    expected = through_a_gate(gate_within, torch.float32)
+    compiled = torch.compile(gate_within, backend="aot_eager", fullgraph=True)
+    assert all(
+        torch.equal(a, b) for a, b in zip(through_a_gate(compiled, torch.float32), expected, strict=True)
+    )
+    deferred = DeferredGradients()
+    x, weight, bias = layer()
+    with deferred.collecting((0, 0)):
+        (scaled_gated_linear(x, weight, bias, FORMATS["hybrid"], deferred) * FOLLOWS[:24]).sum().backward()
+    assert weight.grad is None and bias.grad is not None and torch.equal(bias.grad, expected[3])
+    deferred.compute((0, 0))
     assert weight.grad is not None and torch.equal(weight.grad, expected[2])
