@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from pentatron.layout.ranks import ranks_in_words
 from pentatron.train.heartbeat import Beat
 
 # In which a rank computes, step by step; anything else (a start, a save, an evaluation) may take as long as collectives may wait.
@@ -111,11 +112,11 @@ class Hang:
         ]
         waiting = ""
         if others:
-            who = _ranks([s.beat.rank for s in others])
+            who = ranks_in_words([s.beat.rank for s in others])
             verb = "waits" if len(others) == 1 else "wait"
             waiting = f", and {who} {verb} in the {others[0].beat.waits_in}"
         more = (
-            f" (so {'does' if len(self.culprits) == 2 else 'do'} {_ranks(self.culprits[1:])})"
+            f" (so {'does' if len(self.culprits) == 2 else 'do'} {ranks_in_words(self.culprits[1:])})"
             if len(self.culprits) > 1
             else ""
         )
@@ -125,12 +126,6 @@ class Hang:
         if own.beat.waits_in is not None:
             return f"is not where the others are, as if a collective had been left out{more}: it {_where(own.beat)}{waiting}"
         return f"hangs{more}: for {own.still:.0f} seconds it {_where(own.beat)}{waiting}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > 6:
-        return f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _where(beat: Beat) -> str:

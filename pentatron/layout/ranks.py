@@ -5,6 +5,7 @@ Ranks are numbered with the tensor axis fastest, then context, data and pipeline
 (`DP·CP·TP = EDP·EP·ETP`, expert-tensor fastest), so the expert size is no factor of the world size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -163,3 +164,9 @@ def world_size_problem(world_size: int, tensor: int, pipeline: int, context: int
         f"{world_size} processes cannot be divided into copies of the model of {equation} processes each; "
         f"use {down} or {down + model} processes, or other parallel sizes"
     )
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    if len(ranks) > 6:
+        return f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -13,7 +13,7 @@ class RankReport:
     """Seconds, bytes and percentages of one step, in the order of the ranks.
 
     `collectives` and `messages` are the seconds a rank stood still for others; what is left of the step it was busy.
-    They are empty where that cannot be measured, as are the percentages.
+    They are empty where that cannot be measured, as are the percentages. `unheard`: how many sentences a rank has to say.
     """
 
     seconds: Sequence[float]
@@ -21,6 +21,7 @@ class RankReport:
     messages: Sequence[float]
     memory_bytes: Sequence[int]
     utilisation: Sequence[float]
+    unheard: Sequence[int] = ()
 
     def as_metrics(self) -> dict[str, Any]:
         rows = zip(self.seconds, self.collectives, self.messages)

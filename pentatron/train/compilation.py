@@ -30,6 +30,7 @@ class Compilation:
         self.seconds, self.times = 0.0, 0
         self._given_up: list[str] = []
         self._told: set[str] = set()
+        self._took_told = False
 
     def watch(self, where: Whereabouts) -> None:
         """From now on time is taken, and whoever looks for ranks that hang is told that this one compiles."""
@@ -69,17 +70,22 @@ class Compilation:
 
         weakref.finalize(self, forget)
 
-    def news(self, step_seconds: float) -> Iterator[str]:
-        """What the user does not know yet, after a step: what compiling took, and parts that torch no longer compiles."""
-        if self.compiled.layers and not self._told:
-            self._told.add("")
+    def took(self, step_seconds: float) -> Iterator[str]:
+        """Once, after the first step."""
+        if self.compiled.layers and not self._took_told:
+            self._took_told = True
             layers = f"{self.compiled.layers} layer{'s' if self.compiled.layers > 1 else ''}"
             yield f"compiled {layers} in {self.seconds:.1f} s; the first step took {step_seconds:.1f} s with it"
-        while self._given_up:
-            line = _in_one_line(self._given_up.pop(0))
-            if line not in self._told:
-                self._told.add(line)
-                yield line
+
+    def given_up(self) -> list[str]:
+        """Parts that torch no longer compiles, as far as nobody was told."""
+        lines = dict.fromkeys(_in_one_line(message) for message in self._given_up)
+        return [line for line in lines if line not in self._told]
+
+    def told(self) -> None:
+        """All that was given up so far is known."""
+        self._told.update(self.given_up())
+        self._given_up.clear()
 
     def off(self) -> AbstractContextManager[Any]:
         """Runs everything as it is written, so that hooks inside layers are called."""

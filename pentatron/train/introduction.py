@@ -10,6 +10,7 @@ from pentatron.parallel.world import World
 from pentatron.plan.fit import planned_line
 from pentatron.plan.footprint import footprint_line
 from pentatron.train.fp8 import left_in_bf16
+from pentatron.train.notes import of_all_ranks
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 
@@ -28,11 +29,10 @@ def introduce(config: RunConfig, world: World, model: ParallelModel, output: Out
         output.note(
             f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {count}"
         )
-    for line in left_in_bf16(config, model.stages.values()):
-        output.say(f"note: {line}")
     output.note(footprint_line(config))
     output.note(planned_line(config, world.device.type == "cuda"))
-    for note in model.compilation.notes:
+    # Stages of a pipeline may differ by what they hold.
+    for note in of_all_ranks([*left_in_bf16(config, model.stages.values()), *model.compilation.notes], world):
         output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 

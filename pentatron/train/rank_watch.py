@@ -31,18 +31,20 @@ class RankWatch:
         if self._due(step):
             self.world.waits.begin()
 
-    def report(self, step: int, seconds: float) -> RankReport | None:
-        """After it; every rank must ask."""
+    def report(self, step: int, seconds: float, unheard: int = 0) -> RankReport | None:
+        """After it; every rank must ask. `unheard`: how many sentences this one has to say."""
         if not self._due(step):
             return None
         waited = self.world.waits.end()
-        return collect(self.world, seconds, waited, self.knows_waits)
+        return collect(self.world, seconds, waited, self.knows_waits, unheard)
 
     def _due(self, step: int) -> bool:
         return step % self.interval == 0 or step in (1, self.last_step)
 
 
-def collect(world: World, seconds: float, waited: Waited, knows_waits: bool = True) -> RankReport:
+def collect(
+    world: World, seconds: float, waited: Waited, knows_waits: bool = True, unheard: int = 0
+) -> RankReport:
     """One small gather, in host memory: every process group can do that, and no GPU is waited for."""
     utilisation = gpu_utilisation(world.device)
     own = torch.tensor(
@@ -52,16 +54,18 @@ def collect(world: World, seconds: float, waited: Waited, knows_waits: bool = Tr
             waited.messages,
             memory_bytes(world.device),
             _UNKNOWN if utilisation is None else utilisation,
+            unheard,
         ],
         dtype=torch.float64,
     )
     everyone = torch.empty(world.everyone.size, len(own), dtype=torch.float64)
     all_gather_into(everyone, own.unsqueeze(0), world.everyone)
-    steps, collectives, messages, memory, percent = everyone.T.tolist()
+    steps, collectives, messages, memory, percent, sentences = everyone.T.tolist()
     return RankReport(
         seconds=steps if knows_waits else [],
         collectives=collectives if knows_waits else [],
         messages=messages if knows_waits else [],
         memory_bytes=[int(bytes_) for bytes_ in memory],
         utilisation=[] if _UNKNOWN in percent else percent,
+        unheard=[int(count) for count in sentences],
     )

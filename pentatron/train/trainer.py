@@ -15,6 +15,7 @@ from pentatron.data.loader import Batch
 from pentatron.models.flops import step_flops
 from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.peaks import peak_of
+from pentatron.monitor.ranks import RankReport
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
@@ -27,6 +28,7 @@ from pentatron.train.evaluation import Evaluation
 from pentatron.train.health import Health
 from pentatron.train.interrupt import StopRequest
 from pentatron.train.introduction import tell_memory
+from pentatron.train.notes import of_all_ranks
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.profiling import BesideTheSteps
@@ -162,9 +164,17 @@ class Trainer:
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
             self._shorten_waits()
-        for line in self.model.compilation.news(report.seconds):
+        for line in (*self.model.compilation.took(report.seconds), *self._given_up(report.ranks)):
             self.output.say(line)
         self.output.record(report, self._validate_if_due())
+
+    def _given_up(self, ranks: RankReport | None) -> list[str]:
+        """What torch does not compile on any rank. Told when ranks tell their numbers: one of these says whether there is anything."""
+        if ranks is None or not any(ranks.unheard):
+            return []
+        found = of_all_ranks(self.model.compilation.given_up(), self.world)
+        self.model.compilation.told()
+        return found
 
     def _shorten_waits(self) -> None:
         """A start may compile and connect for minutes; after it, the user may know how long a step can take at most."""
@@ -298,7 +308,7 @@ class Trainer:
             peak_teraflops=self._peak,
             memory=self._memory(),
             experts=self._expert_report(result.experts),
-            ranks=self.ranks.report(self.state.step, seconds),
+            ranks=self.ranks.report(self.state.step, seconds, len(self.model.compilation.given_up())),
             loss_scale=self.scaler.scale,
             is_skipped=not result.updated,
             is_nan=not result.updated and not math.isfinite(result.loss),

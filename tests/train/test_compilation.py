@@ -1,17 +1,24 @@
 """Whether a run is compiled, and what is told of it."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pentatron.train.compilation as compilation
+import pentatron.train.parallel_model as parallel_model
 from pentatron.config.errors import UserError
+from pentatron.layout.ranks import Grid
 from pentatron.nn.compiled import Compiled
 from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.parallel.world import connect
 from pentatron.train.compilation import Compilation, compile_stages
-from tests.support import resolved
+from pentatron.train.session import run_training
+from tests.harness import run_distributed
+from tests.support import LLAMA, resolved
 
 CPU = torch.device("cpu")
 
@@ -74,10 +81,11 @@ def test_what_compiling_took_and_what_torch_gave_up_is_told() -> None:
         for module.number in range(4):
             run(torch.ones(2))
     assert phases == ["compiling"] * 2 and where.phase == "step"
-    first, second = told.news(1.5)
+    (first,), (second,) = told.took(1.5), told.given_up()
     assert first.startswith("compiled 2 layers in ") and first.endswith("; the first step took 1.5 s with it")
     assert second.startswith("torch compiles no more versions of 'forward' (") and "number == " in second
-    assert list(told.news(1.5)) == []
+    told.told()
+    assert list(told.took(1.5)) == told.given_up() == []
     filters = len(logging.getLogger("torch._dynamo.convert_frame").filters)
     del told
     assert len(logging.getLogger("torch._dynamo.convert_frame").filters) == filters - 1
@@ -93,7 +101,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_is_told() -> None:
 
     with torch._dynamo.config.patch(suppress_errors=True):
         assert torch.compile(Stubborn(), backend=backend)(torch.ones(2)).tolist() == [1, 1]
-    _, line = told.news(1.0)
+    (line,) = told.given_up()
     assert line.startswith("torch cannot compile forward ") and "no such kernel" in line
 
 
@@ -111,3 +119,29 @@ def test_eager_where_hooks_must_run() -> None:
     assert runs == []
     run(torch.ones(2))
     assert len(runs) == 1
+
+
+def with_a_stubborn_stage(folder: str) -> None:
+    """The second stage alone has something to say, before the first step and after it."""
+
+    def compiled(*_: object) -> Compilation:
+        if dist.get_rank() == 0:
+            return Compilation(notes=("of both",))
+        made = Compilation(notes=("not compiled: a layer of your own", "of both"))
+        made._given_up.append("WON'T CONVERT forward\nTypeError: no such kernel")
+        return made
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(parallel_model, "compile_stages", compiled)
+        world = connect(Grid(pipeline=2), dist.get_rank(), dist.get_rank(), CPU)
+        words = "--pipeline-model-parallel-size 2 --train-iters 3 --log-interval 3 --no-save-checkpoints"
+        run_training(resolved(f"{LLAMA} {words} --run-dir {folder}", 2), world, True)
+
+
+def test_what_another_rank_does_not_compile_is_told_once_with_the_rank(tmp_path: Path) -> None:
+    run_distributed(with_a_stubborn_stage, world=2, folder=str(tmp_path / "a"))
+    log = (tmp_path / "a" / "train.log").read_text().splitlines()
+    assert [line for line in log if "of both" in line] == ["note: of both"]
+    assert log.count("note: not compiled: a layer of your own (rank 1)") == 1
+    (given_up,) = [line for line in log if "torch cannot compile" in line]
+    assert given_up.endswith("(TypeError: no such kernel) (rank 1)")
