@@ -193,6 +193,15 @@ class KernelConfig:
     compile: str = setting(
         "auto", "compile every layer: on a GPU (auto), always, never", choices=("auto", "on", "off")
     )
+    cuda_graphs: str = setting(
+        "off",
+        "forward and backward of a micro-batch recorded once and replayed: where launching takes longer than computing (auto), always, never",
+        choices=("auto", "on", "off", "local", "transformer_engine", "none"),
+        also="--cuda-graph-impl",
+        sets={"--enable-cuda-graph": "on", "--external-cuda-graph": "on"},
+    )
+    cuda_graph_scope: tuple[str, ...] = setting((), "which parts of a model are recorded")
+    cuda_graph_warmup_steps: int = setting(3, "steps before anything is recorded")
     attention_softmax_in_fp32: bool = setting(
         False,
         "softmax of attention in fp32",

@@ -8,6 +8,7 @@ from pentatron.config.address import meeting_point
 from pentatron.config.data_sources import NAMED, Blend, names_files
 from pentatron.config.draft import Facts
 from pentatron.config.errors import UserError
+from pentatron.config.graph_rules import GRAPH_RULES
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.loop_rules import LOOP_RULES
@@ -167,6 +168,7 @@ RULES: tuple[Rule, ...] = (
     *ZERO_RULES,
     *POSITION_RULES,
     *SFT_RULES,
+    *GRAPH_RULES,
     *PRECISION_RULES,
     *LOOP_RULES,
     _meeting_point,

@@ -20,7 +20,7 @@ from pentatron.optim.rules import build_update
 from pentatron.optim.update import Gradients, Part
 from pentatron.parallel.buckets import Bucket, Plan, Span, held_bytes, plan_buckets
 from pentatron.parallel.gathering import WeightGathering
-from pentatron.parallel.gradients import HeldGradients, Place
+from pentatron.parallel.gradients import HeldGradients, Holder, Place
 from pentatron.parallel.partial_sums import KeptGradients, PartialSums
 from pentatron.parallel.pieces import Fragment, Held, fragments_of, held_parameters, runs_of
 from pentatron.parallel.reduction import (
@@ -108,6 +108,11 @@ class Optimizer:
             counted = [f.values for piece, f in pieces if self.world.is_first_of(piece.replicated_over)]
             found.extend(held.holder.places(counted, template))
         return found
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Where the gradients of a step are, in an order that stays."""
+        return [held.holder for held in self._held]
 
     def zero_gradients(self) -> None:
         """A new step begins: no gradient has come."""

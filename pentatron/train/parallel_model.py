@@ -1,7 +1,7 @@
 """The model as it is spread over ranks: the stages this rank holds, and how a step runs through them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from pentatron.parallel.world import World
 from pentatron.train.compilation import Compilation, compile_stages
 from pentatron.train.fp8 import use_fp8
 from pentatron.train.program import CONFIGURED, Program, StageCall
+from pentatron.train.graphs import Recording, record_steps
 from pentatron.train.router_loads import RouterLoads
 
 
@@ -38,6 +39,7 @@ class ParallelModel:
     routers: RouterLoads
     program: Program = CONFIGURED
     compilation: Compilation = field(default_factory=Compilation)
+    recording: Recording = field(default_factory=Recording)
 
     @property
     def timers(self) -> Timers:
@@ -104,7 +106,8 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
         open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred, timers
     )
     routers = RouterLoads(config, world, stages)
-    return ParallelModel(config, world, axes, stages, executor, routers, program, compilation)
+    recording = record_steps(config, world.device, configured=type(program) is Program)
+    return ParallelModel(config, world, axes, stages, executor, routers, program, compilation, recording)
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:
@@ -130,6 +133,12 @@ class MicroBatches:
         call = StageCall(stage, is_last, self.batches[micro_batch], received, self.keys[micro_batch])
         made = self.model.program.forward(self.model.stages[stage], call)
         return made / self.divisor() if is_last else made
+
+    def for_one(
+        self, batch: Batch, keys: DropoutKeys | None, divisor: Callable[[], Tensor]
+    ) -> "MicroBatches":
+        """The same of one micro-batch, with other inputs."""
+        return replace(self, batches=[batch], keys=[keys], divisor=divisor)
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape

@@ -119,7 +119,7 @@ def _start(
     optimizer.zero_gradients()
     model.routers.begin_step(len(batches), scale)
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
-    watched = program if watch is None else watch(program)
+    watched = model.recording.around(program, optimizer, scale) if watch is None else watch(program)
     with model.timers("forward-backward", 1):
         loss = model.executor.train(model.config.schedule(len(batches)), watched, optimizer, scale)
         with model.timers("all-grads-sync", 1):

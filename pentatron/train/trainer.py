@@ -164,7 +164,8 @@ class Trainer:
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
             self._shorten_waits()
-        for line in (*self.model.compilation.took(report.seconds), *self._given_up(report.ranks)):
+        told = (*self.model.compilation.took(report.seconds), *self.model.recording.news())
+        for line in (*told, *self._given_up(report.ranks)):
             self.output.say(line)
         self.output.record(report, self._validate_if_due())
 

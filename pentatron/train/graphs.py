@@ -1,0 +1,318 @@
+"""Forward and backward of a micro-batch as CUDA graphs: what the host launches one by one in a step is recorded once, and replayed.
+
+A graph is the same kernels on the same addresses. What changes from step to step is copied to where it reads: tokens, keys of
+dropout, the number a loss is divided by, the loss scale. Gradients come to lie where they lay when it was recorded: `Holder`s are
+told so after each replay. A micro-batch that finds no gradients, one that finds the first of a step, and one that finds sums of several
+launch different kernels, so each is a graph of its own; one belongs to the gradients it was recorded with.
+
+Everything runs as it is written once before it is recorded: compilers, kernels and libraries set themselves up then.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pentatron.config.errors import UserError
+from pentatron.config.graph_rules import WANTED, not_recordable
+from pentatron.config.run import RunConfig
+from pentatron.data.loader import Batch
+from pentatron.models.flops import step_flops
+from pentatron.monitor.peaks import peak_of
+from pentatron.nn.dropout import DropoutKeys
+from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.executor import StageProgram
+from pentatron.parallel.gradients import Holder
+from pentatron.parallel.pieces import Shape
+
+# A host launches the kernels of a layer, forward and backward, in about this time; what a GPU computes for longer is not held up by it.
+_LAUNCHING_SECONDS = 2.5e-3
+# Of what a GPU computes at best, and what one is taken for that is not known.
+_USUAL_SHARE, _USUAL_PEAK = 0.5, 300.0
+# Of the memory that is free, what a recording may take.
+_ROOM = 0.8
+
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class Computation(StageProgram, Protocol):
+    """The micro-batches of a step, of one stage that is the whole model; `for_one` is the same with other inputs."""
+
+    @property
+    def batches(self) -> Sequence[Batch]: ...
+    @property
+    def keys(self) -> Sequence[DropoutKeys | None]: ...
+    @property
+    def divisor(self) -> Callable[[], Tensor]: ...
+    def for_one(
+        self, batch: Batch, keys: DropoutKeys | None, divisor: Callable[[], Tensor]
+    ) -> "Computation": ...
+
+
+class Recorder(Protocol):
+    """Who records: `record` computes nothing, it gives what computes, and where its result will lie."""
+
+    def lacks(self) -> str:
+        """Why there is no room for a recording; nothing if there is."""
+        ...
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]: ...
+
+
+class CudaGraphs:
+    """Graphs in one memory of their own: what one has let go is used by those after it, so they are replayed in the order in which they
+    were recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: Any = None
+
+    def lacks(self) -> str:
+        needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if self._pool is not None or needed <= _ROOM * free:
+            return ""
+        return f"it would hold {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on: they copy batches and save checkpoints on streams of their own.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            made = work()
+        self._pool = graph.pool()
+        return graph.replay, made
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Where graphs read what changes."""
+
+    batch: Batch
+    keys: DropoutKeys | None
+    divisor: Tensor
+    seed: Tensor
+
+    @classmethod
+    def like(cls, batch: Batch, keys: DropoutKeys | None, divisor: Tensor) -> "_Inputs":
+        own = None if keys is None else DropoutKeys(keys.rows.clone())
+        return cls(batch.map(torch.clone), own, divisor.clone(), torch.ones_like(divisor))
+
+    def fit(self, batch: Batch, keys: DropoutKeys | None) -> bool:
+        return (
+            batch.documents is None
+            and (keys is None) is (self.keys is None)
+            and all(_alike(own, new) for own, new in self._pairs(batch, keys))
+        )
+
+    def take(self, batch: Batch, keys: DropoutKeys | None, divisor: Tensor, scale: float) -> None:
+        for own, new in self._pairs(batch, keys):
+            own.copy_(new)
+        self.divisor.copy_(divisor)
+        self.seed.fill_(scale)
+
+    def _pairs(self, batch: Batch, keys: DropoutKeys | None) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from ((getattr(self.batch, name), getattr(batch, name)) for name in _TENSORS)
+        if keys is not None and self.keys is not None:
+            yield self.keys.rows, keys.rows
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype
+
+
+Values = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """One graph: the gradients it finds, those it leaves, and where the loss lies."""
+
+    replay: Callable[[], None]
+    loss: Tensor
+    before: Values
+    after: Values
+
+
+class Recording:
+    """What is recorded of a run, if anything. `notes` are for the beginning of a run."""
+
+    def __init__(
+        self, recorder: Recorder | None = None, required: bool = False, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.notes = notes
+        self._recorder, self._required = recorder, required
+        self._inputs: _Inputs | None = None
+        self._warm: set[int] = set()
+        self._graphs: dict[int, _Recorded] = {}
+        self._seconds = 0.0
+        self._news: list[str] = []
+
+    def around(self, program: Computation, optimizer: object, scale: float) -> StageProgram:
+        """The same micro-batches, replayed where they are recorded."""
+        if self._recorder is None or not isinstance(optimizer, Optimizer):
+            return program
+        return _Replayed(self, program, optimizer, scale)
+
+    def news(self) -> Iterator[str]:
+        """What the user does not know yet, after a step."""
+        while self._news:
+            yield self._news.pop(0)
+
+    def forward(
+        self, program: Computation, optimizer: Optimizer, micro_batch: int, scale: float
+    ) -> Tensor | None:
+        """Forward and backward of a micro-batch; its loss, or None where it is to be computed as it is written."""
+        batch, keys = program.batches[micro_batch], program.keys[micro_batch]
+        holders = optimizer.holders
+        values = [holder.values for holder in holders]
+        if self._recorder is None or not self._fits(program, batch, keys):
+            return None
+        assert self._inputs is not None
+        state = _state(values)
+        found = self._graphs.get(state)
+        if found is None:
+            if state not in self._warm:
+                self._warm.add(state)
+                return None
+            found = self._record(program, optimizer, holders, values)
+            if found is None:
+                return None
+            self._graphs[state] = found
+        elif not _are(values, found.before):
+            return None
+        self._inputs.take(batch, keys, program.divisor(), scale)
+        found.replay()
+        _put(holders, found.after)
+        return found.loss
+
+    def _fits(self, program: Computation, batch: Batch, keys: DropoutKeys | None) -> bool:
+        """The first micro-batch that could be recorded says how large one is."""
+        if self._inputs is None and batch.documents is None:
+            self._inputs = _Inputs.like(batch, keys, program.divisor())
+        return self._inputs is not None and self._inputs.fit(batch, keys)
+
+    def _record(
+        self, program: Computation, optimizer: Optimizer, holders: Sequence[Holder], before: Values
+    ) -> _Recorded | None:
+        inputs, recorder = self._inputs, self._recorder
+        assert inputs is not None and recorder is not None
+        lasting = {id(t) for graph in self._graphs.values() for t in graph.after}
+        if not all(t is None or id(t) in lasting for t in before):
+            # Gradients that lie there in this step alone.
+            return None
+        one = program.for_one(inputs.batch, inputs.keys, lambda: inputs.divisor)
+
+        def work() -> Tensor:
+            loss = one.forward(0, 0, None)
+            optimizer.begin_backward(0, False)
+            torch.autograd.backward(loss, inputs.seed)
+            optimizer.end_backward(0, False)
+            return loss.detach()
+
+        began = time.perf_counter()
+        problem = "" if self._required else recorder.lacks()
+        if not problem:
+            try:
+                replay, loss = recorder.record(work)
+            except Exception as error:  # a graph that cannot be made is told of in many ways
+                words = str(error).strip().splitlines() or [""]
+                problem = f"{type(error).__name__}: {words[0][:200]}"
+        if problem:
+            _put(holders, before)
+            self._give_up(problem)
+            return None
+        found = _Recorded(replay, loss, before, [holder.values for holder in holders])
+        _put(holders, before)
+        self._seconds += time.perf_counter() - began
+        self._tell(len(self._graphs) + 1)
+        return found
+
+    def _tell(self, graphs: int) -> None:
+        many = "a CUDA graph" if graphs == 1 else f"{graphs} CUDA graphs"
+        self._news = [
+            f"forward and backward of a micro-batch are replayed from now on, recorded as {many} in {self._seconds:.1f} s"
+        ]
+
+    def _give_up(self, problem: str) -> None:
+        if self._required:
+            raise UserError(
+                f"--cuda-graphs on: a micro-batch cannot be recorded ({problem}); use --cuda-graphs off"
+            )
+        self._recorder = None
+        self._graphs.clear()
+        self._news = [
+            f"note: CUDA graphs are left out, each kernel is launched by itself: a micro-batch cannot be recorded ({problem}); --cuda-graphs "
+            f"off runs without this line"
+        ]
+
+
+def _state(values: Values) -> int:
+    """Which kernels take the next gradients: 0 if there are none to add to, 1 if there are some as they came, 2 if there are sums."""
+    found = [t for t in values if t is not None]
+    if not found:
+        return 0
+    return 2 if all(t.dtype == torch.float32 for t in found) else 1
+
+
+def _are(values: Values, others: Values) -> bool:
+    return all(one is other for one, other in zip(values, others, strict=True))
+
+
+def _put(holders: Sequence[Holder], values: Values) -> None:
+    for holder, value in zip(holders, values, strict=True):
+        holder.values = value
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """A loss that has no graph of autograd any more: whoever asks for its backward finds it done."""
+
+    recording: Recording
+    program: Computation
+    optimizer: Optimizer
+    scale: float
+
+    def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        made = self.recording.forward(self.program, self.optimizer, micro_batch, self.scale)
+        return self.program.forward(stage, micro_batch, received) if made is None else made
+
+    def message_shape(self, stage: int, micro_batch: int) -> Shape:
+        return self.program.message_shape(stage, micro_batch)
+
+
+def layer_seconds(config: RunConfig, peak: float | None) -> float:
+    """About how long a GPU computes one layer of a micro-batch, forward and backward; `peak` in TFLOP/s."""
+    assert config.train.micro_batch_size is not None
+    flops = step_flops(config.model, config.train.micro_batch_size, config.model.seq_length, config.moe)
+    return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * _USUAL_SHARE)
+
+
+def record_steps(config: RunConfig, device: torch.device, configured: bool) -> Recording:
+    """Records what the settings say, or says why not. `configured`: the program is ours, from the first layer to the loss."""
+    wanted = WANTED[config.kernels.cuda_graphs]
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return Recording()
+    reason = not_recordable(config.flat())
+    if not configured:
+        reason = reason or "a model or a forward step of your own may decide while it runs"
+    if device.type != "cuda" or torch.version.hip:
+        reason = "there is no GPU of NVIDIA's"
+    if wanted == "on":
+        if reason:
+            raise UserError(f"--cuda-graphs on is not possible: {reason}; use --cuda-graphs auto")
+        return Recording(CudaGraphs(device), required=True)
+    found = peak_of(torch.cuda.get_device_name(device))
+    peak = None if found is None else found.of(config.precision.name != "fp32")
+    if layer_seconds(config, peak) > _LAUNCHING_SECONDS:
+        return Recording()
+    if reason:
+        return Recording(
+            notes=(
+                f"CUDA graphs are left out, though launching kernels takes longer than such small layers compute: {reason}",
+            )
+        )
+    return Recording(CudaGraphs(device))
