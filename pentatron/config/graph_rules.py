@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import Facts
 from pentatron.config.stages import grid_of
 
 Values = Mapping[str, Any]
@@ -38,19 +38,3 @@ def _recorded_if_asked_for(v: Values, facts: Facts) -> str | None:
 
 
 GRAPH_RULES = (_recorded_if_asked_for,)
-
-
-def _whole_micro_batches(draft: Draft, facts: Facts) -> str:
-    """Of settings that say which part of a model is recorded."""
-    if WANTED.get(draft["cuda_graphs"]) == "off":
-        return "nothing is recorded (--cuda-graphs off)"
-    return "what is recorded is always forward and backward of a whole micro-batch"
-
-
-def _after_one_step(draft: Draft, facts: Facts) -> str:
-    if WANTED.get(draft["cuda_graphs"]) == "off":
-        return "nothing is recorded (--cuda-graphs off)"
-    return "recording begins when everything has run once, after the first step"
-
-
-IDLE_OF_GRAPHS = {"cuda_graph_scope": _whole_micro_batches, "cuda_graph_warmup_steps": _after_one_step}

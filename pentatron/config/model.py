@@ -200,8 +200,16 @@ class KernelConfig:
         also="--cuda-graph-impl",
         sets={"--enable-cuda-graph": "on", "--external-cuda-graph": "on"},
     )
-    cuda_graph_scope: tuple[str, ...] = setting((), "which parts of a model are recorded")
-    cuda_graph_warmup_steps: int = setting(3, "steps before anything is recorded")
+    cuda_graph_scope: tuple[str, ...] = setting(
+        (),
+        "which parts of a model are recorded",
+        notice="what --cuda-graphs records is always forward and backward of a whole micro-batch",
+    )
+    cuda_graph_warmup_steps: int = setting(
+        3,
+        "steps before anything is recorded",
+        notice="--cuda-graphs records what has run once, so from the second step on",
+    )
     attention_softmax_in_fp32: bool = setting(
         False,
         "softmax of attention in fp32",

@@ -6,7 +6,6 @@ from pentatron.config.data_notices import IDLE_OF_DATA
 from pentatron.config.device_notices import IDLE_OF_DEVICES, slow_on_a_cpu
 from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
-from pentatron.config.graph_rules import IDLE_OF_GRAPHS
 from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.precision_rules import IDLE_OF_PRECISION
@@ -331,7 +330,6 @@ IDLE: dict[str, Reason] = {
     **IDLE_OF_THE_MODEL,
     **IDLE_OF_DOCUMENTS,
     **IDLE_OF_SFT,
-    **IDLE_OF_GRAPHS,
     "make_vocab_size_divisible_by": _padding_is_given,
     **IDLE_OF_DATA,
     **IDLE_OF_THE_LOOP,

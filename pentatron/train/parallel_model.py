@@ -24,8 +24,8 @@ from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.compilation import Compilation, compile_stages
 from pentatron.train.fp8 import use_fp8
-from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.graphs import Recording, record_steps
+from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
 
 
