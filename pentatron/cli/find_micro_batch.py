@@ -11,6 +11,7 @@ from pentatron.bench.results import Row, write_summary
 from pentatron.cli.bench_layout import Sweep, command_of, measured_layout, prepared_layout
 from pentatron.cli.terminal import say
 from pentatron.config.errors import UserError
+from pentatron.config.run import RunConfig
 from pentatron.launch.host_memory import host_memory
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import in_words
@@ -20,6 +21,8 @@ from pentatron.plan.memory import memory_of
 _USABLE = 0.95
 # Of what is free, what torch can hand out to tensors at best.
 _ALMOST_ALL = 0.97
+# Tried until one is not refused.
+_SMALLEST = (1, 2, 4, 8, 16)
 # How the end of a process says that memory was the cause.
 _SIGNS = (
     "out of GPU memory",
@@ -84,22 +87,29 @@ class _Hunt:
 
     def __init__(self, sweep: Sweep, batch_is_given: bool) -> None:
         self.sweep, self.batch_is_given = sweep, batch_is_given
-        # A batch of a step that every layout of these processes can divide.
-        total = None if batch_is_given else sweep.processes
-        _, prepared, reason = prepared_layout(sweep, MicroBatch(1, size=1, global_batch=total))
-        if prepared is None:
-            raise UserError(reason)
-        config = prepared.resolved.config
+        smallest, config = self._smallest()
         self.grid, self.rows = config.grid, list[Row]()
         total = config.train.global_batch_size
         assert total is not None
-        self.sizes: Sequence[int] = range(1, LARGEST + 1)
-        if batch_is_given and not self._follows_micro_batch(total):
-            self.sizes = divisors(total // self.grid.data)
+        self.sizes: Sequence[int] = range(smallest, LARGEST + 1, smallest)
+        if batch_is_given and not self._follows_micro_batch(smallest, total):
+            self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]
 
-    def _follows_micro_batch(self, total: int) -> bool:
+    def _smallest(self) -> tuple[int, RunConfig]:
+        """The size whose multiples there can be: 1, or more where a micro-batch of some formats has to be of so many tokens."""
+        reasons = []
+        for size in _SMALLEST:
+            # A batch of a step that every layout of these processes can divide.
+            total = None if self.batch_is_given else size * self.sweep.processes
+            _, prepared, reason = prepared_layout(self.sweep, MicroBatch(1, size=size, global_batch=total))
+            if prepared is not None:
+                return size, prepared.resolved.config
+            reasons.append(reason)
+        raise UserError(reasons[0])
+
+    def _follows_micro_batch(self, size: int, total: int) -> bool:
         """Whether the batch of a step grows with the micro-batch, as it does where the number of micro-batches was given."""
-        _, prepared, _ = prepared_layout(self.sweep, MicroBatch(1, size=2, global_batch=None))
+        _, prepared, _ = prepared_layout(self.sweep, MicroBatch(1, size=2 * size, global_batch=None))
         return prepared is not None and prepared.resolved.config.train.global_batch_size != total
 
     def introduction(self) -> str:

@@ -1,6 +1,7 @@
 """Rules and notices about number formats, loss scales and the rule of updates."""
 
 from collections.abc import Callable, Mapping
+from math import gcd
 from typing import Any
 
 from pentatron.config.draft import Draft, Facts
@@ -40,9 +41,10 @@ def _fp8_tokens(v: Values, facts: Facts) -> str | None:
         size = v[name] or v["micro_batch_size"]
         tokens = size * length // ranks
         if tokens % FP8_MULTIPLE:
+            fitting = FP8_MULTIPLE // gcd(FP8_MULTIPLE, length // ranks)
             return (
                 f"--fp8 {v['fp8_format']} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{shared} is "
-                f"{tokens}; change --{name.replace('_', '-')} or --seq-length"
+                f"{tokens}; take a multiple of {fitting} for --{name.replace('_', '-')}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
             )
     return None
 

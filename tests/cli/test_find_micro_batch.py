@@ -93,6 +93,23 @@ def test_real_steps_decide_on_a_gpu(
     assert "largest: 21;" in capsys.readouterr().out
 
 
+def test_in_fp8_only_micro_batches_of_so_many_tokens_are_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tried = on_a_gpu_of(21_500_000, monkeypatch)
+    fp8 = [*ALONE, "--bf16", "--fp8", "e4m3", "--seq-length", "24"]
+    assert main(fp8) == 0
+    assert "largest: 20;" in capsys.readouterr().out and tried and not any(size % 2 for size in tried)
+    tried.clear()
+    assert main([*fp8, "--global-batch-size", "12"]) == 0
+    assert "largest: 12," in capsys.readouterr().out and set(tried) <= {2, 4, 6, 12}
+    # None is a part of this batch: which lengths would do is said.
+    assert main([*fp8, "--global-batch-size", "9"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "take a multiple of 2 for --micro-batch-size, or one of 16 for --seq-length" in said
+
+
 def test_other_failures_are_not_taken_for_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -226,10 +226,10 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--fp16 --initial-loss-scale 4 --min-loss-scale 4", ONE),
     ("_beside_fp8", "--fp8 e4m3", "--fp8 e4m3 is for matmuls of models in bf16; add --bf16, or leave it out", "--bf16 --fp8 e4m3", ONE),
     ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 1",
-     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 1 × 20 is 20; change --micro-batch-size or --seq-length",
+     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 1 × 20 is 20; take a multiple of 4 for --micro-batch-size, or one of 16 for --seq-length",
      "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4", ONE),
     ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4 --eval-micro-batch-size 2",
-     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 2 × 20 is 40; change --eval-micro-batch-size or --seq-length",
+     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 2 × 20 is 40; take a multiple of 4 for --eval-micro-batch-size, or one of 16 for --seq-length",
      "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4 --eval-micro-batch-size 4", ONE),
     ("_fp8_layers", "--bf16 --fp8 e4m3 --first-last-layers-bf16 --num-layers 2",
      "--first-last-layers-bf16 with 1 first and 1 last layers leaves none of 2 for --fp8; lower --num-layers-at-start-in-bf16 or "
