@@ -17,10 +17,12 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.steps import milliseconds_in_a_row
 from pentatron.nn.linear import VocabularyHead, VocabularyTable
 from pentatron.nn.loss import CrossEntropy
 from pentatron.parallel.tensor_axis import TensorAxis
 
+REPEATS = 5
 # The head, the stream, the labels and the words: losses.
 Way = Callable[[VocabularyTable, Tensor, Tensor, int], Tensor]
 
@@ -42,18 +44,6 @@ def ways(tokens: int) -> dict[str, Way]:
     }
 
 
-def milliseconds(action: Callable[[], object], repeats: int = 5) -> float:
-    for _ in range(2):
-        action()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        action()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
-
-
 def head_of(rows: int, words: int, width: int, dtype: torch.dtype) -> VocabularyHead:
     with torch.device("cuda"):
         head = VocabularyHead(rows, words, width, TensorAxis())
@@ -67,7 +57,7 @@ def matmuls(tokens: int, width: int, words: int, dtype: torch.dtype) -> float:
         for shape in ((tokens, width), (words, width), (tokens, words))
     )
     return sum(
-        milliseconds(product)
+        milliseconds_in_a_row(product, REPEATS)
         for product in (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
     )
 
@@ -83,7 +73,7 @@ def speed(way: Way, tokens: int, width: int, words: int, dtype: torch.dtype) -> 
         x.grad = head.weight.grad = None
         (way(head, x, labels, words).sum() / tokens).backward()
 
-    taken = milliseconds(step)
+    taken = milliseconds_in_a_row(step, REPEATS)
     return taken, (torch.cuda.max_memory_allocated() - held) / 2**30
 
 

@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.steps import milliseconds_in_a_row
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
@@ -87,18 +88,6 @@ class Step:
         return sum(size for place, size in found.items() if place not in own)
 
 
-def milliseconds(step: Step) -> float:
-    for _ in range(WARM):
-        step()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(TIMED):
-        step()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / TIMED / LAYERS
-
-
 @contextmanager
 def options(name: str) -> Iterator[None]:
     inductor, division = OPTIONS.get(name, ({}, {}))
@@ -121,7 +110,7 @@ def measure(name: str, arguments: argparse.Namespace, backend: str, compiled: bo
         step()
         torch.cuda.synchronize()
         first = time.perf_counter() - began
-        took = milliseconds(step)
+        took = milliseconds_in_a_row(step, TIMED, WARM) / LAYERS
         kept = step.kept() / LAYERS / 2**20
     graphs = f"{counters['stats']['unique_graphs']} graph, {sum(counters['graph_break'].values())} breaks"
     print(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.steps import SHAPES, Shape, milliseconds
+from bench.steps import SHAPES, Shape, milliseconds, milliseconds_in_a_row
 
 SECONDS = 0.2
 FP8 = torch.float8_e4m3fn
@@ -39,13 +39,7 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 def sustained(product: Callable[[], object]) -> float:
     """Milliseconds of one, when many follow each other without a pause."""
     repeats = max(5, int(1e3 * SECONDS / milliseconds(product, 2)))
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(repeats):
-        product()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / repeats
+    return milliseconds_in_a_row(product, repeats)
 
 
 def bf16_products(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Tensor]]:

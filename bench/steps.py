@@ -117,10 +117,13 @@ class Timed:
             torch.cuda.synchronize()
 
 
-def milliseconds(work: Callable[[], object], times: int = 10) -> float:
-    """Of GPU time, the median, after three to warm up."""
+def milliseconds(
+    work: Callable[[], object], times: int = 10, before: Callable[[], object] = lambda: None
+) -> float:
+    """Of GPU time, the median, after three to warm up. `before`: what the GPU does while the work is launched."""
     found = []
     for _ in range(times + 3):
+        before()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         work()
@@ -128,6 +131,19 @@ def milliseconds(work: Callable[[], object], times: int = 10) -> float:
         ended.synchronize()
         found.append(began.elapsed_time(ended))
     return statistics.median(found[3:])
+
+
+def milliseconds_in_a_row(work: Callable[[], object], times: int, warm: int = 2) -> float:
+    """Of one, when many follow each other without a pause."""
+    for _ in range(warm):
+        work()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(times):
+        work()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / times
 
 
 def synchronisations(step: Step) -> list[str]:

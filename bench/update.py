@@ -7,7 +7,6 @@ Weights and gradients are bf16, masters and moments fp32. The update reads 14 an
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from torch.optim.adamw import adamw
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import steps
 from pentatron.kernels.adamw_triton import Numbers, OnePass, Target
 from pentatron.kernels.squares_triton import Squares
 from pentatron.optim.clip import squared_norm
@@ -34,18 +34,14 @@ def sizes(layers: int, width: int, inner: int, vocabulary: int) -> list[int]:
 
 
 def milliseconds(action: Callable[[], object], repeats: int = 5) -> float:
+    """With products before it, so that launching does not count."""
     matrix = torch.randn(8192, 8192, device=_DEVICE, dtype=torch.bfloat16)
-    found = []
-    for _ in range(repeats + 1):
+
+    def products() -> None:
         for _ in range(40):
             torch.mm(matrix, matrix)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        action()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found[1:])
+
+    return steps.milliseconds(action, repeats, products)
 
 
 def told(what: str, spent: float, moved: float) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.kernel_groups import OPTIMIZER, group_of, grouped
 from bench.ours import words_of
 from bench.performance_page import with_tables
-from bench.steps import GIB, SHAPES, Case, record
+from bench.steps import GIB, SHAPES, Case, milliseconds, milliseconds_in_a_row, record
 from bench.turns import Competitor, Turns
 from pentatron.cli.prepare import prepare
 from pentatron.config.entry import TRAIN
@@ -93,6 +94,40 @@ def test_a_record_is_of_the_median_step_and_the_spread_of_blocks() -> None:
     assert found["tok_s"] == round(16384 / 0.40) and found["spread"] == 0.05
     # 536 TFLOP/s at 38,810 tokens/s is what was printed elsewhere for this shape.
     assert pytest.approx(found["tflops"] / found["tok_s"], rel=2e-3) == 536 / 38810
+
+
+class Clock:
+    """Of a GPU that takes a millisecond for all that it is given."""
+
+    done = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = Clock.done
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: "Clock") -> float:
+        return float(other.at - self.at)
+
+
+def test_what_comes_before_and_what_warms_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+
+    def work() -> None:
+        Clock.done += 1
+
+    def much() -> None:
+        Clock.done += 100
+
+    assert milliseconds(work, 2, before=much) == milliseconds_in_a_row(work, 5) == 1.0
+    # One clock for all of them.
+    own = [
+        path.name for path in (PAGE.parents[1] / "bench").glob("*.py") if "elapsed_time" in path.read_text()
+    ]
+    assert own == ["steps.py"]
 
 
 class Fake(Competitor):
