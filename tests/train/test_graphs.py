@@ -1,0 +1,246 @@
+"""Micro-batches that are recorded and replayed: the same numbers, and what is told where they cannot be."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pentatron.config.errors import UserError
+from pentatron.optim.build import build_optimizer
+from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.world import single_process
+from pentatron.train import graphs
+from pentatron.train.diagnosis import compute_again
+from pentatron.train.graphs import Recording, layer_seconds, record_steps
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.step import train_step, validation_loss
+from pentatron.train.trial import micro_batches
+from tests.support import resolved
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0 --micro-batch-size 2"
+# Micro-batches of the steps: one, two and more of them use other graphs, and the number changes as batches grow.
+COUNTS = (1, 1, 3, 3, 2, 4, 1)
+
+
+class Rehearsed:
+    """Does on a CPU what a graph does: the work runs on the same memory again, and what it reads is what lies there by then."""
+
+    def __init__(self, optimizer: Optimizer, breaks: bool = False) -> None:
+        self.optimizer, self.breaks = optimizer, breaks
+        self.graphs = self.replays = 0
+
+    def lacks(self) -> str:
+        return ""
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        before = self._values()
+        kept = [None if t is None else t.clone() for t in before]
+        loss = work().clone()
+        if self.breaks:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        after = self._values()
+        # Recording computes nothing.
+        for place, value in zip(before, kept):
+            if place is not None and value is not None:
+                place.copy_(value)
+        self.graphs += 1
+
+        def replay() -> None:
+            self.replays += 1
+            for holder, value in zip(self.optimizer.holders, before):
+                holder.values = value
+            loss.copy_(work())
+            for place, value in zip(after, self._values()):
+                if place is not None and value is not None and place is not value:
+                    place.copy_(value)
+
+        return replay, loss
+
+    def _values(self) -> list[Tensor | None]:
+        return [holder.values for holder in self.optimizer.holders]
+
+
+class Run:
+    """A few steps of a small model, with all that may come between them."""
+
+    def __init__(self, words: str, device: torch.device = CPU, recorded: bool = False) -> None:
+        torch.manual_seed(1)
+        self.config = resolved(f"{DROPOUT} {words}").config
+        self.world = single_process(device)
+        model = build_parallel_model(self.config, self.world)
+        made = build_optimizer(
+            model.stages, self.world, self.config.optim, self.config.parallel, model_dtype(self.config)
+        )
+        assert isinstance(made, Optimizer)
+        self.model, self.optimizer = model, made
+        self.recorder = Rehearsed(made)
+        if recorded:
+            self.use(Recording(self.recorder))
+
+    def use(self, recording: Recording) -> None:
+        self.model = ParallelModel(**{**vars(self.model), "recording": recording})
+
+    def numbers(self, counts: tuple[int, ...] = COUNTS, first: int = 0) -> list[float]:
+        batches = micro_batches(self.config, self.world, 0)
+        found = []
+        for step, count in enumerate(counts, first):
+            drawn = list(itertools.islice(batches, count))
+            # The scale of fp16 changes on the way.
+            result = train_step(self.model, self.optimizer, drawn, 1e-2, step, 2.0**step)
+            found += [result.loss, result.gradient_norm]
+            if step == 3:
+                found.append(validation_loss(self.model, drawn, 2))
+        return found
+
+    def weights(self) -> list[Tensor]:
+        return [f.values.clone() for f in self.optimizer.fragments(owned_only=False)]
+
+
+def same(one: Run, other: Run, counts: tuple[int, ...] = COUNTS) -> bool:
+    numbers = one.numbers(counts) == other.numbers(counts)
+    return numbers and all(map(torch.equal, one.weights(), other.weights()))
+
+
+@pytest.mark.parametrize(
+    ("words", "graphs_of"), [("--bf16", 3), ("", 2), ("--fp16", 3), ("--zero-stage 2", 2)]
+)
+def test_replayed_steps_have_the_same_bits(words: str, graphs_of: int) -> None:
+    recorded = Run(words, recorded=True)
+    assert same(Run(words), recorded)
+    # All but the first time that a step finds none, one or several gradients; sums in fp32 need no graph for a second one.
+    assert recorded.recorder.graphs == graphs_of and recorded.recorder.replays == sum(COUNTS) - graphs_of
+
+
+def test_what_changes_is_copied_to_where_a_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: an input that stays as it was is seen."""
+    as_it_is = graphs._Inputs.take
+    plain = Run("").numbers((1, 1, 1, 1))
+    for forgotten in ("tokens", "keys", "divisor", "scale"):
+
+        def take(own, batch, keys, divisor, scale, forgotten=forgotten):  # type: ignore[no-untyped-def]
+            batch = own.batch if forgotten == "tokens" else batch
+            keys = own.keys if forgotten == "keys" else keys
+            divisor = own.divisor if forgotten == "divisor" else divisor
+            as_it_is(own, batch, keys, divisor, 1.0 if forgotten == "scale" else scale)
+
+        monkeypatch.setattr(graphs._Inputs, "take", take)
+        found = Run("", recorded=True).numbers((1, 1, 1, 1))
+        assert found[:2] == plain[:2] and found != plain, forgotten
+
+
+def test_a_batch_of_another_shape_runs_as_it_is() -> None:
+    run = Run("", recorded=True)
+    run.numbers((1, 1))
+    short = [b.map(lambda t: t[:1]) for b in itertools.islice(micro_batches(run.config, run.world, 0), 2)]
+    plain = Run("")
+    plain.numbers((1, 1))
+    for one in (run, plain):
+        train_step(one.model, one.optimizer, short, 1e-2, 2)
+    assert run.recorder.replays == 1 and all(map(torch.equal, run.weights(), plain.weights()))
+
+
+def test_a_step_that_is_looked_into_runs_as_it_is() -> None:
+    run = Run("", recorded=True)
+    run.numbers((1, 1))
+    batches = list(itertools.islice(micro_batches(run.config, run.world, 0), 1))
+    assert compute_again(run.model, run.optimizer, batches, 2, 1.0).origin is None
+    assert run.recorder.replays == 1
+
+
+def test_what_cannot_be_recorded_is_told_once_or_ends_the_run() -> None:
+    run = Run("--bf16")
+    run.use(Recording(Rehearsed(run.optimizer, breaks=True)))
+    assert same(Run("--bf16"), run)
+    (line,) = run.model.recording.news()
+    assert "CUDA graphs are left out" in line and "(RuntimeError: operation not permitted)" in line
+    assert list(run.model.recording.news()) == []
+    required = Run("")
+    required.use(Recording(Rehearsed(required.optimizer, breaks=True), required=True))
+    with pytest.raises(UserError, match="--cuda-graphs on: a micro-batch cannot be recorded"):
+        required.numbers((1, 1))
+
+
+def test_the_user_is_told_what_recording_took() -> None:
+    run = Run("", recorded=True)
+    run.numbers((1, 2, 2))
+    (line,) = run.model.recording.news()
+    assert "recorded as 2 CUDA graphs in " in line
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+
+
+def recording_of(words: str, device: torch.device = CUDA, configured: bool = True) -> Recording:
+    return record_steps(resolved(words).config, device, configured)
+
+
+GPT2 = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 --bf16 --cuda-graphs auto "
+    "--global-batch-size 64 --micro-batch-size {}"
+)
+
+
+@pytest.mark.usefixtures("h200")
+def test_by_default_where_launching_takes_longer_than_computing() -> None:
+    small, large = (resolved(GPT2.format(size)).config for size in (8, 32))
+    assert 0.9e-3 < layer_seconds(small, 989) < 1.5e-3 < 3e-3 < layer_seconds(large, 989)
+    assert recording_of(GPT2.format(8))._recorder is not None
+    assert recording_of(GPT2.format(32))._recorder is None
+    assert recording_of(GPT2.format(32).replace("auto", "on"))._recorder is not None
+    for words in (GPT2.format(8).replace("auto", "off"), GPT2.format(8).replace("auto", "none")):
+        assert recording_of(words)._recorder is None
+    assert recording_of(GPT2.format(8), CPU)._recorder is None
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--num-experts 4 --moe-router-topk 2 --disable-bias-linear", "an expert"),
+        ("--fp8 hybrid", "--fp8 scales"),
+        ("--reset-attention-mask", "documents"),
+        ("--timing-log-level 2", "apart"),
+        ("--recompute-granularity selective --attention-dropout 0.1", "a generator"),
+    ],
+)
+def test_what_is_left_out_is_said(words: str, reason: str) -> None:
+    found = recording_of(f"--bf16 --cuda-graphs auto {words}")
+    assert found._recorder is None and reason in found.notes[0]
+    with pytest.raises(UserError, match=reason):
+        resolved(f"--bf16 --cuda-graphs on {words}")
+
+
+@pytest.mark.usefixtures("h200")
+def test_programs_of_users_are_not_recorded() -> None:
+    (note,) = recording_of("--bf16 --cuda-graphs auto", configured=False).notes
+    assert "of your own" in note
+    with pytest.raises(UserError, match="of your own"):
+        recording_of("--bf16 --cuda-graphs on", configured=False)
+    with pytest.raises(UserError, match="no GPU of NVIDIA's"):
+        recording_of("--bf16 --cuda-graphs on", CPU)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16 --compile off",
+        "--bf16 --compile on",
+        "--bf16 --compile off --attention-dropout 0.1",
+        "--bf16 --compile on --attention-dropout 0.1",
+        "--fp16 --compile off",
+        "--compile off --no-fused-update --no-cross-entropy-loss-fusion",
+        "--bf16 --compile off --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--bf16 --compile on --recompute-granularity selective --recompute-modules core_attn mlp",
+    ],
+)
+def test_graphs_on_the_gpu_have_the_same_bits(words: str) -> None:
+    plain, replayed = (Run(f"{words} --cuda-graphs {how}", CUDA) for how in ("off", "on"))
+    assert same(plain, replayed)
+    assert len(replayed.model.recording._graphs) == (3 if "16" in words else 2)
