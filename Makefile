@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity cuda families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu bench-cpu clean
+.PHONY: help setup demo test check format contract guides parity cuda families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu bench-gpu-page bench-cpu clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -109,6 +109,9 @@ bench-cpu: $(READY) ## a training step on the CPU against the same model in tran
 
 bench-gpu: $(READY) ## a training step on one GPU, by kernel group; beside others: ARGS="--compare ours titan:compile --peers FOLDER"
 	@$(BIN)/python bench/gpu.py $(or $(ARGS),--shape qwen3-8b-8l qwen2.5-1.5b --breakdown)
+
+bench-gpu-page: $(READY) ## all of docs/performance.md on one GPU, and the page; some: ARGS="--only gpt2", what there is: ARGS=--list
+	@$(BIN)/python bench/whole_page.py $(ARGS)
 
 clean: ## remove .venv and caches (runs/ is kept)
 	rm -rf $(VENV) .ruff_cache .mypy_cache build *.egg-info

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import platform
 import shlex
@@ -176,17 +177,20 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--sequence", type=int, default=Sizes.sequence)
     parser.add_argument("--flags", default="", help="more words for pentatron train")
+    parser.add_argument("--json", metavar="FOLDER", help="keep the result there, for docs/performance.md")
     parser.add_argument("--profile", action="store_true", help="the operations that take longest, of both")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     sizes = Sizes(layers=options.layers, sequence=options.sequence)
     import transformers
 
-    print(
+    where = (
         f"{sizes.layers} layers of {sizes.hidden}, vocabulary {sizes.vocabulary}, {sizes.samples} × {sizes.sequence} tokens a step; "
         f"{options.threads} threads, torch {torch.__version__}, transformers {transformers.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores\n"
+        f"{platform.python_version()}, {os.cpu_count()} cores"
     )
+    rows: list[dict[str, Any]] = []
+    print(f"{where}\n")
     print(f"{'':<6} {'ours':>12} {'transformers':>14} {'ratio':>7}  goal")
     good = True
     for precision in options.precision:
@@ -201,6 +205,15 @@ def main() -> int:
             of_rounds = sorted(their / our for our, their in zip(*times))
             ratio = statistics.median(of_rounds)
             good = good and ratio >= GOAL
+            rows.append(
+                {
+                    "precision": precision,
+                    "ours": rates[0],
+                    "transformers": rates[1],
+                    "ratio": ratio,
+                    "rounds": [of_rounds[0], of_rounds[-1]],
+                }
+            )
             verdict = f"at least {GOAL:.2f}: {'holds' if ratio >= GOAL else 'MISSED'}"
             print(
                 f"{precision:<6} {rates[0]:>8.0f}/s    {rates[1]:>10.0f}/s    {ratio:>5.2f}x  {verdict}; "
@@ -213,7 +226,16 @@ def main() -> int:
                         step()
                         step()
                     print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=22))
+    if options.json:
+        keep(Path(options.json), where, rows)
     return 0 if good else 1
+
+
+def keep(folder: Path, where: str, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "bench/cpu.py", *sys.argv[1:]])
+    told = {"kind": "cpu", "command": command, "where": where, "goal": GOAL, "rows": rows}
+    (folder / "cpu.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

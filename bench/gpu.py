@@ -3,7 +3,7 @@
     python bench/gpu.py --shape qwen2.5-1.5b qwen3-8b-8l --micro-batch 4 --breakdown
     python bench/gpu.py --compare ours titan:compile hf:liger --shape qwen3-8b-8l --micro-batch 4 8 --peers FOLDER --json results
     python bench/gpu.py --through-train --shape qwen2.5-1.5b --micro-batch 4
-    python bench/gpu.py --write-from results
+    python bench/gpu.py --write-from results      # what other commands kept too; all of them: bench/whole_page.py
 
 A case is `ours`, `ours:fp8` (or another name of VARIANTS in bench/ours.py), `ours:--compile off` (any flags of `pentatron train`), or one of
 bench/peers.py. Every case has a process of its own, compiled once. They compute in turns, two and two (`--at-once`: a GPU
@@ -16,6 +16,7 @@ of the median step, `spread` compares the medians of the blocks. `--peers` names
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,7 @@ class Bench:
 
     @property
     def command(self) -> str:
-        return " ".join(["python", "bench/gpu.py", *sys.argv[1:]])
+        return shlex.join(["python", "bench/gpu.py", *sys.argv[1:]])
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> None:

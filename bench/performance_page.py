@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, made of results that bench/gpu.py kept."""
+"""The tables of docs/performance.md, made of results that bench/gpu.py and the other commands of bench/whole_page.py kept."""
 
 import json
 import re
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.kernel_groups import GROUPS
+from bench.steps import GIB
+from bench.through_train import GOAL
 
+# A step that was measured (`case`), or what another command has found out (`kind`).
 Result = Mapping[str, Any]
 # Whom the others are compared with.
 REFERENCE = "titan:compile"
@@ -24,6 +27,14 @@ NAMES = {
     "hf:compile": "transformers + torch.compile",
     "train": "`pentatron train`",
 }
+_OTHERS = {"titan": "torchtitan", "hf": "transformers"}
+# Where torchtitan is not at hand: the best of the others.
+BEST_OF_OTHERS = "hf:compile"
+# As many multiplications a token, in one matrix each.
+DENSE_OF = {"qwen3-30b-a3b-4l": "qwen3-dense-a3b-4l"}
+_KINDS = ("small models", "experts against dense", "long sequences", "recompute", "others")
+_USUAL_LENGTH = 4096
+NOT_YET = "Not measured yet."
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -33,67 +44,216 @@ def read_results(folder: Path) -> list[Result]:
         result = json.loads(file.read_text(encoding="utf-8"))
         if "case" in result:
             newest[(result["case"], result.get("flags", ""), *_where(result))] = result
-    order = list(NAMES)
-    return sorted(
-        newest.values(),
-        key=lambda r: (r["shape"], r["seq"], r["mbs"], order.index(r["case"]) if r["case"] in order else 99),
-    )
+        elif "kind" in result:
+            newest[(result["kind"], result.get("settings", ""))] = result
+    steps = [result for result in newest.values() if "case" in result]
+    return sorted(steps, key=_order) + [result for result in newest.values() if "case" not in result]
+
+
+def _order(result: Result) -> tuple[Any, ...]:
+    case, order = result["case"], list(NAMES)
+    known = order.index(case) if case in order else len(order)
+    return (*_where(result), not case.startswith("ours"), known, case)
 
 
 def name_of(result: Result) -> str:
-    name = NAMES.get(result["case"], result["case"].replace("ours:", "Pentatron, "))
-    return f"{name} `{result['flags']}`" if result.get("flags") else name
+    """Flags of a case are told as such."""
+    case, flags = result["case"], result.get("flags", "")
+    who, _, variant = case.partition(":")
+    if case in NAMES:
+        name = NAMES[case]
+    elif who == "ours":
+        name, flags = (
+            ("Pentatron, fp8" if "--fp8" in variant else NAMES["ours"]),
+            f"{variant} {flags}".strip(),
+        )
+    else:
+        name = f"{_OTHERS.get(who, who)}, {variant}"
+    return f"{name}, `{flags}`" if flags else name
+
+
+def place_of(result: Result) -> str:
+    return f"{result['shape']}, {result['mbs']} × {result['seq']}"
+
+
+def divided(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
+    """Measured steps: where torchtitan was measured too, and all others."""
+    steps = [r for r in results if "case" in r and r["case"] != "train" and r["shape"] != "tiny"]
+    compared = {_where(r) for r in steps if r["case"].startswith("titan:")}
+    return (
+        [r for r in steps if _where(r) in compared],
+        sorted(
+            (r for r in steps if _where(r) not in compared),
+            key=lambda r: (_KINDS.index(kind_of(r)), *_order(r)),
+        ),
+    )
+
+
+def kind_of(result: Result) -> str:
+    shape = result["shape"]
+    if shape == "gpt2-124m":
+        return "small models"
+    if shape in DENSE_OF or shape in DENSE_OF.values():
+        return "experts against dense"
+    if result["seq"] > _USUAL_LENGTH:
+        return "long sequences"
+    return "recompute" if result["case"] in ("ours:recompute", "ours:selective") else "others"
 
 
 def comparison(results: Sequence[Result]) -> str:
     """Every shape and batch, each case against torchtitan where that was measured by the same command.
 
     Against its fastest block: where memory is short beside the others, those of one case may differ by a tenth."""
-    measured = [r for r in results if r["case"] != "train"]
+    measured, _ = divided(results)
     rates = {_run(r): max(r["blocks"]) for r in measured if r["case"] == REFERENCE and "tok_s" in r}
     rows = [
         "| shape, micro-batch × sequence | case | tokens/s | TFLOP/s | MFU | GiB | × torchtitan's fastest block | spread | first step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in measured:
-        where = f"{r['shape']}, {r['mbs']} × {r['seq']}"
         if "tok_s" not in r:
-            why = "out of memory" if r.get("oom") else r.get("error", "failed")
-            rows.append(f"| {where} | {name_of(r)} | {why} | | | | | | |")
+            rows.append(f"| {place_of(r)} | {name_of(r)} | {_failure(r)} | | | | | | |")
             continue
         alone = ", alone" if _run(r) in rates and not r.get("in_turns", True) else ""
         ratio = f"{r['tok_s'] / rates[_run(r)]:.2f}" if _run(r) in rates else ""
         rows.append(
-            f"| {where} | {name_of(r)} | {r['tok_s']:,} | {r['tflops']:.0f} | {r['mfu989']:.3f} | {r['mem_gib']:.1f} | {ratio} | "
-            f"{r['spread']:.1%}{alone} | {r['first_step_s']:.0f} s |"
+            f"| {place_of(r)} | {name_of(r)} | {_rates(r)} | {ratio} | {r['spread']:.1%}{alone} | {r['first_step_s']:.0f} s |"
         )
-    return "\n".join(rows)
+    return "\n".join(rows) if measured else NOT_YET
 
 
-def kernels(results: Sequence[Result]) -> str:
+def others(results: Sequence[Result]) -> str:
+    """Shapes and batches without torchtitan."""
+    _, measured = divided(results)
+    rows = [
+        "| | shape, micro-batch × sequence | case | tokens/s | TFLOP/s | MFU | GiB | compared | spread |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    before = ""
+    for r in measured:
+        kind, before = ("" if kind_of(r) == before else kind_of(r)), kind_of(r)
+        if "tok_s" not in r:
+            rows.append(f"| {kind} | {place_of(r)} | {name_of(r)} | {_failure(r)} | | | | | |")
+            continue
+        rows.append(
+            f"| {kind} | {place_of(r)} | {name_of(r)} | {_rates(r)} | {_compared(r, measured)} | {r['spread']:.1%} |"
+        )
+    return "\n".join(rows) if measured else NOT_YET
+
+
+def _compared(result: Result, measured: Sequence[Result]) -> str:
+    """Experts with the dense model in TFLOP/s, which are those of one command or of two; others with who was measured beside them."""
+    dense = DENSE_OF.get(result["shape"])
+    for r in measured:
+        if "tok_s" not in r:
+            continue
+        same = _where(r)[1:] == _where(result)[1:] and r["case"] == result["case"]
+        if r["shape"] == dense and same and r.get("flags") == result.get("flags"):
+            return f"{result['tflops'] / r['tflops']:.1%} of the TFLOP/s of {dense}"
+        if r["case"] == BEST_OF_OTHERS and _run(r) == _run(result) and result["case"].startswith("ours"):
+            return f"{result['tok_s'] / r['tok_s']:.2f} × {name_of(r)}"
+    return ""
+
+
+def _rates(result: Result) -> str:
+    return f"{result['tok_s']:,} | {result['tflops']:.0f} | {result['mfu989']:.3f} | {result['mem_gib']:.1f}"
+
+
+def _failure(result: Result) -> str:
+    return "out of memory" if result.get("oom") else str(result.get("error", "failed"))
+
+
+def kernels(measured: Sequence[Result]) -> str:
     """Milliseconds of GPU time a step, by group."""
-    profiled = [r for r in results if r.get("breakdown", {}).get("groups")]
-    heads = [f"{r['shape']}, {r['mbs']} × {r['seq']}, {name_of(r)}" for r in profiled]
+    profiled = [r for r in measured if r.get("breakdown", {}).get("groups")]
+    heads = [f"{place_of(r)}, {name_of(r)}" for r in profiled]
     rows = ["| group | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for group in GROUPS:
         cells = [r["breakdown"]["groups"].get(group) for r in profiled]
         if any(cells):
             rows.append(f"| {group} | " + " | ".join("" if c is None else f"{c:.1f}" for c in cells) + " |")
     rows.append("| whole step | " + " | ".join(f"{r['breakdown']['step_ms']:.1f}" for r in profiled) + " |")
-    return "\n".join(rows) if profiled else "(none)"
+    return "\n".join(rows) if profiled else NOT_YET
 
 
 def loops(results: Sequence[Result]) -> str:
-    rows = ["| shape, micro-batch × sequence | bare step | `pentatron train` | share |", "|---|---|---|---|"]
+    goal = f"at least {GOAL:.0%}"
+    rows = [
+        f"| shape, micro-batch × sequence | bare step | `pentatron train` | share | of the mean step | {goal} |",
+        "|---|---|---|---|---|---|",
+    ]
     for r in results:
-        if r["case"] == "train" and "share" in r:
-            where = f"{r['shape']}, {r['mbs']} × {r['seq']}"
-            rows.append(f"| {where} | {r['bare_tok_s']:,} | {r['tok_s']:,} | {r['share']:.1%} |")
-    return "\n".join(rows) if len(rows) > 2 else "Not measured yet."
+        if r.get("case") == "train" and "share" in r:
+            mean = f"{r['share_mean']:.1%}" if "share_mean" in r else ""
+            holds = "holds" if r["share"] >= GOAL else "missed"
+            rows.append(
+                f"| {place_of(r)} | {r['bare_tok_s']:,} | {r['tok_s']:,} | {r['share']:.1%} | {mean} | {holds} |"
+            )
+    return "\n".join(rows) if len(rows) > 2 else NOT_YET
+
+
+def micro_batches(results: Sequence[Result]) -> str:
+    rows = [
+        "| settings | foreseen by `pentatron plan` | largest that fits | GiB | tokens/s | fastest | tried |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in _of_kind(results, "micro-batch"):
+        fitting = {trial["size"]: trial for trial in r["trials"] if trial["fits"]}
+        tried = " ".join(str(trial["size"]) for trial in r["trials"])
+        if r["largest"] is None:
+            rows.append(f"| `{r['settings']}` | {r['foreseen'] or 'none'} | none | | | | {tried} |")
+            continue
+        most = fitting[r["largest"]]
+        fastest = max(fitting.values(), key=lambda trial: trial["rate"] or 0.0)
+        rows.append(
+            f"| `{r['settings']}` | {r['foreseen'] or 'none'} | {most['size']} | {most['memory'] / GIB:.1f} | {most['rate']:,.0f} | "
+            f"{fastest['size']} with {fastest['rate']:,.0f} | {tried} |"
+        )
+    return "\n".join(rows) if len(rows) > 2 else NOT_YET
+
+
+def planned(results: Sequence[Result]) -> str:
+    """What a step needs at most, by formula and by the allocator."""
+    parts = ("weights", "optimizer", "gradients", "activations", "logits", "working")
+    rows = [
+        f"| GiB | {' | '.join(parts)} | planned | measured | difference | a layer, MiB: planned | measured |",
+        "|---" * (len(parts) + 6) + "|",
+    ]
+    for r in (row for result in _of_kind(results, "plan") for row in result["rows"]):
+        plan, found = r["planned"], r["measured"]
+        cells = " | ".join(f"{plan[part] / GIB:.2f}" for part in parts)
+        rows.append(
+            f"| {r['name']} | {cells} | {plan['total'] / GIB:.2f} | {found['peak'] / GIB:.2f} | {plan['total'] / found['peak'] - 1:+.1%} | "
+            f"{plan['layer'] / 2**20:.0f} | {found['layer'] / 2**20:.0f} |"
+        )
+    return "\n".join(rows) if len(rows) > 2 else NOT_YET
+
+
+def on_a_cpu(results: Sequence[Result]) -> str:
+    lines = []
+    for r in _of_kind(results, "cpu"):
+        lines += [
+            f"{r['where']}:",
+            "",
+            f"| | Pentatron, tokens/s | transformers, tokens/s | ratio | of single rounds | at least {r['goal']:.2f} |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in r["rows"]:
+            least, most = row["rounds"]
+            holds = "holds" if row["ratio"] >= r["goal"] else "missed"
+            lines.append(
+                f"| {row['precision']} | {row['ours']:,.0f} | {row['transformers']:,.0f} | {row['ratio']:.2f} | {least:.2f} to {most:.2f} | "
+                f"{holds} |"
+            )
+    return "\n".join(lines) or NOT_YET
+
+
+def _of_kind(results: Sequence[Result], kind: str) -> list[Result]:
+    return [result for result in results if result.get("kind") == kind]
 
 
 def surroundings(results: Sequence[Result]) -> str:
-    """Versions and commands, each once."""
+    """Versions of the machine with the GPU, and commands, each once."""
     known: dict[str, str] = {}
     commands: list[str] = []
     for r in results:
@@ -113,7 +273,17 @@ def _anywhere(command: str) -> str:
     return re.sub(r" --timeout[ =]\S+", "", command)
 
 
-TABLES = {"comparison": comparison, "kernels": kernels, "loop": loops, "surroundings": surroundings}
+TABLES = {
+    "comparison": comparison,
+    "others": others,
+    "kernels": lambda results: kernels(divided(results)[0]),
+    "kernels of others": lambda results: kernels(divided(results)[1]),
+    "loop": loops,
+    "micro-batches": micro_batches,
+    "planned": planned,
+    "cpu": on_a_cpu,
+    "surroundings": surroundings,
+}
 
 
 def with_tables(page: str, results: Sequence[Result]) -> str:

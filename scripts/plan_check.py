@@ -7,13 +7,14 @@ On a GPU it is the allocator that is asked, in steps of real shapes on one GPU: 
 formula (weights, optimizer state, gradients, saved activations, logits), and what one layer keeps.
 
     python scripts/plan_check.py [--only "PP 2"]
-    python scripts/plan_check.py --device cuda [--only Qwen3]
+    python scripts/plan_check.py --device cuda [--only Qwen3] [--json FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -57,8 +58,9 @@ def on_a_cpu(only: str) -> int:
     return int(worst > ALLOWED)
 
 
-def on_a_gpu(only: str) -> int:
-    """Each case in a process of its own, as nothing of another may be left in its memory."""
+def on_a_gpu(only: str, folder: str | None = None) -> int:
+    """Each case in a process of its own, as nothing of another may be left in its memory. `folder`: where the numbers are kept, in bytes."""
+    rows = []
     wanted = {name: words for name, words in on_gpu.CASES.items() if only in name}
     width = max(map(len, wanted))
     heads = ("weights", "optimizer", "gradients", "activations", "logits", "working")
@@ -82,6 +84,8 @@ def on_a_gpu(only: str) -> int:
         gap = whole.total / found["peak"] - 1
         worst = max(worst, abs(gap))
         kept = held.weights + held.optimizer
+        by_formula = dict(zip(heads, parts, strict=True)) | {"total": whole.total, "layer": layer}
+        rows.append({"name": name, "words": words, "planned": by_formula, "measured": found})
         print(
             f"{name:<{width}} "
             + "".join(f"{part / GIB:>12.2f}" for part in parts)
@@ -90,6 +94,12 @@ def on_a_gpu(only: str) -> int:
             + f"   {layer / 2**20:.0f} / {found['layer'] / 2**20:.0f} ({layer / found['layer'] - 1:+.1%})",
             flush=True,
         )
+    if folder is not None:
+        file = Path(folder) / "plan_check.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        command = shlex.join(["python", "scripts/plan_check.py", *sys.argv[1:]])
+        told = {"kind": "plan", "command": command, "allowed": ALLOWED, "rows": rows}
+        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(
         f"\nthe largest difference of a peak is {worst:.2%}, {ALLOWED:.0%} are allowed: {'agree' if worst <= ALLOWED else 'DISAGREE'}"
     )
@@ -102,12 +112,13 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="layouts whose name contains this")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--json", metavar="FOLDER", help="on a GPU: keep the numbers there")
     parser.add_argument("--words", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.words is not None:
         print(json.dumps(asdict(on_gpu.measured(on_gpu.configured(options.words)))))
         return 0
-    return on_a_gpu(options.only) if options.device == "cuda" else on_a_cpu(options.only)
+    return on_a_gpu(options.only, options.json) if options.device == "cuda" else on_a_cpu(options.only)
 
 
 if __name__ == "__main__":

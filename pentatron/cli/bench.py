@@ -38,7 +38,8 @@ train` are understood. A size that is given (--tp_size 2) holds for all layouts.
   --out FOLDER         results (benchmark_results); an earlier folder of that name is moved aside
   --layout-timeout S   seconds a layout may take (600)
   --list               show the layouts and run none
-  --find-micro-batch   instead of layouts: the largest micro-batch that fits, by real steps of the layout that is given
+  --find-micro-batch   instead of layouts: the largest micro-batch that fits, by real steps of the layout that is given; what was
+                       tried is in FOLDER/micro_batch.json as well
 
 Communication is the time a rank stands still for others: in collectives that no computation hides, and for messages of the
 pipeline, its bubble included. On a CPU the calls are timed, on a GPU the stream that computes, by events; summary.csv has both
@@ -143,6 +144,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
     words = [*settings, *started, "--train-iters", str(total)]
     fixed = {axis: draft[name] for axis, name in _AXES.items() if draft.given(name)}
     sweep = Sweep(
+        settings,
         words,
         entry,
         processes,

@@ -23,8 +23,9 @@ HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured, and where it goes."""
+    """What is measured, and where it goes. `settings` are the user's among the words."""
 
+    settings: Sequence[str]
     words: Sequence[str]
     entry: EntryPoint
     processes: int

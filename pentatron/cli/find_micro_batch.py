@@ -1,6 +1,9 @@
 """`pentatron bench --find-micro-batch`: the largest micro-batch that fits the device, by real steps in processes of their own."""
 
+import dataclasses
+import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,7 +60,24 @@ def find_micro_batch(sweep: Sweep, is_given: dict[str, bool]) -> int:
     first = foreseen.size if foreseen else hunt.sizes[0]
     trials = find_largest(hunt.sizes, first, _ALMOST_ALL * room, hunt.attempt)
     say(f"runs: {sweep.folder.summary}")
+    _keep(sweep, foreseen, trials)
     return _conclude(hunt, trials)
+
+
+def _keep(sweep: Sweep, foreseen: Trial | None, trials: Sequence[Trial]) -> None:
+    """For whoever makes tables of it: bench/performance_page.py, say."""
+    found = largest(trials)
+    told = {
+        "kind": "micro-batch",
+        "device": sweep.device,
+        "processes": sweep.processes,
+        "settings": shlex.join(sweep.settings),
+        "command": shlex.join(["pentatron", "bench", "--find-micro-batch", *sweep.settings]),
+        "foreseen": foreseen and foreseen.size,
+        "largest": found and found.size,
+        "trials": [dataclasses.asdict(trial) for trial in trials],
+    }
+    (sweep.folder.path / "micro_batch.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def _conclude(hunt: "_Hunt", trials: list[Trial]) -> int:

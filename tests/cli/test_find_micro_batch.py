@@ -1,6 +1,7 @@
 """`pentatron bench --find-micro-batch`: what is tried, what is said, and the command that comes of it."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,13 @@ def test_real_steps_decide_on_a_gpu(
     # Begun with what is foreseen, which is far too much here.
     assert f"`pentatron plan`: {tried[0]}" in shown and tried[0] > 21
     assert (tmp_path / "benchmark_results/summary.csv").read_text().count("out of GPU memory") >= 1
+    kept = json.loads((tmp_path / "benchmark_results/micro_batch.json").read_text())
+    assert (
+        kept["largest"] == 21
+        and kept["foreseen"] == tried[0]
+        and kept["settings"].startswith("--num-layers 2")
+    )
+    assert [trial["size"] for trial in kept["trials"]] == tried
     # Of a batch that was given only its parts.
     tried.clear()
     assert main([*ALONE, "--global-batch-size", "32"]) == 0
