@@ -32,7 +32,7 @@ _BY_NAME = (
     ("loss", r"cross_entropy|softmax|logsumexp|nll_loss"),
     ("optimizer", r"adam|lamb|^_update$"),
     ("gradient norm and clip", r"l2norm|lpnorm|foreach_norm|squared_norm|sum_of_squares"),
-    ("fp8 rounding", r"^_write_rounded|amax|float8|fp8|e4m3.*(?:cast|quant)"),
+    ("fp8 rounding", r"^_write_rounded|^_largest_of_tiles|amax|float8|fp8|e4m3.*(?:cast|quant)"),
     ("matmul", r"gemm|nvjet|cutlass|cublas|matmul|_scaled_mm|wgmma|xmma|splitkreduce"),
     ("copies and memsets", r"memcpy|memset|copy_kernel|direct_copy|catarraybatched|fill_kernel|fillfunctor"),
 )

@@ -48,6 +48,7 @@ VARIANTS = {
     "fp8": "--fp8 hybrid",
     "fp8-e4m3": "--fp8 e4m3",
     "fp8-head": "--fp8 hybrid --fp8-output-layer",
+    "fp8-rowwise": "--fp8 hybrid --fp8-recipe rowwise",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective": "--recompute-granularity selective",
 }

@@ -19,6 +19,7 @@ NAMES = {
     "ours:fp8": "Pentatron, fp8",
     "ours:fp8-e4m3": "Pentatron, fp8, gradients in e4m3 too",
     "ours:fp8-head": "Pentatron, fp8, the head too",
+    "ours:fp8-rowwise": "Pentatron, fp8, a scale for each row",
     "ours:recompute": "Pentatron, full recompute",
     "ours:selective": "Pentatron, selective recompute",
     "titan:compile": "torchtitan",

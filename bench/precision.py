@@ -1,4 +1,4 @@
-"""What bf16 and fp16 do to a loss curve, and how near layouts stay to each other in bf16.
+"""What bf16, fp16 and fp8 do to a loss curve, and how near layouts stay to each other in bf16.
 
 Trains the demo's model on the demo's corpus, again and again:
 
@@ -7,11 +7,14 @@ Trains the demo's model on the demo's corpus, again and again:
 - **Layouts.** Runs in bf16 of the same seed over the same data, so that losses can be compared step by step. One process with other
   micro-batches adds up in another order and nothing else: how far such runs are apart, pair by pair, is what layouts may be apart. A run
   with another learning rate shows that the measure would notice.
+- **fp8** (only on a GPU that has it). A wider model in bf16 with two seeds, and with the first seed in every format and recipe of fp8; how far
+  the two seeds are apart is what fp8 may be away from bf16.
 
 Where several processes share one GPU they exchange through the host. On a CPU fp16 is left out unless asked for by name: multiplying in it is
 hundreds of times slower there.
 
     python bench/precision.py --steps 400                    # on a GPU if there is one
+    python bench/precision.py --steps 100 --only fp8
     python bench/precision.py --device cpu --steps 60 --only layouts
     python bench/precision.py --device cpu --steps 10 --only precision --fp16
 """
@@ -26,7 +29,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -46,6 +50,21 @@ LAYOUTS = {
     "2 context": f"{TWO} --tensor-model-parallel-size 1 --context-parallel-size 2 --cp-comm-type all_gather",
     "2 pipeline": "--nproc-per-node 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2",
 }
+# Large enough that products in fp8 are most of its arithmetic; as the others, it learns the demo's corpus.
+FP8_MODEL = (
+    "--num-layers 6 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --seq-length 512 --max-position-embeddings 512 --lr 1e-3"
+)
+FP8 = {
+    "hybrid": "--fp8 hybrid",
+    "e4m3": "--fp8 e4m3",
+    "hybrid, the head too": "--fp8 hybrid --fp8-output-layer",
+    "hybrid rowwise": "--fp8 hybrid --fp8-recipe rowwise",
+    "e4m3 rowwise": "--fp8 e4m3 --fp8-recipe rowwise",
+    "e4m3 rowwise, the head too": "--fp8 e4m3 --fp8-recipe rowwise --fp8-output-layer",
+}
+# Runs that are made side by side: most of a short one is its start.
+SIDE_BY_SIDE = 4
 OTHER = "--lr 0.00306"
 # Pairs of layouts may be so many times as far apart as the furthest pair of the same layout: each is a single draw.
 ALLOWED = 1.5
@@ -110,8 +129,19 @@ def precisions(machine: Machine, fp16: bool) -> bool:
         rounded["fp16 static 2^12"] = machine.losses("fp16 static 2^12", f"{words} --loss-scale 4096")
         if machine.steps >= 100:
             rounded["fp16 from 2^32"] = machine.losses("fp16 from 2^32", words)
+    return within_seeds("fp32", exact, other, rounded, size)
+
+
+def within_seeds(
+    what: str,
+    exact: Sequence[float],
+    other: Sequence[float],
+    rounded: Mapping[str, Sequence[float]],
+    size: int,
+) -> bool:
+    """Whether curves are as near to `exact` as `other` is, which has another seed."""
     allowed = curve_gap(other, exact, size)
-    print(f"\n  {'distance from fp32':<34} {'largest':>10} {'mean':>10}")
+    print(f"\n  {f'distance from {what}':<34} {'largest':>10} {'mean':>10}")
     print(f"  {'another seed (what is allowed)':<34} {allowed[0]:>10.4f} {allowed[1]:>10.4f}")
     agrees = True
     for name, losses in rounded.items():
@@ -120,6 +150,24 @@ def precisions(machine: Machine, fp16: bool) -> bool:
         agrees &= within
         print(f"  {name:<34} {found[0]:>10.4f} {found[1]:>10.4f}   {'within' if within else 'NOT WITHIN'}")
     return agrees
+
+
+def eight_bits(machine: Machine) -> bool:
+    size = max(1, machine.steps // 20)
+    print(f"\nfp8: one process, {machine.steps} steps, windows of {size}", flush=True)
+    base = f"{ALONE} --micro-batch-size 16 --global-batch-size 16 --bf16 {FP8_MODEL}"
+    wanted = {"bf16": f"--seed {SEEDS[0]}", "bf16, another seed": f"--seed {SEEDS[1]}"}
+    wanted |= {name: f"--seed {SEEDS[0]} {words}" for name, words in FP8.items()}
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        made = list(pool.map(lambda name: machine.losses(name, f"{base} {wanted[name]}"), wanted))
+    curves = dict(zip(wanted, made))
+    shown = [round(i * (machine.steps - size) / 5) for i in range(6)]
+    print(f"\n  {'means from step':<34} " + " ".join(f"{i + 1:>8}" for i in shown))
+    for name, losses in curves.items():
+        print(f"  {name:<34} " + " ".join(f"{statistics.mean(losses[i : i + size]):>8.4f}" for i in shown))
+    return within_seeds(
+        "bf16", curves["bf16"], curves["bf16, another seed"], {n: curves[n] for n in FP8}, size
+    )
 
 
 def layouts(machine: Machine) -> bool:
@@ -162,7 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--only", choices=("precision", "layouts"))
+    parser.add_argument("--only", choices=("precision", "layouts", "fp8"))
     parser.add_argument("--fp16", action="store_true", help="fp16 on a CPU too")
     options = parser.parse_args()
     on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
@@ -171,12 +219,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine("cuda" if on_gpu else "cpu", options.steps, Path(folder))
         verdicts = []
-        if options.only != "layouts":
+        if options.only in (None, "precision"):
             if not on_gpu and not options.fp16:
                 print("fp16 is left out on a CPU (--fp16 asks for it)")
             verdicts.append(precisions(machine, fp16=on_gpu or options.fp16))
-        if options.only != "precision":
+        if options.only in (None, "layouts"):
             verdicts.append(layouts(machine))
+        if options.only == "fp8" or (options.only is None and on_gpu):
+            verdicts.append(eight_bits(machine))
     sys.exit(0 if all(verdicts) else 1)
 
 

@@ -34,17 +34,17 @@ def _not_fused(draft: Draft, facts: Facts) -> str:
 
 
 def _no_gate_to_fuse(draft: Draft, facts: Facts) -> str:
-    """The kernel is a part of an MLP's second matrix where that is multiplied in the model's precision, its gradients at once."""
+    """In fp8 the gate is a part of an MLP's first matrix; otherwise of the second, where its gradients come at once."""
     if not draft["gated_linear_unit"]:
         return "the MLPs have no gates (--swiglu)"
-    schedule = draft["pipeline_schedule"]
-    if draft["pipeline_model_parallel_size"] > 1 and schedule in HALVING:
-        return f"--pipeline-schedule {schedule} leaves gradients of weights for later, and there is no such kernel with that"
     mlps = _layers_with_mlps(draft)
     if not mlps:
         return "every layer has experts, whose gates are no part of this kernel"
-    if all(layer in _multiplied_in_fp8(draft) for layer in mlps):
-        return "in fp8 the gate is no part of a kernel of its own"
+    if any(layer in _multiplied_in_fp8(draft) for layer in mlps):
+        return ""
+    schedule = draft["pipeline_schedule"]
+    if draft["pipeline_model_parallel_size"] > 1 and schedule in HALVING:
+        return f"--pipeline-schedule {schedule} leaves gradients of weights for later, and there is no such kernel with that"
     return "there is such a kernel for GPUs alone" if _on_a_cpu(draft) else ""
 
 

@@ -223,7 +223,7 @@ class KernelConfig:
     )
     bias_swiglu_fusion: bool = setting(
         True,
-        "on a GPU keep nothing between the matrices of a gated MLP: one kernel makes it again in backward",
+        "on a GPU one kernel for backward of the gate of an MLP; without fp8 it makes what lies between the matrices again, so none is kept",
     )
     fused_cross_entropy: str = setting(
         "auto",

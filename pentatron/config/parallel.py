@@ -138,9 +138,11 @@ class PrecisionConfig:
     )
     fp8_recipe: str = setting(
         "tensorwise",
-        "scaling of fp8: one scale for a tensor, by its current content",
-        choices=("tensorwise", "delayed", "blockwise"),
-        not_yet="another scaling of fp8 than by tensor",
+        "scaling of fp8, by the current content: one scale for a tensor, or one for each row of a factor, which loses less where some "
+        "numbers are far larger than others, and takes longer",
+        choices=("tensorwise", "rowwise", "delayed", "blockwise"),
+        not_yet="another scaling of fp8 than by tensor or by row",
+        available=("rowwise",),
     )
     fp8_output_layer: bool = setting(False, "the head's matmuls in fp8 too")
     first_last_layers_bf16: bool = setting(
@@ -158,7 +160,9 @@ class PrecisionConfig:
     def described(self) -> str:
         if self.fp8_format is None:
             return self.name
-        return f"{self.name} with fp8 matmuls ({self.fp8_format}{', the head too' if self.fp8_output_layer else ''})"
+        recipe = "" if self.fp8_recipe == "tensorwise" else f" {self.fp8_recipe}"
+        head = ", the head too" if self.fp8_output_layer else ""
+        return f"{self.name} with fp8 matmuls ({self.fp8_format}{recipe}{head})"
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,18 @@
 A tensor has one scale, a power of two that brings its largest element into the upper half of the range (by its current content, so
 nothing is remembered between steps). Rounding to a float does not depend on a power of two, so parts of a tensor that are scaled by
 themselves, on the ranks of a layout, round as the whole would; only what is ten thousand times smaller than the largest differs.
+Scaled by rows, every row has a scale of its own, and so has every column where the matrix is transposed: what is large in one row then
+takes no digits from the others.
 
-Tensor cores want both factors with the summed dimension last: a matrix that is multiplied from both sides is rounded once and
-written twice, as it is and transposed.
+Tensor cores want both factors with the summed dimension last: a matrix that is multiplied from both sides is written twice in one pass,
+as it is and transposed.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pentatron.kernels.choice import by_kernel
 
@@ -19,6 +22,8 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 # Of every dimension of a matrix, in elements: what the tensor cores of a GPU can take.
 MULTIPLE = 16
+# Sides of the squares in which the largest elements of rows and columns are looked for.
+TILE = 128
 # Smaller tensors are zeros for all purposes; their scale would not be a number.
 _LARGEST_SCALE = 2.0**120
 _EXPONENT_BITS = 0x7F800000
@@ -26,11 +31,13 @@ _EXPONENT_BITS = 0x7F800000
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix in fp8: its elements times `unscale` are the values. `rows` has it as it is, `columns` transposed, where wanted."""
+    """A matrix in fp8: `rows` has it as it is, `columns` transposed, where wanted. Their elements times `unscale`, or
+    `columns_unscale`, are the values: one number, or one for each row, [N, 1]. `scale` is what the rows were multiplied by."""
 
     rows: Tensor | None
     columns: Tensor | None
     unscale: Tensor
+    columns_unscale: Tensor
     scale: Tensor
 
 
@@ -46,20 +53,40 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
 
 
-def scaled(matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True) -> Scaled:
-    """The matrix in fp8, written as it is, transposed, or both."""
-    return scaled_by(matrix, scale_for(largest_element(matrix), dtype), dtype, rows, columns)
+def scaled(
+    matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True, by_rows: bool = False
+) -> Scaled:
+    """The matrix in fp8, written as it is, transposed, or both; with one scale, or with one for each row of what is written."""
+    if not by_rows:
+        return scaled_by(matrix, scale_for(largest_element(matrix), dtype), dtype, rows, columns)
+    if rows and columns:
+        of_rows, of_columns = _largest_of_tiles(matrix)
+        second = scale_for(of_columns.amax(0)[:, None], dtype)
+        return _written(matrix, scale_for(of_rows.amax(0)[:, None], dtype), second, dtype, rows, columns)
+    found = torch.linalg.vector_norm(matrix, float("inf"), dim=-1 if rows else 0).float()[:, None]
+    return _written(matrix, scale_for(found, dtype), None, dtype, rows, columns)
 
 
 def scaled_by(
     matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True
 ) -> Scaled:
-    """The same with a scale that is known."""
+    """The same with a scale that is known, for all of it."""
+    return _written(matrix, scale, None, dtype, rows, columns)
+
+
+def _written(
+    matrix: Tensor, scale: Tensor, of_columns: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> Scaled:
+    unscale = scale.reciprocal()
+    columns_unscale = unscale if of_columns is None else of_columns.reciprocal()
+    made = turned = None
     if rows and columns:
-        both = _rounded_both(matrix, scale, dtype)
-        return Scaled(both[0], both[1], scale.reciprocal(), scale)
-    made = _rounded_rows(matrix, scale, dtype) if rows else _rounded_columns(matrix, scale, dtype)
-    return Scaled(made if rows else None, None if rows else made, scale.reciprocal(), scale)
+        made, turned = _rounded_both(matrix, scale, of_columns, dtype)
+    elif rows:
+        made = _rounded_rows(matrix, scale, dtype)
+    else:
+        turned = _rounded_columns(matrix, scale, dtype)
+    return Scaled(made, turned, unscale, columns_unscale, scale)
 
 
 def product(
@@ -69,17 +96,19 @@ def product(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:
-    """`left rightᵀ`, where both have the summed dimension last. `fast` sums in fewer bits, as a GPU does by itself."""
+    """`left rightᵀ`, where both have the summed dimension last, with what undoes the scale of each. `fast` sums in fewer bits, as a GPU does
+    by itself."""
+    of_left, of_right = unscale[0], unscale[1].t()
     if left_rows.device.type == "cuda":
         return torch._scaled_mm(
             left_rows,
             right_columns.t(),
-            scale_a=unscale[0],
-            scale_b=unscale[1],
+            scale_a=of_left,
+            scale_b=of_right,
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-    return ((left_rows.float() @ right_columns.float().t()) * (unscale[0] * unscale[1])).to(dtype)
+    return ((left_rows.float() @ right_columns.float().t()) * (of_left * of_right)).to(dtype)
 
 
 def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,40 +117,60 @@ def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix.float() * scale).clamp(-limit, limit).to(dtype)
 
 
-def _write(matrix: Tensor, scale: Tensor, rows: Tensor | None, columns: Tensor | None) -> None:
+def _write(
+    matrix: Tensor, rows: Tensor | None, columns: Tensor | None, of_rows: Tensor, of_columns: Tensor
+) -> None:
     if by_kernel(matrix):
         from pentatron.kernels.fp8_triton import write_rounded
 
-        write_rounded(matrix, scale, rows, columns)
+        write_rounded(matrix, rows, columns, of_rows, of_columns)
         return
-    for place, values in ((rows, matrix), (columns, matrix.t())):
+    for place, values, scale in ((rows, matrix, of_rows), (columns, matrix.t(), of_columns)):
         if place is not None:
             place.copy_(rounded(values, scale, place.dtype))
 
 
 @torch.library.custom_op("pentatron::fp8_rounded_both", mutates_args=())
-def _rounded_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rounded_both(
+    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     rows, columns = _as_it_is(matrix, dtype), _transposed(matrix, dtype)
-    _write(matrix, scale, rows, columns)
+    _write(matrix, rows, columns, scale, scale if columns_scale is None else columns_scale)
     return rows, columns
 
 
 @torch.library.custom_op("pentatron::fp8_rounded_rows", mutates_args=())
 def _rounded_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     rows = _as_it_is(matrix, dtype)
-    _write(matrix, scale, rows, None)
+    _write(matrix, rows, None, scale, scale)
     return rows
 
 
 @torch.library.custom_op("pentatron::fp8_rounded_columns", mutates_args=())
 def _rounded_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     columns = _transposed(matrix, dtype)
-    _write(matrix, scale, None, columns)
+    _write(matrix, None, columns, scale, scale)
     return columns
 
 
+@torch.library.custom_op("pentatron::fp8_largest_of_tiles", mutates_args=())
+def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest elements, without sign, of each row in each strip of columns, and of each column in each strip of rows; in fp32."""
+    if by_kernel(matrix):
+        from pentatron.kernels.fp8_triton import largest_of_tiles
+
+        return largest_of_tiles(matrix)
+    height, width = matrix.shape
+    padded = F.pad(matrix.abs().float(), (0, -width % TILE, 0, -height % TILE))
+    tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE))
+    of_rows = tiles.amax(3).flatten(0, 1)[:height].t()
+    return of_rows.contiguous(), tiles.amax(1).flatten(1)[:, :width].contiguous()
+
+
 @_rounded_both.register_fake
-def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _(
+    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     return _as_it_is(matrix, dtype), _transposed(matrix, dtype)
 
 
@@ -133,6 +182,18 @@ def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @_rounded_columns.register_fake
 def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _transposed(matrix, dtype)
+
+
+@_largest_of_tiles.register_fake
+def _(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return strips(matrix)
+
+
+def strips(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty places for a number of each row and strip of columns, and of each column and strip of rows."""
+    height, width = matrix.shape
+    of_rows = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
+    return of_rows, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
 
 
 def _as_it_is(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,9 +23,10 @@ from pentatron.parallel.deferral import DeferredGradients
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """`gradients`: the dtype that the gradient of an output is rounded to."""
+    """`gradients`: the dtype that the gradient of an output is rounded to. `by_rows`: with a scale for each row of a factor, not one for all."""
 
     gradients: torch.dtype
+    by_rows: bool = False
 
 
 FORMATS = {"e4m3": Fp8Format(E4M3), "hybrid": Fp8Format(E5M2)}
@@ -59,18 +60,20 @@ def scaled_linear(
     """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
     if not torch.is_grad_enabled():
         flat = x.flatten(0, -2)
-        made = _forward(flat, weight, columns=False)[0].view(*x.shape[:-1], -1)
+        made = _forward(flat, weight, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
     else:
-        applied = _ScaledLinear.apply(x, weight, fp8.gradients, deferred)
+        applied = _ScaledLinear.apply(x, weight, fp8.gradients, fp8.by_rows, deferred)
         assert isinstance(applied, Tensor)
         made = applied
     return made if bias is None else made + bias
 
 
-def _forward(flat: Tensor, weight: nn.Parameter, columns: bool) -> tuple[Tensor, Scaled, Scaled]:
+def _forward(
+    flat: Tensor, weight: nn.Parameter, by_rows: bool, columns: bool
+) -> tuple[Tensor, Scaled, Scaled]:
     """The product; the input, with its transpose where wanted; and the weight."""
-    x = scaled(flat, E4M3, columns=columns)
-    w = scaled(weight, E4M3, columns=False)
+    x = scaled(flat, E4M3, columns=columns, by_rows=by_rows)
+    w = scaled(weight, E4M3, columns=False, by_rows=by_rows)
     assert x.rows is not None and w.rows is not None
     return product(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True), x, w
 
@@ -85,7 +88,7 @@ def scaled_gated_linear(
     """`silu(gate) * up` of `x Wᵀ + b`, whose first half is the gate."""
     if not torch.is_grad_enabled():
         return _gated(scaled_linear(x, weight, bias, fp8))
-    made = _ScaledGatedLinear.apply(x, weight, bias, fp8.gradients, deferred)
+    made = _ScaledGatedLinear.apply(x, weight, bias, fp8.gradients, fp8.by_rows, deferred)
     assert isinstance(made, Tensor)
     return made
 
@@ -98,20 +101,25 @@ def _gated(inner: Tensor) -> Tensor:
 class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, gradients: torch.dtype, deferred: DeferredGradients | None
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        gradients: torch.dtype,
+        by_rows: bool,
+        deferred: DeferredGradients | None,
     ) -> Tensor:
-        made, x8, w8 = _forward(x.flatten(0, -2), weight, columns=True)
-        ctx.save_for_backward(x8.columns, weight, x8.unscale, w8.scale, w8.unscale)
+        made, x8, w8 = _forward(x.flatten(0, -2), weight, by_rows, columns=True)
+        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale)
         # Where a layer is recomputed, the saved weight comes back as another tensor, whose gradient nobody reads.
-        ctx.parameter, ctx.gradients, ctx.deferred = weight, gradients, deferred
+        ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
         return made.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         gradient = gradients[0]
-        g = scaled(gradient.flatten(0, -2), ctx.gradients)
+        g = scaled(gradient.flatten(0, -2), ctx.gradients, by_rows=ctx.by_rows)
         of_input, of_weight = _backward(ctx, ctx.saved_tensors, g, gradient)
-        return of_input, of_weight, None, None
+        return of_input, of_weight, None, None, None
 
 
 class _ScaledGatedLinear(torch.autograd.Function):
@@ -122,40 +130,50 @@ class _ScaledGatedLinear(torch.autograd.Function):
         weight: nn.Parameter,
         bias: Tensor | None,
         gradients: torch.dtype,
+        by_rows: bool,
         deferred: DeferredGradients | None,
     ) -> Tensor:
-        made, x8, w8 = _forward(x.flatten(0, -2), weight, columns=True)
+        made, x8, w8 = _forward(x.flatten(0, -2), weight, by_rows, columns=True)
         inner = made if bias is None else made + bias
-        ctx.save_for_backward(x8.columns, weight, x8.unscale, w8.scale, w8.unscale, inner)
-        ctx.parameter, ctx.gradients, ctx.deferred = weight, gradients, deferred
+        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, inner)
+        ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
         return _gated(inner).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(
         ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         gradient = gradients[0]
         *kept, inner = ctx.saved_tensors
         of_inner, largest = gate_backward(gradient.flatten(0, -2), inner)
-        g = scaled_by(of_inner, scale_for(largest.amax(), ctx.gradients), ctx.gradients)
+        if ctx.by_rows:
+            g = scaled(of_inner, ctx.gradients, by_rows=True)
+        else:
+            g = scaled_by(of_inner, scale_for(largest.amax(), ctx.gradients), ctx.gradients)
         of_input, of_weight = _backward(ctx, kept, g, gradient)
-        return of_input, of_weight, of_inner.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        of_bias = of_inner.sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, of_weight, of_bias, None, None, None
 
 
 def _backward(
     ctx: Any, kept: Sequence[Tensor], g: Scaled, gradient: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight. `g` is that of the product; dtype and shape are those of `gradient`, but for the last side."""
-    x_columns, weight, x_unscale, w_scale, w_unscale = kept
+    x_columns, weight, x_unscale, w_scale = kept
     assert g.rows is not None and g.columns is not None
     of_input = of_weight = None
     if ctx.needs_input_grad[0]:
-        w = scaled_by(weight, w_scale, E4M3, rows=False)
+        # By rows those of the transposed weight have scales of their own.
+        w = (
+            scaled(weight, E4M3, rows=False, by_rows=True)
+            if ctx.by_rows
+            else scaled_by(weight, w_scale, E4M3, rows=False)
+        )
         assert w.columns is not None
-        flat = product(g.rows, w.columns, (g.unscale, w_unscale), gradient.dtype)
+        flat = product(g.rows, w.columns, (g.unscale, w.columns_unscale), gradient.dtype)
         of_input = flat.view(*gradient.shape[:-1], -1)
     if ctx.needs_input_grad[1]:
-        unscale = (g.unscale, x_unscale)
+        unscale = (g.columns_unscale, x_unscale)
         if ctx.deferred is None:
             of_weight = product(g.columns, x_columns, unscale, weight.dtype)
         else:

@@ -214,8 +214,8 @@ def _mlp(shape: Shape, again: bool, fp8: bool) -> int:
     if again:
         return shape.width * shape.in_stream * shape.hidden
     if fp8:
-        # The input of each matrix in one byte.
-        wide = (between(shape) - 1) * shape.width
+        # The input of each matrix in one byte; of a gate that is a part of the first matrix, what that one made.
+        wide = (2 if shape.gate_in_fp8 else between(shape) - 1) * shape.width
         return shape.tokens * (shape.hidden + (wide + 1) * shape.inner)
     return shape.width * shape.tokens * (shape.hidden + between(shape) * shape.inner)
 

@@ -115,6 +115,11 @@ class Shape:
         return self.on_gpu and config.kernels.bias_swiglu_fusion and config.model.gated_linear_unit and plain
 
     @cached_property
+    def gate_in_fp8(self) -> bool:
+        """In layers of fp8 it is a part of the first matrix."""
+        return self.config.kernels.bias_swiglu_fusion and self.config.model.gated_linear_unit
+
+    @cached_property
     def fp8_layers(self) -> range:
         """Layers whose matrices keep their inputs in one byte a number."""
         return fp8_layers(self.config.precision, self.config.model.num_layers) if self.on_gpu else range(0)

@@ -1,6 +1,7 @@
 """Which matmuls of a run are in fp8, and whether the device has such."""
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -44,7 +45,8 @@ def use_fp8(config: RunConfig, stages: Iterable[CausalLM]) -> None:
     for _, module in _wanted(config, stages):
         if _fits(module):
             assert config.precision.fp8_format is not None
-            module.fp8 = FORMATS[config.precision.fp8_format]
+            by_rows = config.precision.fp8_recipe == "rowwise"
+            module.fp8 = replace(FORMATS[config.precision.fp8_format], by_rows=by_rows)
 
 
 def left_in_bf16(config: RunConfig, stages: Collection[CausalLM]) -> list[str]:

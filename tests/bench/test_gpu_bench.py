@@ -45,6 +45,7 @@ def test_shapes_are_those_of_our_presets(shape: str, tmp_path: Path) -> None:
             "norms and elementwise",
         ),
         ("_write_rounded", "fp8 rounding"),
+        ("_largest_of_tiles", "fp8 rounding"),
         ("_cross_entropy_gradient", "loss"),
         ("_update", "optimizer"),
         ("triton_red_fused__log_softmax__to_copy_nll_loss_forward_1", "loss"),

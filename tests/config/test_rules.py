@@ -474,7 +474,7 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
     assert problems("--zero-stage 2") == problems("--use-distributed-optimizer") == []
     assert problems("--bf16 --fp8 e4m3 --fp8_recipe=tensorwise") == []
     assert problems("--bf16 --fp8 e4m3 --fp8_recipe=delayed") == [
-        "--fp8_recipe delayed needs another scaling of fp8 than by tensor, which this version does not have yet; leave it out"
+        "--fp8_recipe delayed needs another scaling of fp8 than by tensor or by row, which this version does not have yet; leave it out"
     ]
     assert problems("--recompute-granularity selective --recompute-modules core_attn mlp layernorm") == []
 
@@ -483,7 +483,7 @@ def test_refusals_of_a_presets_values() -> None:
     values = {**resolved().config.flat(), "fp8_recipe": "delayed", "multi_latent_attention": True}
     sources = {"fp8_recipe": "preset x", "multi_latent_attention": "preset x"}
     assert sorted(not_available(values, sources)) == [
-        "--fp8-recipe delayed needs another scaling of fp8 than by tensor, which this version does not have yet; "
+        "--fp8-recipe delayed needs another scaling of fp8 than by tensor or by row, which this version does not have yet; "
         "add --fp8-recipe tensorwise to do without",
         "--multi-latent-attention needs multi-latent attention, which this version does not have yet; "
         "choose another preset",

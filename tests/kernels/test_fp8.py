@@ -4,11 +4,16 @@ import os
 import pytest
 import torch
 
-from pentatron.kernels.fp8 import E4M3, E5M2, largest_element, rounded, scale_for, scaled
+from pentatron.kernels.fp8 import E4M3, E5M2, _largest_of_tiles, largest_element, rounded, scale_for, scaled
 
 
 def interprets() -> bool:
     return importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+needs_a_kernel = pytest.mark.skipif(
+    not torch.cuda.is_available() and not interprets(), reason="needs a GPU, or TRITON_INTERPRET=1"
+)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -75,9 +80,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_is_seen(dtype: torch.dtype) -> N
     )
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and not interprets(), reason="needs a GPU, or TRITON_INTERPRET=1"
-)
+@needs_a_kernel
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", [(300, 80), (16, 130), (256, 256)])
 def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -93,13 +96,43 @@ def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, i
         scale = torch.tensor(32.0, device=device)
         rows = torch.empty(given.shape, dtype=dtype, device=device)
         columns = torch.empty(given.t().shape, dtype=dtype, device=device)
-        write_rounded(given, scale, rows, columns)
+        write_rounded(given, rows, columns, scale, scale)
         expected = rounded(given, scale, dtype).float()
         assert torch.equal(columns.float().t(), rows.float())
         assert torch.equal(rows.float(), expected)
         only = torch.empty_like(columns)
-        write_rounded(given, scale, None, only)
+        write_rounded(given, None, only, scale, scale)
         assert torch.equal(only.float(), columns.float())
+
+
+@needs_a_kernel
+@pytest.mark.parametrize("shape", [(300, 80), (16, 130), (256, 256)])
+def test_the_kernels_by_rows_do_what_torch_does(shape: tuple[int, int]) -> None:
+    from pentatron.kernels.fp8_triton import largest_of_tiles, write_rounded
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(4)
+    matrix = torch.randint(-7, 8, shape).bfloat16()
+    matrix[-1, -1], matrix[0, 0] = -64.0, float("nan")
+    for given in (matrix, matrix.t()):
+        found, expected = largest_of_tiles(given.to(device)), _largest_of_tiles(given)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.cpu().nan_to_num(-1.0), other.nan_to_num(-1.0))
+        assert [int(f.isnan().sum()) for f in found] == [1, 1], "what is no number is seen"
+        clean = given.nan_to_num(3.0).to(device)
+        # Powers of two, each another than its neighbours.
+        of_rows = (2.0 ** (torch.arange(clean.shape[0]) % 5))[:, None].to(device)
+        of_columns = (2.0 ** -(torch.arange(clean.shape[1]) % 3))[:, None].to(device)
+        rows = torch.empty(clean.shape, dtype=E5M2, device=device)
+        columns = torch.empty(clean.t().shape, dtype=E5M2, device=device)
+        write_rounded(clean, rows, columns, of_rows, of_columns)
+        if device == "cuda":
+            assert torch.equal(rows.float(), rounded(clean, of_rows, E5M2).float())
+            assert torch.equal(columns.float(), rounded(clean.t(), of_columns, E5M2).float())
+        else:
+            # There a number that is to be rounded up is not: a neighbour of the right one.
+            torch.testing.assert_close(rows.float(), clean.float() * of_rows, rtol=0.25, atol=0)
+            torch.testing.assert_close(columns.float(), clean.float().t() * of_columns, rtol=0.25, atol=0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, but no GPU")
@@ -112,12 +145,54 @@ def test_the_kernel_compiles_for_hopper() -> None:
 
     from pentatron.kernels.fp8_triton import _write_rounded
 
-    pointers = {"matrix": "*bf16", "scale": "*fp32", "rows": "*fp8e5", "columns": "*fp8e5"}
+    places = dict.fromkeys(("rows", "columns"), "*fp8e5")
+    pointers = {"matrix": "*bf16", "of_rows": "*fp32", "of_columns": "*fp32", **places}
     numbers = dict.fromkeys(("height", "width", "row_stride"), "i32")
-    fixed = {"LIMIT": 57344.0, "ROWS": True, "COLUMNS": True, "HIGH": 128, "WIDE": 128}
-    constants = {"column_stride": 1, **fixed}
-    source = ASTSource(
-        _write_rounded, {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}, constants
+    for by_rows in (False, True):
+        fixed = {
+            "LIMIT": 57344.0,
+            "ROWS": True,
+            "COLUMNS": True,
+            "BY_ROWS": by_rows,
+            "HIGH": 128,
+            "WIDE": 128,
+        }
+        constants = {"column_stride": 1, **fixed}
+        source = ASTSource(
+            _write_rounded, {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}, constants
+        )
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        assert "cvt.rn.satfinite.e5m2x2" in made.asm["ptx"]
+
+
+def test_by_rows_each_row_fills_the_range() -> None:
+    torch.manual_seed(5)
+    matrix = (
+        torch.randn(150, 140) * 10.0 ** torch.randint(-6, 6, (150, 1)) * 10.0 ** torch.randint(-6, 6, (140,))
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert "cvt.rn.satfinite.e5m2x2" in made.asm["ptx"]
+    matrix[7] = 0.0
+    made = scaled(matrix, E4M3, by_rows=True)
+    for values, unscale, true in (
+        (made.rows, made.unscale, matrix),
+        (made.columns, made.columns_unscale, matrix.t()),
+    ):
+        assert values is not None and values.is_contiguous() and values.shape == true.shape
+        assert unscale.shape == (len(true), 1)
+        largest = values.float().abs().amax(1)
+        zero = true.abs().amax(1) == 0
+        assert (largest[~zero] > 448 / 2.2).all() and not largest[zero].any()
+        # Three digits after the first: half a step is a sixteenth; what is ten thousand times smaller than its row's largest aside.
+        error = (
+            (values.float() * unscale - true).abs() / true.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        ).max()
+        assert float(error) <= 1 / 16
+    only = scaled(matrix, E4M3, columns=False, by_rows=True), scaled(matrix, E4M3, rows=False, by_rows=True)
+    assert (
+        only[0].rows is not None
+        and only[1].columns is not None
+        and made.rows is not None
+        and made.columns is not None
+    )
+    assert torch.equal(only[0].rows.float(), made.rows.float()) and torch.equal(only[0].unscale, made.unscale)
+    assert torch.equal(only[1].columns.float(), made.columns.float())
+    assert torch.equal(only[1].columns_unscale, made.columns_unscale)

@@ -1,6 +1,7 @@
 """Linear layers in fp8 against products of rounded values in fp32, and against what is exact."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.scaled_linear import FORMATS, can_be_scaled, scaled_gated_linear, scaled_linear
 
 FOLLOWS = torch.linspace(-1, 1, 48)
+BY_ROWS = replace(FORMATS["hybrid"], by_rows=True)
 
 
 def layer(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Parameter, nn.Parameter]:
@@ -23,30 +25,36 @@ def layer(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Parameter, nn.
     return x, nn.Parameter((0.1 * torch.randn(48, 64)).to(dtype)), nn.Parameter(torch.randn(48).to(dtype))
 
 
-def results(format: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def results(format: str, dtype: torch.dtype = torch.float32, by_rows: bool = False) -> list[Tensor]:
     """The output, and the gradients of input, weight and bias."""
     x, weight, bias = layer(dtype)
-    y = scaled_linear(x, weight, bias, FORMATS[format])
+    y = scaled_linear(x, weight, bias, replace(FORMATS[format], by_rows=by_rows))
     (y * FOLLOWS.to(dtype)).sum().backward()
     assert x.grad is not None and weight.grad is not None and bias.grad is not None
     return [y.detach(), x.grad, weight.grad, bias.grad]
 
 
-def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded with the scale written down anew, and scaled back."""
-    exponent = torch.floor(torch.log2(torch.finfo(dtype).max / values.abs().max().double())).float()
+def as_rounded(values: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """Rounded with the scale written down anew, and scaled back. `dim` is what is summed over, if each of the others has its own scale."""
+    wide = values.abs().double()
+    largest = wide.amax() if dim is None else wide.amax(dim, keepdim=True)
+    exponent = torch.floor(torch.log2(torch.finfo(dtype).max / largest)).float()
     return (values.float() * 2.0**exponent).to(dtype).float() / 2.0**exponent
 
 
-def reference(format: str) -> list[Tensor]:
+def reference(format: str, by_rows: bool) -> list[Tensor]:
     x, weight, bias = (t.detach() for t in layer())
-    gradient = FOLLOWS.expand(2, 16, 48)
-    x8, w8, g8 = (
-        as_rounded(x, E4M3),
-        as_rounded(weight, E4M3),
-        as_rounded(gradient, FORMATS[format].gradients),
-    )
-    return [F.linear(x8, w8, bias), g8 @ w8, g8.flatten(0, 1).t() @ x8.flatten(0, 1), gradient.sum((0, 1))]
+    gradient, kind = FOLLOWS.expand(2, 16, 48), FORMATS[format].gradients
+
+    def made(values: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+        return as_rounded(values.flatten(0, -2), dtype, dim if by_rows else None)
+
+    return [
+        F.linear(made(x, E4M3, 1), made(weight, E4M3, 1), bias).view(2, 16, 48),
+        (made(gradient, kind, 1) @ made(weight, E4M3, 0)).view(2, 16, 64),
+        made(gradient, kind, 0).t() @ made(x, E4M3, 0),
+        gradient.sum((0, 1)),
+    ]
 
 
 def exact() -> list[Tensor]:
@@ -61,9 +69,42 @@ def apart(found: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [float((f.float() - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_products_of_rounded_values(format: str) -> None:
-    assert max(apart(results(format), reference(format))) < 1e-6
+def test_products_of_rounded_values(format: str, by_rows: bool) -> None:
+    assert max(apart(results(format, by_rows=by_rows), reference(format, by_rows))) < 1e-6
+
+
+def test_scales_by_row_keep_what_an_outlier_takes() -> None:
+    """One token of the input is a hundred thousand times as large as the others, whose outputs are what is looked at."""
+
+    def lost(by_rows: bool) -> float:
+        x, weight, _ = layer()
+        with torch.no_grad():
+            x[0, 0] *= 1e5
+            found = scaled_linear(x, weight, None, replace(FORMATS["e4m3"], by_rows=by_rows))
+            true = F.linear(x, weight)
+        return apart([found[1]], [true[1]])[0]
+
+    assert lost(by_rows=True) < 0.04 and lost(by_rows=False) > 0.2
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_column_of_outliers_costs_a_gradient_less_by_row(format: str) -> None:
+    """One channel of the input is far larger than the others, as in trained models: the weight gradient of the others keeps its digits."""
+
+    def lost(by_rows: bool) -> float:
+        x, weight, _ = layer()
+        with torch.no_grad():
+            x[..., 0] *= 1e5
+        scaled_linear(x, weight, None, replace(FORMATS[format], by_rows=by_rows)).mul(
+            FOLLOWS
+        ).sum().backward()
+        true = FOLLOWS[:, None] * x.detach().flatten(0, 1).sum(0)
+        assert weight.grad is not None
+        return apart([weight.grad[:, 1:]], [true[:, 1:]])[0]
+
+    assert 4 * lost(by_rows=True) < lost(by_rows=False)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -80,9 +121,9 @@ def test_gradients_have_a_digit_less_in_hybrid() -> None:
 
 
 def test_a_wrong_scale_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True) -> Scaled:
-        made = plainly_scaled(matrix, dtype, rows, columns)
-        return Scaled(made.rows, made.columns, made.unscale * 2, made.scale)
+    def wrong(matrix: Tensor, dtype: torch.dtype, **wanted: bool) -> Scaled:
+        made = plainly_scaled(matrix, dtype, **wanted)
+        return replace(made, unscale=made.unscale * 2, columns_unscale=made.columns_unscale * 2)
 
     monkeypatch.setattr(module, "scaled", wrong)
     assert min(apart(results("hybrid"), exact())[:3]) > 0.4
@@ -143,11 +184,13 @@ def test_tokens_that_do_not_fit() -> None:
     assert can_be_scaled(torch.empty(2, 8, 3)) and not can_be_scaled(torch.empty(1, 1, 3))
 
 
-def test_a_compiler_sees_one_graph() -> None:
-    expected = results("hybrid")
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_compiler_sees_one_graph(by_rows: bool) -> None:
+    expected = results("hybrid", by_rows=by_rows)
     x, weight, bias = layer()
+    fp8 = replace(FORMATS["hybrid"], by_rows=by_rows)
     compiled = torch.compile(
-        lambda x: scaled_linear(x, weight, bias, FORMATS["hybrid"]), backend="aot_eager", fullgraph=True
+        lambda x: scaled_linear(x, weight, bias, fp8), backend="aot_eager", fullgraph=True
     )
     y = compiled(x)
     (y * FOLLOWS).sum().backward()
@@ -163,8 +206,17 @@ def gate_beside(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
     return F.silu(gate) * up
 
 
+def gate_beside_by_rows(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
+    gate, up = scaled_linear(x, weight, bias, BY_ROWS).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def gate_within(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
     return scaled_gated_linear(x, weight, bias, FORMATS["hybrid"])
+
+
+def gate_within_by_rows(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
+    return scaled_gated_linear(x, weight, bias, BY_ROWS)
 
 
 def through_a_gate(gate: Gate, dtype: torch.dtype) -> list[Tensor]:
@@ -176,22 +228,29 @@ def through_a_gate(gate: Gate, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
-def test_a_gate_within_the_function_is_the_gate_behind_it(dtype: torch.dtype, near: float) -> None:
+@pytest.mark.parametrize(
+    ("within", "beside"), [(gate_within, gate_beside), (gate_within_by_rows, gate_beside_by_rows)]
+)
+def test_a_gate_within_the_function_is_the_gate_behind_it(
+    within: Gate, beside: Gate, dtype: torch.dtype, near: float
+) -> None:
     """But for what rounds to another number of fp8, a digit away: few elements."""
-    expected = through_a_gate(gate_beside, dtype)
-    found = through_a_gate(gate_within, dtype)
+    expected, found = through_a_gate(beside, dtype), through_a_gate(within, dtype)
     assert torch.equal(found[0], expected[0])
     assert max(apart(found, [e.float() for e in expected])) < near
     with torch.no_grad():
-        assert torch.equal(gate_within(*layer(dtype)), expected[0])
+        assert torch.equal(within(*layer(dtype)), expected[0])
 
 
-def test_a_gate_is_in_the_same_graph_and_its_weight_may_come_later() -> None:
+@pytest.mark.parametrize("within", [gate_within, gate_within_by_rows])
+def test_a_gate_is_in_the_same_graph(within: Gate) -> None:
+    expected = through_a_gate(within, torch.float32)
+    found = through_a_gate(torch.compile(within, backend="aot_eager", fullgraph=True), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_weight_before_a_gate_may_come_later() -> None:
     expected = through_a_gate(gate_within, torch.float32)
-    compiled = torch.compile(gate_within, backend="aot_eager", fullgraph=True)
-    assert all(
-        torch.equal(a, b) for a, b in zip(through_a_gate(compiled, torch.float32), expected, strict=True)
-    )
     deferred = DeferredGradients()
     x, weight, bias = layer()
     with deferred.collecting((0, 0)):
