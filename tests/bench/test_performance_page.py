@@ -3,13 +3,18 @@
 import json
 import os
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bench import cpu
 from bench.gpu import read_options
 from bench.performance_page import NOT_YET, TABLES, name_of, read_results, with_tables
 from bench.steps import GIB, Case, record
 from bench.whole_page import COMMANDS, WRITE, words_of
+from scripts import plan_check
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 LAST = {"peak": 60 * GIB, "held": 40 * GIB, "total": 139 * GIB, "loss": 11.5, "first_seconds": 30.0}
@@ -167,3 +172,18 @@ def test_the_page_names_every_command_and_they_are_understood() -> None:
     assert "titan:compile" in COMMANDS[0] and not {"titan:compile", "hf:liger", "--peers", "peers"} & set(
         alone
     )
+
+
+def test_what_other_commands_keep_is_what_the_page_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"precision": "bf16", "ours": 2.0, "transformers": 1.0, "ratio": 2.0, "rounds": [1.9, 2.1]}]
+    cpu.keep(tmp_path / "a", "somewhere", rows)
+    said = json.dumps({"between": 20 * GIB, "layer": 690 * 2**20, "peak": 50 * GIB})
+    ended = subprocess.CompletedProcess([], 0, stdout=f"{said}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **named: ended)
+    plan_check.on_a_gpu("Qwen2.5-1.5B", str(tmp_path / "b"))
+    made = tables([dict(result) for result in read_results(tmp_path)])
+    assert made["cpu"].endswith("| bf16 | 2 | 1 | 2.00 | 1.90 to 2.10 | holds |")
+    shown = made["planned"].splitlines()[2:]
+    assert len(shown) == 2 and all("| 50.00 |" in row and row.endswith("| 690 |") for row in shown)
