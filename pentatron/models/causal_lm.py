@@ -5,7 +5,6 @@ A pipeline stage is the same class with parts missing: no embedding, some of the
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.layer_specs import block_spec
-from pentatron.nn.attention import DotProductAttention, attention_kernels, chosen_kernels
+from pentatron.nn.attention import AttentionKernels, DotProductAttention, chosen_kernels
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.init import draw_weights
 from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable, tie_on_one_rank
@@ -72,7 +71,7 @@ class CausalLM(nn.Module):
         axis = axes.tensor
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
-        self.kernels = chosen_kernels(attention_backend, config.attention_dropout)
+        self.kernels = AttentionKernels(chosen_kernels(attention_backend, config.attention_dropout))
         self.axis = axis
         self.attention_dropout = config.attention_dropout
         self.recompute: Recompute = NOTHING
@@ -123,7 +122,7 @@ class CausalLM(nn.Module):
             assert received_BSD is not None, "a stage without embedding goes on from the stage before"
             x_BSD = received_BSD
         angles = self.rope(positions_BS) if self.rope is not None else None
-        with attention_kernels(self.kernels):
+        with self.kernels.around():
             for part, layers in self.recompute.chunks(list(self.layers.values())):
                 x_BSD = self.recompute(part, self._through, x_BSD, layers, angles, keys, documents)
         if self.final_norm is None:
@@ -146,8 +145,8 @@ class CausalLM(nn.Module):
 
     def use_recompute(self, wanted: Recompute) -> None:
         """What keeps only its input for backward from now on, and runs again there."""
-        kernels = partial(attention_kernels, self.kernels)
-        self.recompute = dataclasses.replace(wanted, draws=self.attention_dropout > 0, kernels=kernels)
+        draws = self.attention_dropout > 0
+        self.recompute = dataclasses.replace(wanted, draws=draws, kernels=self.kernels.around)
         for module in self.modules():
             if isinstance(getattr(module, "recompute", None), Recompute):
                 module.recompute = self.recompute  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """Causal self-attention with grouped queries, its heads spread over the tensor axis."""
 
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +54,36 @@ def chosen_kernels(backend: str, dropout: float = 0.0) -> list[SDPBackend] | Non
     return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if newest else None
 
 
-def attention_kernels(chosen: list[SDPBackend] | None) -> AbstractContextManager[None]:
-    """Restricts attention to these kernels, in their order."""
-    return nullcontext() if chosen is None else sdpa_kernel(chosen, set_priority=True)
+class AttentionKernels:
+    """Around attention that is restricted to some kernels, in their order; nothing is, where none are chosen.
+
+    To say so takes torch longer than a launch, so what is said around a whole model is not said again in each of its layers.
+    """
+
+    def __init__(self, chosen: list[SDPBackend] | None = None) -> None:
+        self.chosen = chosen
+        self._said: AbstractContextManager[None] | None = None
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        if self.chosen is not None and not self._inside:
+            self._said = sdpa_kernel(self.chosen, set_priority=True)
+            self._said.__enter__()
+        self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside -= 1
+        if self._said is not None and not self._inside:
+            said, self._said = self._said, None
+            said.__exit__(kind, error, trace)
+
+    def around(self) -> AbstractContextManager[None]:
+        """Itself; a compiler, which cannot look into how it counts, is told each time, and compiles it in."""
+        if not torch.compiler.is_compiling():
+            return self
+        return nullcontext() if self.chosen is None else sdpa_kernel(self.chosen, set_priority=True)
 
 
 class DotProductAttention(nn.Module):
@@ -77,18 +105,16 @@ class DotProductAttention(nn.Module):
         self.window = window_of(
             config.window_size, config.window_attn_skip_freq, config.num_layers, layer_number
         )
-        # The model says it around all of its layers; here it is said again, for what is compiled (a cache of compiled layers would
+        # The model's own, said around all of its layers; here it is said again, for what is compiled (a cache of compiled layers would
         # not tell two choices apart) and for what is recomputed out of a compiled layer, where the model says nothing.
-        self.kernels: list[SDPBackend] | None = None
+        self.kernels = AttentionKernels()
 
     def forward(
         self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: DocumentStarts | None = None
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        if self.kernels is not None:
-            with sdpa_kernel(self.kernels, set_priority=True):
-                return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
-        return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
+        with self.kernels.around():
+            return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
 
 
 PLAIN_ATTENTION = SelfAttentionSubmodules(

@@ -72,8 +72,9 @@ class Place:
     @property
     def now(self) -> Tensor | None:
         flat = self.holder.values
-        if flat is None:
-            return None
+        # All of it, as it is, in most cases: a view of every gradient in every step would be felt.
+        if flat is None or (flat.shape == self.shape and self.offset == 0):
+            return flat
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
@@ -101,7 +102,7 @@ class AsTheyCome:
     def take(self, slot: int, gradient: Tensor) -> None:
         holder = self.stretches[slot].holder
         # Autograd keeps the layout of the parameter, which is contiguous.
-        flat = gradient.view(-1)
+        flat = gradient if gradient.dim() == 1 else gradient.view(-1)
         if holder.values is None:
             memory = flat.untyped_storage().data_ptr()
             if memory in self._taken:

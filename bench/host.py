@@ -1,0 +1,173 @@
+"""What the host takes for a training step: ours against transformers (eager), with tensors so small that a step is little else.
+
+Twelve layers of a GPT-2 of hidden size 64, two sequences of 32 tokens, bf16, one thread. Ours goes the way of `pentatron train`, with fp32 master
+weights; the other is the least that one could write: bf16 weights alone, clipping at 1.0, torch's fused AdamW. A round times each of them for
+some steps, and every other round begins with the other end; the ratio is that of the median round. On a GPU (`--device cuda`) the time until a step's loss is known
+counts.
+
+    python bench/host.py
+    python bench/host.py --flags "--compile on" --profile 30
+"""
+
+import argparse
+import contextlib
+import cProfile
+import dataclasses
+import io
+import os
+import platform
+import pstats
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.ours import random_batch
+from pentatron.cli.environment import Worker
+from pentatron.cli.prepare import prepare
+from pentatron.cli.train import joined_run
+from pentatron.config.entry import TRAIN
+from pentatron.train.program import CONFIGURED
+from pentatron.train.session import open_session
+
+# At least as fast as transformers.
+GOAL = 1.0
+LAYERS, HIDDEN, HEADS, VOCABULARY, SAMPLES, SEQUENCE = 12, 16, 2, 64, 1, 8
+Step = Callable[[], Any]
+
+
+def our_step(device: str, flags: str, cleanup: contextlib.ExitStack) -> tuple[Step, int]:
+    """And the number of parameters."""
+    folder = cleanup.enter_context(tempfile.TemporaryDirectory())
+    text = (
+        f"--preset gpt2 --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {4 * HIDDEN} --num-attention-heads {HEADS} "
+        f"--kv-channels {HIDDEN // HEADS} --vocab-size {VOCABULARY} --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} "
+        f"--micro-batch-size {SAMPLES} --global-batch-size {SAMPLES} --hidden-dropout 0 --attention-dropout 0 --lr 1e-5 "
+        f"--lr-decay-style constant --clip-grad 1.0 --no-save-checkpoints --eval-interval 0 --progress-bar off --train-iters 100000 "
+        f"--dataset-size 1000 --device {device} --nproc-per-node 1 --threads-per-process {torch.get_num_threads()} "
+        f"--run-dir {folder}/run {flags}"
+    )
+    prepared = prepare(shlex.split(text), dataclasses.replace(TRAIN, default_preset=None, resumes=False))
+    world, resolved = cleanup.enter_context(joined_run(prepared, Worker(0, 1, 0, 1, "none")))
+    with contextlib.redirect_stdout(io.StringIO()):
+        session = cleanup.enter_context(open_session(resolved, world, False, None, CONFIGURED))
+        session.open_data()
+        session.build()
+        session.prepare()
+    batch, trainer = random_batch(session), session.trainer
+    return lambda: trainer.advance(batch)[0].loss, session.model.count_parameters()
+
+
+def their_step(device: str) -> tuple[Step, int]:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        use_cache=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa"
+    ).to(device)
+    model.train()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE), device=device)
+
+    def step() -> float:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step, sum(p.numel() for p in parameters)
+
+
+def in_turns(steps: list[Step], rounds: int, count: int) -> list[list[float]]:
+    """Seconds of the median step of each in every round, after some steps that do not count."""
+    times: list[list[float]] = [[] for _ in steps]
+    for step in steps:
+        for _ in range(5):
+            step()
+    for number in range(rounds):
+        order = list(range(len(steps)))
+        for which in order if number % 2 == 0 else order[::-1]:
+            found = []
+            for _ in range(count):
+                began = time.process_time()
+                steps[which]()
+                found.append(time.process_time() - began)
+            times[which].append(statistics.median(found))
+    return times
+
+
+def show_profile(step: Step, rows: int, count: int = 10) -> None:
+    """Of backward too, which otherwise runs in a thread of its own where the device is a GPU."""
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        step()
+        profile.enable()
+        for _ in range(count):
+            step()
+        profile.disable()
+    for order in ("tottime", "cumulative"):
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).sort_stats(order).print_stats(rows)
+        print(f"{count} steps", text.getvalue())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What the host takes for a step, against transformers.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10, help="of each in a round")
+    parser.add_argument("--flags", default="", help="more words for pentatron train")
+    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="the functions that take longest")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    import transformers
+
+    print(
+        f"{LAYERS} layers of {HIDDEN}, {SAMPLES} × {SEQUENCE} tokens a step, {options.device}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    )
+    with contextlib.ExitStack() as cleanup:
+        (ours, own_count), (theirs, count) = (
+            our_step(options.device, options.flags, cleanup),
+            their_step(options.device),
+        )
+        assert own_count == count, f"not the same model: {own_count} and {count} parameters"
+        times = in_turns([ours, theirs], options.rounds, options.steps)
+        own, other = (1000 * statistics.median(found) for found in times)
+        of_rounds = sorted(their / our for our, their in zip(*times))
+        ratio = statistics.median(of_rounds)
+        verdict = f"at least {GOAL:.2f}: {'holds' if ratio >= GOAL else 'MISSED'}"
+        print(
+            f"ours {own:.2f} ms, transformers {other:.2f} ms: {ratio:.2f}x as fast, rounds from {of_rounds[0]:.2f} to "
+            f"{of_rounds[-1]:.2f}; {verdict}",
+            flush=True,
+        )
+        if options.profile:
+            show_profile(ours, options.profile)
+    return 0 if ratio >= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
