@@ -139,7 +139,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10, help="of each in a round")
     parser.add_argument("--flags", default="", help="more words for pentatron train")
-    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="the functions that take longest")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="ROWS", help="the functions that take longest"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     import transformers

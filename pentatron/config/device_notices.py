@@ -42,9 +42,8 @@ def _no_gate_to_fuse(draft: Draft, facts: Facts) -> str:
         return "every layer has experts, whose gates are no part of this kernel"
     if any(layer in _multiplied_in_fp8(draft) for layer in mlps):
         return ""
-    schedule = draft["pipeline_schedule"]
-    if draft["pipeline_model_parallel_size"] > 1 and schedule in HALVING:
-        return f"--pipeline-schedule {schedule} leaves gradients of weights for later, and there is no such kernel with that"
+    if _halves(draft):
+        return f"--pipeline-schedule {draft['pipeline_schedule']} leaves gradients of weights for later, and there is no such kernel with that"
     return "there is such a kernel for GPUs alone" if _on_a_cpu(draft) else ""
 
 
@@ -101,6 +100,32 @@ def _one_by_one(draft: Draft, facts: Facts) -> str:
     return "its kernel needs bf16 on a GPU, so experts are multiplied one by one anyway"
 
 
+def _compiled_one_by_one(draft: Draft, facts: Facts) -> str:
+    """Only layers that are compiled whole, and that nothing comes between, can be one function."""
+    if draft["compile_layers_together"] == 1:
+        return ""
+    wanted = draft["compile"]
+    if wanted == "off" or (wanted == "auto" and draft["deterministic_mode"]):
+        return "no layer is compiled" + (" (--compile off)" if wanted == "off" else " (--deterministic-mode)")
+    apart = {
+        "documents begin elsewhere in every batch": draft["reset_attention_mask"] or draft["sft_packing"],
+        "experts are not compiled": draft["num_experts"] is not None,
+        "tensor ranks talk to each other inside a layer": draft["tensor_model_parallel_size"] > 1,
+        "context ranks talk to each other inside a layer": draft["context_parallel_size"] > 1,
+        "weight gradients wait for another part of the schedule": _halves(draft),
+        "weights are waited for at every layer (ZeRO 3)": draft["zero_stage"] == 3,
+    }
+    for reason, holds in apart.items():
+        if holds:
+            return f"{reason}, so layers are compiled one by one"
+    on_a_cpu = wanted == "auto" and _on_a_cpu(draft)
+    return "on a CPU layers are compiled only with --compile on" if on_a_cpu else ""
+
+
+def _halves(draft: Draft) -> bool:
+    return draft["pipeline_model_parallel_size"] > 1 and draft["pipeline_schedule"] in HALVING
+
+
 IDLE_OF_DEVICES: dict[str, Callable[[Draft, Facts], str]] = {
     "bias_swiglu_fusion": _no_gate_to_fuse,
     **dict.fromkeys(("cross_entropy_fusion_impl", "cross_entropy_chunk"), _not_fused),
@@ -109,4 +134,5 @@ IDLE_OF_DEVICES: dict[str, Callable[[Draft, Facts], str]] = {
     "optimizer_cpu_offload": _in_host_memory,
     "use_pytorch_profiler": _torch_profiles,
     "moe_grouped_gemm": _one_by_one,
+    "compile_layers_together": _compiled_one_by_one,
 }

@@ -44,7 +44,7 @@ LIMITS: dict[str, Limit] = {
             "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
             "microbatch_group_size_per_virtual_pipeline_stage "
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-            "recompute_num_layers cross_entropy_chunk save_interval keep_checkpoints save_retain_interval log_interval "
+            "recompute_num_layers compile_layers_together cross_entropy_chunk save_interval keep_checkpoints save_retain_interval log_interval "
             "tensorboard_log_interval memory_monitor_interval nproc_per_node "
             "threads_per_process world_size distributed_timeout_minutes distributed_timeout_seconds_after_init "
             "initial_loss_scale loss_scale_window hysteresis "

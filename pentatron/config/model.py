@@ -193,6 +193,10 @@ class KernelConfig:
     compile: str = setting(
         "auto", "compile every layer: on a GPU (auto), always, never", choices=("auto", "on", "off")
     )
+    compile_layers_together: int = setting(
+        1,
+        "layers that are compiled as one: more take longer to compile, and less of the host's time in every step, for which small models wait",
+    )
     cuda_graphs: str = setting(
         "off",
         "forward and backward of a micro-batch recorded once and replayed: where launching takes longer than computing (auto), always, never",

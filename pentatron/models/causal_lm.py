@@ -4,7 +4,7 @@ A pipeline stage is the same class with parts missing: no embedding, some of the
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class CausalLM(nn.Module):
         self.axis = axis
         self.attention_dropout = config.attention_dropout
         self.recompute: Recompute = NOTHING
+        # Several layers as one function, where they are compiled like that; it gives back those it did not run.
+        self.together: Callable[..., tuple[Tensor, Sequence[nn.Module]]] | None = None
         self.cross_entropy = CrossEntropy()
         tied = not config.untie_embeddings_and_output_weights
         self.embedding = Embedding(config, axis, tied and not part.head) if part.embedding else None
@@ -139,6 +141,8 @@ class CausalLM(nn.Module):
         keys: DropoutKeys | None,
         documents: DocumentStarts | None,
     ) -> Tensor:
+        if self.together is not None and documents is None:
+            x_BSD, layers = self.together(x_BSD, layers, self.rope, angles, keys)
         for layer in layers:
             x_BSD = layer(x_BSD, self.rope, angles, keys, **documents_for(layer, documents))
         return x_BSD

@@ -1,10 +1,10 @@
-"""Layers that are compiled, one by one: each becomes one graph, and all layers of a kind share what is made for the first.
+"""Layers that are compiled, one by one or some together: each becomes one graph, and all layers of a kind share what is made for the first.
 
 What talks to other ranks, what decides while it runs, and what depends on the tokens stays as it is: it interrupts the graph of its layer, and
 the parts around it are compiled.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,11 @@ def compile_layers(
     documents: bool,
     backend: Any = "inductor",
     options: dict[str, Any] | None = None,
+    together: int = 1,
 ) -> Compiled:
     """Compiles the layers of these stages, and their last norm, when they first run.
 
-    `documents`: sequences are divided by what their tokens are. The forward of a module is replaced, so that hooks (those that gather shards,
+    `documents`: sequences are divided by what their tokens are. `together`: so many layers are one graph, where nothing comes between them. The forward of a module is replaced, so that hooks (those that gather shards,
     say) stay outside. Must be called when the stages are whole: with weight gradients deferred, if they are.
     """
     from torch import _dynamo as dynamo
@@ -49,12 +50,15 @@ def compile_layers(
     dynamo.config.skip_fsdp_guards = False
     count, left_out = 0, dict[str, None]()
     for stage in stages:
+        whole = not documents
         for layer in stage.get_submodule("layers").children():
             # A layer of a user's own may look at documents, which are out of sight inside.
             if not isinstance(layer, TransformerLayer) or (documents and type(layer) is not TransformerLayer):
                 left_out[f"{type(layer).__name__}, a layer of your own"] = None
+                whole = False
                 continue
             for module, reason in _apart(layer, documents):
+                whole = False
                 left_out[reason] = None
                 forward = _opened(module.forward) if documents else module.forward
                 module.forward = torch.compiler.disable(forward)
@@ -62,6 +66,8 @@ def compile_layers(
             if documents:
                 layer.forward = _sealed(layer.forward)  # type: ignore[method-assign]
             count += 1
+        if together > 1 and whole:
+            stage.together = Together(together, backend, options)  # type: ignore[assignment]
         norm = getattr(stage, "final_norm", None)
         if isinstance(norm, RMSNorm | LayerNorm):
             _compile(norm, backend, options)
@@ -71,6 +77,35 @@ def compile_layers(
 def _compile(module: nn.Module, backend: Any, options: dict[str, Any] | None) -> None:
     module.forward = torch.compile(module.forward, backend=backend, options=options)
     module.runs_whole = True  # type: ignore[assignment]
+
+
+class Together:
+    """Some layers that follow each other as one compiled function. To enter one, its guards and its way into autograd, takes the host as long as
+    many launches: a model of small layers waits for that."""
+
+    def __init__(self, count: int, backend: Any, options: dict[str, Any] | None) -> None:
+        self.count = count
+        self._compiled = torch.compile(_in_turn, backend=backend, options=options)
+
+    def __call__(
+        self, x_BSD: Tensor, layers: Sequence[nn.Module], *inputs: Any
+    ) -> tuple[Tensor, Sequence[nn.Module]]:
+        """What the first ones make, and the layers that are left: too few, or something is to be called around one of them."""
+        while len(some := tuple(layers[: self.count])) == self.count and not any(map(_has_hooks, some)):
+            x_BSD, layers = self._compiled(some, x_BSD, *inputs), layers[self.count :]
+        return x_BSD, layers
+
+
+def _in_turn(layers: Sequence[nn.Module], x_BSD: Tensor, *inputs: Any) -> Tensor:
+    for layer in layers:
+        # As its class has it: the one of the layer itself is compiled already.
+        x_BSD = type(layer).forward(layer, x_BSD, *inputs)
+    return x_BSD
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    found = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    return any(found)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def compile_stages(
     # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
     torch._dynamo.config.suppress_errors = wanted == "auto"
     documents = config.data.reset_attention_mask or config.data.sft_packing
-    compiled = compile_layers(stages, documents)
+    compiled = compile_layers(stages, documents, together=config.kernels.compile_layers_together)
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)

@@ -28,6 +28,7 @@ ON_A_GPU = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "use_pytorch_profiler": "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler",
     "moe_grouped_gemm": "--bf16 --num-experts 4 --disable-bias-linear --moe-grouped-gemm",
+    "compile_layers_together": "--compile-layers-together 4",
     "fp16": "--fp16",
 }
 
@@ -76,6 +77,9 @@ def test_every_one_is_asked() -> None:
         ("fused_update", "--no-fused-update --optimizer sgd", "--optimizer sgd is torch's", ONE),
         ("fused_update", "--no-fused-update --optimizer-cpu-offload", "updated there by torch", ONE),
         ("use_pytorch_profiler", "--use-pytorch-profiler", "nothing is profiled", ONE),
+        ("compile_layers_together", "--compile-layers-together 4 --compile off", "no layer is compiled", ONE),
+        ("compile_layers_together", "--compile-layers-together 4 --tp_size 2", "tensor ranks talk", TWO),
+        ("compile_layers_together", "--compile-layers-together 4 --compile on", "", ONE),
     ],
 )
 def test_what_is_idle_on_a_gpu_too(name: str, words: str, told: str, facts: Facts) -> None:

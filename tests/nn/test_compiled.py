@@ -48,8 +48,8 @@ class Counting:
         return self.compile(graph, examples)
 
 
-def build(words: str) -> tuple[CausalLM, RunConfig]:
-    config = resolved(f"{words} --num-layers 3").config
+def build(words: str, layers: int = 3) -> tuple[CausalLM, RunConfig]:
+    config = resolved(f"{words} --num-layers {layers}").config
     model = build_model(config.model, 1, CPU, config.kernels.attention_backend, config.moe)
     model.use_recompute(recompute_of(config.memory))
     return model, config
@@ -110,6 +110,38 @@ def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs:
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
     assert counting.graphs == graphs
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--hidden-dropout 0.2", f"{GROUPED} --recompute-granularity full --recompute-num-layers 3"]
+)
+def test_layers_together_are_one_graph(words: str) -> None:
+    """Two and two of seven, which share it; the one that is left has its own."""
+    eager, _ = computed(*build(words, layers=7))
+    model, config = build(words, layers=7)
+    counting = Counting()
+    compile_layers([model], documents=False, backend=counting, together=2)
+    for _ in range(2):
+        found, _ = computed(model, config)
+        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
+    assert counting.graphs == ONE + 1 and not counters["graph_break"]
+
+
+def test_hooks_around_a_layer_are_called_though_it_is_compiled_with_others() -> None:
+    model, config = build(GROUPED, layers=4)
+    compile_layers([model], documents=False, backend=Counting("eager"), together=2)
+    called: list[int] = []
+    layer = model.layers["1"]
+    computed(model, config)
+    hook = layer.register_forward_pre_hook(lambda module, inputs: called.append(1))
+    computed(model, config)
+    assert called == [1]
+    hook.remove()
+    with torch.compiler.set_stance("force_eager"):
+        inside = layer.attention.register_forward_hook(lambda module, inputs, made: called.append(2))  # type: ignore[union-attr]
+        computed(model, config)
+    inside.remove()
+    assert called == [1, 2]
 
 
 def test_a_number_of_its_own_would_be_compiled_for_every_layer() -> None:

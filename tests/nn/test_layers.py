@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from pentatron.nn.attention import chosen_kernels
+from pentatron.nn.attention import AttentionKernels, chosen_kernels
 from pentatron.nn.init import draw_weights, named_generator, normal_region
 from pentatron.nn.linear import activated
 from pentatron.nn.mlp import _GatedByHalves
@@ -88,3 +88,20 @@ def test_which_attention_kernels_are_asked_first(monkeypatch: pytest.MonkeyPatch
         assert (chosen and chosen[0]) == first
         assert SDPBackend.CUDNN_ATTENTION not in (chosen_kernels("auto", dropout=0.1) or [])
     assert chosen_kernels("flash") == [SDPBackend.FLASH_ATTENTION]
+
+
+def test_attention_kernels_are_said_once_around_a_model() -> None:
+    flags = torch.backends.cuda
+    kernels, other = AttentionKernels([SDPBackend.MATH]), AttentionKernels([SDPBackend.FLASH_ATTENTION])
+    assert flags.flash_sdp_enabled()
+    with kernels.around():
+        assert flags.math_sdp_enabled() and not flags.flash_sdp_enabled()
+        with pytest.raises(ValueError, match="inside"), kernels.around():
+            raise ValueError("inside")
+        assert not flags.flash_sdp_enabled(), "what is inside does not end what is around it"
+        with other.around():
+            assert flags.flash_sdp_enabled() and not flags.math_sdp_enabled()
+        assert not flags.flash_sdp_enabled()
+    assert flags.flash_sdp_enabled()
+    with AttentionKernels().around():
+        assert flags.flash_sdp_enabled() and flags.math_sdp_enabled()

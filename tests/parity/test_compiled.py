@@ -79,7 +79,7 @@ def waiting_on_a_rank(words: str, split: bool) -> int:
     return most
 
 
-def _as_if_nothing_waited(stages: object, documents: bool) -> object:
+def _as_if_nothing_waited(stages: object, documents: bool, together: int) -> object:
     for stage in stages:  # type: ignore[attr-defined]
         for layer in stage.layers.values():
             layer.forward = torch.compile(layer.forward, backend="aot_eager")

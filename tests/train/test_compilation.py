@@ -27,7 +27,7 @@ def settled(
     words: str, monkeypatch: pytest.MonkeyPatch, problem: str = "", device: str = "cuda"
 ) -> Compilation:
     monkeypatch.setattr(compilation, "_trial", lambda device: problem)
-    monkeypatch.setattr(compilation, "compile_layers", lambda stages, documents: Compiled(3, ()))
+    monkeypatch.setattr(compilation, "compile_layers", lambda stages, documents, together: Compiled(3, ()))
     return compile_stages(resolved(words).config, torch.device(device), Whereabouts(), [])
 
 
