@@ -8,6 +8,8 @@ from torch import Tensor
 from pentatron.kernels.choice import has_triton
 
 _EPSILON = 1e-6
+# A CPU adds up the squares of a tensor one after the other: of millions of them a thousandth is lost in fp32. So many are added up at a time.
+_ROW = 4096
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -18,8 +20,27 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     for gradient in gradients:
         by_type.setdefault(gradient.dtype, []).append(gradient)
     # Of gradients in bf16 too the norms are fp32, which is not what torch does unless it is asked.
-    norms = [norm for some in by_type.values() for norm in torch._foreach_norm(some, 2, dtype=torch.float32)]
+    exact = _exact_norms if device.type == "cpu" else _norms
+    norms = [norm for some in by_type.values() for norm in exact(some)]
     return torch.linalg.vector_norm(torch.stack(norms)).double().square()
+
+
+def _norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+
+
+def _exact_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same, of large tensors row by row."""
+    small = [tensor for tensor in tensors if tensor.numel() <= _ROW]
+    large = [_norm_by_rows(tensor.reshape(-1)) for tensor in tensors if tensor.numel() > _ROW]
+    return [*(_norms(small) if small else ()), *large]
+
+
+def _norm_by_rows(flat: Tensor) -> Tensor:
+    whole = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.cat((rows, rest[None])), dtype=torch.float64).float()
 
 
 def build_norm(device: torch.device, by_one_kernel: bool) -> Callable[[Sequence[Tensor]], Tensor]:

@@ -122,6 +122,17 @@ def test_norms_of_bf16_gradients_are_exact() -> None:
     )
 
 
+def test_norms_of_large_gradients_are_exact() -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(3_000_001), torch.randn(1000, 9).t(), torch.randn(5)]
+    expected = sum(float(g.double().square().sum()) for g in gradients)
+    assert float(squared_norm(gradients, CPU)) == pytest.approx(expected, rel=1e-6)
+    added_up = float(torch._foreach_norm(gradients[:1])[0].double().square())
+    assert added_up != pytest.approx(float(gradients[0].double().square().sum()), rel=1e-5), (
+        "the control: what torch answers on a CPU"
+    )
+
+
 # Memory of a whole model, in many layouts.
 
 
