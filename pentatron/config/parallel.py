@@ -187,7 +187,8 @@ class LaunchConfig:
     )
     max_restarts: int | None = setting(
         None,
-        "how often a job that crashed is started again, from its last checkpoint (3; 0 for one process, which then runs in place)",
+        "how often in a row a job that crashed is started again from its last checkpoint before it reaches a new one, which counts anew (3; 0 "
+        "for one process, which then runs in place)",
     )
     heartbeat_timeout: float | None = setting(
         None,

@@ -13,17 +13,15 @@ from pentatron.launch.processes import Signals
 from pentatron.monitor.report import FAILED
 from pentatron.train.interrupt import signal_name
 
-# Restarts without a new checkpoint, one after the other, after which another one is in vain.
-_FRUITLESS = 2
-
-
 # Starts the job; the number says how often it was started again before.
 Attempt = Callable[[int], Ended]
 
 
 @dataclass
 class Supervisor:
-    """`resumes`: also the first attempt goes on with what is there. `saved_step`: the last step that can be gone on from.
+    """`limit`: so many restarts in a row may reach no new checkpoint; each that does is counted from 1 again, as a run of weeks meets many
+    crashes that have nothing to do with each other. `resumes`: also the first attempt goes on with what is there. `saved_step`: the last
+    step that can be gone on from.
 
     `tell` puts a line on the terminal; the same lines go to the log of the run in `folder`.
     """
@@ -40,8 +38,9 @@ class Supervisor:
     _in_use: bool = False
 
     def run(self) -> Ended:
-        restarts, fruitless, goes_on = 0, 0, 0
-        before: int | None = None
+        # All of them, and those since the last new checkpoint.
+        restarts, in_vain, goes_on = 0, 0, 0
+        furthest = -1
         while True:
             ended = self.attempt(goes_on)
             if not ended.failures:
@@ -54,15 +53,16 @@ class Supervisor:
             # What lies there may be an earlier run's, which this one has not yet moved aside. To look takes seconds, as it imports torch.
             is_own = self.resumes or ended.opened or goes_on > 0
             saved = self.saved_step() if is_own else None
-            fruitless = fruitless + 1 if restarts and saved == before else 0
-            reason = self._why_not_again(ended, restarts, fruitless)
+            if saved is not None and saved > furthest:
+                furthest, in_vain = saved, 0
+            reason = self._why_not_again(ended, restarts, in_vain)
             if reason is not None:
                 self._say(f"{reason}. {self._where_it_stands(saved)}")
                 return ended
-            restarts, before = restarts + 1, saved
+            restarts, in_vain = restarts + 1, in_vain + 1
             goes_on = restarts if is_own else 0
             self._record(ended.failures[0], restarts, saved or 0, ended.step)
-            self._say(self._again(restarts, saved, ended.step))
+            self._say(self._again(in_vain, saved, ended.step))
 
     def _say_what_happened(self, ended: Ended, restarts: int) -> None:
         """The traceback on the terminal; the log has the sentence, as the ranks' own files have all of them."""
@@ -80,20 +80,16 @@ class Supervisor:
         except OSError:
             return []
 
-    def _why_not_again(self, ended: Ended, restarts: int, fruitless: int) -> str | None:
+    def _why_not_again(self, ended: Ended, restarts: int, in_vain: int) -> str | None:
         if (wished_by := ended.wished_by or self.signals.first) is not None:
             return f"not started again, as {signal_name(wished_by)} asked for an end"
         if self.limit == 0:
             return "not started again (--max-restarts 0)"
         if restarts == 0 and not ended.advanced and ended.exit_code >= 0:
             return "not started again: what fails before the first step would fail again"
-        if fruitless >= _FRUITLESS:
-            return (
-                f"not started again: {_FRUITLESS} restarts have not reached another checkpoint, it fails at the same "
-                f"place (after step {ended.step})"
-            )
-        if restarts >= self.limit:
-            return f"not started again: that was restart {restarts} of {self.limit} (--max-restarts)"
+        if in_vain >= self.limit:
+            tried = "the restart has" if in_vain == 1 else f"{in_vain} restarts in a row have"
+            return f"not started again: {tried} reached no new checkpoint (--max-restarts {self.limit}), and it failed after step {ended.step}"
         return None
 
     def _where_it_stands(self, saved: int | None) -> str:
@@ -101,11 +97,11 @@ class Supervisor:
             return "No checkpoint had been saved yet"
         return f"The last checkpoint, step {saved}, is intact: the same command goes on from there"
 
-    def _again(self, restarts: int, saved: int | None, step: int) -> str:
+    def _again(self, in_vain: int, saved: int | None, step: int) -> str:
         lost = max(0, step - (saved or 0))
         place = f"from step {saved}" if saved is not None else "from the beginning (nothing was saved yet)"
         again = {0: "no step is lost", 1: "1 step is lost"}.get(lost, f"{lost} steps are lost")
-        return f"restarting {place} ({restarts} of {self.limit}); {again}"
+        return f"restarting {place} ({in_vain} of {self.limit}); {again}"
 
     def _say(self, text: str) -> None:
         self.tell(text)

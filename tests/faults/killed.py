@@ -139,7 +139,7 @@ def launcher(lab: Lab) -> Outcome:
 
 @SERIES.case("five times in one run, any rank")
 def five_times(lab: Lab) -> Outcome:
-    """Each time at another step and place, until restarts are used up; `make chaos` does so fifty times."""
+    """Each time at another step and place; `make chaos` does so fifty times."""
     points = (("forward", 0, 3), ("backward", 1, 4), ("update", 1, 6), ("forward", 1, 7), ("backward", 0, 9))
     faults = [
         Fault(at, "kill", rank, step, once=lab.marker(f"fault-{number}"))

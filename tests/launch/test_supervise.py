@@ -134,14 +134,27 @@ def test_a_crash_goes_on_from_the_last_checkpoint_and_says_what_it_costs(tmp_pat
 
 
 def test_what_fails_at_the_same_place_is_given_up(tmp_path: Path) -> None:
-    story = Story(tmp_path, [(crash(47), 40)] * 9, limit=9)
-    assert story.run().is_crash and story.restarts == [0, 1, 2]
-    assert "2 restarts have not reached another checkpoint" in story.said[-1]
+    story = Story(tmp_path, [(crash(47), 40)] * 9, limit=3)
+    assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
+    assert "3 restarts in a row have reached no new checkpoint (--max-restarts 3)" in story.said[-1]
     assert "The last checkpoint, step 40, is intact" in story.said[-1]
-    # One that gets on is not.
-    story = Story(tmp_path, [(crash(10 * n + 7), 10 * n) for n in range(9)], limit=5)
-    story.run()
-    assert story.restarts == [0, 1, 2, 3, 4, 5] and "that was restart 5 of 5" in story.said[-1]
+    # Also without any checkpoint.
+    story = Story(tmp_path, [(crash(7), None)] * 9, limit=1)
+    assert story.run().is_crash and story.restarts == [0, 1] and "the restart has reached" in story.said[-1]
+
+
+def test_what_gets_on_between_its_crashes_is_counted_anew(tmp_path: Path) -> None:
+    story = Story(tmp_path, [*((crash(10 * n + 7), 10 * n) for n in range(9)), (Ended(0), 100)], limit=2)
+    assert story.run().exit_code == 0 and story.restarts == list(range(10))
+    assert [line for line in story.said if "restarting" in line][-1].startswith(
+        "restarting from step 80 (1 of 2)"
+    )
+    rows = [json.loads(line)["restart"] for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, 10)), "the record counts them all"
+    # A checkpoint that turns out to be damaged, and is made once more, is no progress.
+    steps = (40, 20, 40, 20, 40)
+    story = Story(tmp_path, [(crash(47), saved) for saved in steps], limit=3)
+    assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
 
 
 def test_what_never_took_a_step_is_not_repeated_unless_it_was_killed(tmp_path: Path) -> None:
