@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import multiprocessing.util
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,10 @@ def run_all(
     """Checks of one process and of several beside each other; each worker has a GPU context that it keeps."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        pools = [stack.enter_context(ProcessPoolExecutor(count, context)) for count in (jobs, groups)]
+        pools = [
+            stack.enter_context(ProcessPoolExecutor(count, context, initializer=end_at_once))
+            for count in (jobs, groups)
+        ]
         under_way: dict[Future[tuple[Rows, float]], Check] = {
             pools[check.ranks > 1].submit(timed, check, device): check for check in wanted
         }
@@ -51,6 +56,16 @@ def run_all(
         # They would wait for what they started themselves, such as the compiler's processes.
         for child in multiprocessing.active_children():
             child.terminate()
+
+
+def end_at_once() -> None:
+    """A worker that is ended gives back what it shares with others, and waits for nothing."""
+
+    def leave(*_: object) -> None:
+        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def timed(check: Check, device: str) -> tuple[Rows, float]:
@@ -86,16 +101,15 @@ def about(device: str) -> str:
 
 def page(found: Results, device: str, seconds: float) -> str:
     rows = [row for table in found.values() for row in table.values()]
-    left_out = {
+    left_out = [
         f"{name}: {row.left_out}" for table in found.values() for name, row in table.items() if row.left_out
-    }
-    good = sum(row.passes and not row.left_out for row in rows)
+    ]
     lines = [
         "# Correct on a GPU",
         "",
         "Written by `make cuda ARGS=--write` on a machine with a GPU; do not edit.",
         "",
-        f"{good} of {len(rows) - len(left_out)} comparisons hold ({about(device)}; TF32 off; {seconds:.0f} s).",
+        f"{held(rows)} ({about(device)}; TF32 off; {seconds:.0f} s). Each line below is a comparison.",
         "",
         "A gap is the largest over losses, gradient norms, every gradient, every weight after the last step and the validation loss, as a "
         "share of what is allowed (the tolerances of [parity.md](parity.md)). A control is the smallest gap that a planted mistake "
@@ -112,6 +126,13 @@ def page(found: Results, device: str, seconds: float) -> str:
         lines += [cells(name, row, controlled) for name, row in sorted(found[table].items())]
     lines += ["", "## Not run", "", *(f"- {text}" for text in (*NOT_RUN, *sorted(left_out))), ""]
     return "\n".join(lines)
+
+
+def held(rows: Sequence[Found]) -> str:
+    """What was left out is no comparison that holds."""
+    run = [row for row in rows if not row.left_out]
+    left_out = f", {len(rows) - len(run)} not run" if len(run) < len(rows) else ""
+    return f"{sum(row.passes for row in run)} of {len(run)} comparisons hold{left_out}"
 
 
 def cells(name: str, row: Found, controlled: bool) -> str:
@@ -144,7 +165,12 @@ def main() -> int:
         print("there is no GPU here that torch can use: nothing was run (--device cpu rehearses)")
         return 2
     wanted = [c for c in checks() if words.only in c.name and words.table.lower() in c.table.lower()]
+    if not wanted:
+        chosen = " ".join(f"--{k} {v!r}" for k in ("only", "table") if (v := vars(words)[k]))
+        print(f"{chosen}: no check is called so; checks are {', '.join(sorted({c.name for c in checks()}))}")
+        return 2
     started = time.perf_counter()
+    # A check may compare several things: the numbers at the end count those.
     print(f"{about(words.device)}; {len(wanted)} checks", flush=True)
     found: Results = {}
     for check, rows, seconds in run_all(wanted, words.device, words.jobs, words.groups):
@@ -159,7 +185,7 @@ def main() -> int:
     for table, name, row in bad:
         print(f"FAILS  {table}: {name}: {row.complaint} {row.note}")
     taken = time.perf_counter() - started
-    print(f"{len(every) - len(bad)} of {len(every)} comparisons hold, {taken:.0f} s")
+    print(f"{held(every)}, {taken:.0f} s")
     for text in NOT_RUN:
         print(f"not run: {text}")
     whole = not words.only and not words.table and words.device == "cuda"

@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
+
 from tests.plan import on_gpu  # noqa: E402
 from tests.plan.cases import CASES, Row, compared  # noqa: E402
 
@@ -37,8 +39,15 @@ def cell(row: Row) -> str:
     return f"{row.planned / 2**20:>8.2f} {row.gap:>+8.2%} "
 
 
+def nothing(only: str, names: list[str]) -> int:
+    print(f"--only {only!r}: no name contains it; there are {', '.join(names)}")
+    return 2
+
+
 def on_a_cpu(only: str) -> int:
     wanted = [case for case in CASES if only in case.name]
+    if not wanted:
+        return nothing(only, [case.name for case in CASES])
     width = max(len(case.name) for case in wanted)
     print("planned MiB on a rank, and how far that is from what was measured\n")
     print(f"{'layout':<{width}}  stage" + "".join(f"{name:>18}" for name in COLUMNS))
@@ -62,6 +71,11 @@ def on_a_gpu(only: str, folder: str | None = None) -> int:
     """Each case in a process of its own, as nothing of another may be left in its memory. `folder`: where the numbers are kept, in bytes."""
     rows = []
     wanted = {name: words for name, words in on_gpu.CASES.items() if only in name}
+    if not wanted:
+        return nothing(only, list(on_gpu.CASES))
+    if not torch.cuda.is_available():
+        print("there is no GPU here that torch can use: nothing was measured")
+        return 2
     width = max(map(len, wanted))
     heads = ("weights", "optimizer", "gradients", "activations", "logits", "working")
     print("GiB by formula; then planned against measured\n")

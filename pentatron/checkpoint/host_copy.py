@@ -25,6 +25,7 @@ class HostCopy:
         self._buffer: Tensor | None = None
         self._copied = threading.Event()
         self._copied.set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, steady: Sequence[Fragment], changing: Sequence[Fragment]) -> Callable[[], list[Fragment]]:
         """Copies now what is `changing`. The rest is copied when the result is called, from any thread."""
@@ -35,14 +36,14 @@ class HostCopy:
             for fragment, place in zip([*changing, *steady], places, strict=True)
         ]
         now = len(changing)
-        _copy([(f.values, place) for f, place in zip(changing, places[:now], strict=True)])
+        self._copy([(f.values, place) for f, place in zip(changing, places[:now], strict=True)])
         later = [(f.values, place) for f, place in zip(steady, places[now:], strict=True)]
         events = _reached({values.device for values, _ in later})
         self._copied.clear()
 
         def finish() -> list[Fragment]:
             try:
-                _copy(later, events)
+                self._copy(later, events)
             finally:
                 self._copied.set()
             return copies
@@ -56,6 +57,24 @@ class HostCopy:
     def give_up(self) -> None:
         """Nothing will be copied after all."""
         self._copied.set()
+
+    @torch.no_grad()
+    def _copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: dict[torch.device, Any] | None = None
+    ) -> None:
+        """On a GPU in a stream of its own, beside what is computed."""
+        for device, reached in (after or _reached({values.device for values, _ in pairs})).items():
+            stream = self._streams.get(device) or torch.cuda.Stream(device)
+            self._streams[device] = stream
+            stream.wait_event(reached)
+            with torch.cuda.stream(stream):
+                for values, place in pairs:
+                    if values.device == device:
+                        place.copy_(values, non_blocking=True)
+            stream.synchronize()
+        for values, place in pairs:
+            if values.device.type != "cuda":
+                _copy_in_memory(values.detach(), place)
 
     def _places(self, fragments: Sequence[Fragment]) -> Iterator[Tensor]:
         sizes = [f.values.numel() * f.values.element_size() for f in fragments]
@@ -76,22 +95,6 @@ def _reached(devices: set[torch.device]) -> dict[torch.device, Any]:
         for device in devices
         if device.type == "cuda"
     }
-
-
-@torch.no_grad()
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]], after: dict[torch.device, Any] | None = None) -> None:
-    """On a GPU in a stream of its own, beside what is computed."""
-    for device, reached in (after or _reached({values.device for values, _ in pairs})).items():
-        stream = torch.cuda.Stream(device)
-        stream.wait_event(reached)
-        with torch.cuda.stream(stream):
-            for values, place in pairs:
-                if values.device == device:
-                    place.copy_(values, non_blocking=True)
-        stream.synchronize()
-    for values, place in pairs:
-        if values.device.type != "cuda":
-            _copy_in_memory(values.detach(), place)
 
 
 def _copy_in_memory(values: Tensor, place: Tensor) -> None:

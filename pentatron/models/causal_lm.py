@@ -14,7 +14,7 @@ from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.layer_specs import block_spec
-from pentatron.nn.attention import AttentionKernels, DotProductAttention, chosen_kernels
+from pentatron.nn.attention import AttentionKernels, DotProductAttention
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.init import draw_weights
 from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable, tie_on_one_rank
@@ -71,7 +71,8 @@ class CausalLM(nn.Module):
         axis = axes.tensor
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
-        self.kernels = AttentionKernels(chosen_kernels(attention_backend, config.attention_dropout))
+        self.attention_backend = attention_backend
+        self.kernels = AttentionKernels()
         self.axis = axis
         self.attention_dropout = config.attention_dropout
         self.recompute: Recompute = NOTHING
@@ -124,6 +125,7 @@ class CausalLM(nn.Module):
             assert received_BSD is not None, "a stage without embedding goes on from the stage before"
             x_BSD = received_BSD
         angles = self.rope(positions_BS) if self.rope is not None else None
+        self.kernels.choose(self.attention_backend, x_BSD.device, self.attention_dropout)
         with self.kernels.around():
             for part, layers in self.recompute.chunks(list(self.layers.values())):
                 x_BSD = self.recompute(part, self._through, x_BSD, layers, angles, keys, documents)

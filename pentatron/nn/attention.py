@@ -45,11 +45,12 @@ _FASTEST_FIRST = [
 ]
 
 
-def chosen_kernels(backend: str, dropout: float = 0.0) -> list[SDPBackend] | None:
+def chosen_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
     """Which kernels may run, those to prefer first; None leaves the choice to torch, as `auto` does on most devices."""
     if backend != "auto":
         return _BACKENDS[backend]
-    newest = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_FIRST
+    # A GPU is asked only by who computes on it: asking opens it.
+    newest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _CUDNN_FIRST
     # Caution, not knowledge: whole runs with attention dropout failed on an H200 while cuDNN came first, for a reason not found yet.
     return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if newest else None
 
@@ -62,8 +63,14 @@ class AttentionKernels:
 
     def __init__(self, chosen: list[SDPBackend] | None = None) -> None:
         self.chosen = chosen
+        self._device: torch.device | None = None
         self._said: AbstractContextManager[None] | None = None
         self._inside = 0
+
+    def choose(self, backend: str, device: torch.device, dropout: float) -> None:
+        """For where a model runs now; it may have been made elsewhere."""
+        if device != self._device:
+            self._device, self.chosen = device, chosen_kernels(backend, device, dropout)
 
     def __enter__(self) -> None:
         if self.chosen is not None and not self._inside:

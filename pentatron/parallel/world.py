@@ -4,6 +4,7 @@ A `World` is passed to whoever needs it; nothing is global.
 """
 
 import datetime
+import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,11 @@ class World:
     timeout: datetime.timedelta | None = None
     # Counts, in all groups, the time this rank stands still for others.
     waits: Waits = field(default_factory=Waits, compare=False)
+
+    @functools.cached_property
+    def copies(self) -> torch.cuda.Stream:
+        """Where what is read comes to this rank's GPU, beside the computation. One for all: memory stays with the stream it was taken for."""
+        return torch.cuda.Stream(self.device)
 
     def group(self, axis: Axis) -> Group:
         return self.groups.get(axis, ALONE)

@@ -29,16 +29,16 @@ class Transport(Protocol):
 
 
 class ToGPU:
-    """Copies from page-locked memory on a stream of its own; the stream of the computation waits for them, the host does not."""
+    """Copies from page-locked memory on a stream beside the computation's, which waits for them; the host does not."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        # With its number, also where the device was named without one.
+        self.device = stream.device
 
     def enter(self) -> None:
         # A thread begins with the first GPU, and would take memory of it to lock pages.
-        # The stream knows its number also where the device is named without one.
-        torch.cuda.set_device(self.stream.device)
+        torch.cuda.set_device(self.device)
 
     def start(self, batch: Batch) -> tuple[Batch, object]:
         with torch.cuda.stream(self.stream):

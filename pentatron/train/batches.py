@@ -38,7 +38,7 @@ def micro_batches(
     )
     # Made here, so that reader processes start before the thread that waits for them.
     batches = iter(loader)
-    return read_ahead(batches, ahead, ToGPU(world.device)) if on_gpu else batches
+    return read_ahead(batches, ahead, ToGPU(world.copies)) if on_gpu else batches
 
 
 def agree_on_next_step(

@@ -1,5 +1,6 @@
 """What ranks run that share a GPU. They import this module and need nothing of what compares them."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,9 @@ def several(commands: Sequence[str], device: str) -> list[Trajectory]:
     return [run(words, dist.get_world_size(), device) for words in commands]
 
 
-def train(words: str, device: str) -> None:
-    """A whole run, as the command makes it."""
+def train(words: str, device: str, compiled_into: str) -> None:
+    """A whole run, as the command makes it; what the compiler makes is kept in that folder."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled_into
     chosen = resolved(words, dist.get_world_size())
     # With its number, as a run has it.
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)

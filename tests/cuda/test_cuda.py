@@ -7,6 +7,7 @@ from pentatron.train.comparison import Trajectory
 from tests.cuda import trials
 from tests.cuda.catalogue import NOT_RUN, TABLES, TINY, Check, checks, measured
 from tests.cuda.trials import LOSS_MASK, ONE_WEIGHT, ROPE_BASE, Found
+from tests.cuda.whole_runs import told_by_pytest
 from tests.parity.cases import FAMILIES, MIXTURES
 
 
@@ -58,3 +59,32 @@ def test_half_precision_is_held_against_that_of_the_cpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(trials, "trial", in_fp32)
     (exact,) = trials.roughly("llama", TINY["llama"], "--bf16", "", "cpu", "cpu", "").values()
     assert exact.share == 0
+
+
+def test_a_case_is_asked_again_only_if_tokens_went_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([3.0, 2.0, 0.5])
+    monkeypatch.setattr(trials, "_exactly", lambda *_: Found(next(shares), note="gradient norm"))
+    words = TINY["sigmoid"].replace("--num-layers 2", "--num-layers 1")
+    one, other = (words, "cpu"), (f"{words} --rotary-base 100", "cpu")
+    assert trials.sent_elsewhere(one, one) == 0 < trials.sent_elsewhere(one, other)
+    monkeypatch.setattr(trials, "sent_elsewhere", lambda *_: 0)
+    (row,) = trials.exactly("sigmoid", words, "", "cpu", "cpu", "").values()
+    assert not row.passes and row.note == "every token went to the same experts; gradient norm"
+    monkeypatch.setattr(trials, "sent_elsewhere", lambda *_: 7)
+    (row,) = trials.exactly("sigmoid", words, "", "cpu", "cpu", "").values()
+    assert row.passes and row.note.startswith(
+        "200%, with 7 tokens sent elsewhere: asked again with --seed 77"
+    )
+
+
+def test_what_pytest_said_is_told_in_a_line() -> None:
+    printed = """
+E       AssertionError: 3 is no 4
+=== short test summary info ===
+FAILED tests/a.py::test_b[1] - AssertionError: 3 is no 4
+========= 1 failed, 348 passed, 15 warnings in 106.27s (0:01:46) =========
+"""
+    found = told_by_pytest(printed)
+    assert (
+        found.startswith("1 failed, 348 passed") and "tests/a.py::test_b[1]" in found and "3 is no 4" in found
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,8 +10,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pentatron.config.run import RunConfig
+from pentatron.nn.router import Router
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.world import single_process
@@ -99,25 +102,59 @@ def mistakes_of(words: str, half: bool = False) -> tuple[str, ...]:
     return (ONE_MATRIX if half else ONE_WEIGHT, *rotated, LOSS_MASK)
 
 
-# Experts chosen by scores that are all but equal are others after any rounding: such a case is asked again.
+# Experts chosen by scores that are all but equal are others after any rounding, and the two runs go different ways from there. Only where that is
+# what happened, token by token, is a case asked again with other weights.
 _SEEDS = ("", "--seed 77", "--seed 78")
+# A run: its words and its device.
+Run = tuple[str, str]
 
 
-def _asked_again(measure: Callable[[str], Found], words: str) -> Found:
-    found = measure("")
-    for seed in _SEEDS[1:] if "--num-experts" in words else ():
-        if found.passes:
+def choices(words: str, device: str) -> list[Tensor]:
+    """The experts of every token, router by router and step by step."""
+    seen: list[Tensor] = []
+    best = Router._best
+
+    def watched(router: Router, scores_BSE: Tensor) -> Tensor:
+        chosen = best(router, scores_BSE)
+        seen.append(chosen.detach().sort(-1).values.cpu())
+        return chosen
+
+    with mock.patch.object(Router, "_best", watched):
+        trial(words, device)
+    return seen
+
+
+def sent_elsewhere(one: Run, other: Run) -> int:
+    """How many tokens went to other experts in the other run."""
+    pairs = zip(choices(*one), choices(*other), strict=True)
+    return sum(int(a.ne(b).any(-1).sum()) for a, b in pairs)
+
+
+def _asked_again(
+    measure: Callable[[str], Found], words: str, runs: Callable[[str], tuple[Run, Run]]
+) -> Found:
+    """`runs`: the two that are compared, with a seed."""
+    found, notes = measure(_SEEDS[0]), list[str]()
+    for before, seed in itertools.pairwise(_SEEDS):
+        if found.passes or "--num-experts" not in words:
             break
-        other = measure(seed)
-        why = f"asked again with {seed}: {found.share:.0%} before"
-        found = replace(other, note="; ".join(filter(None, [why, other.note])))
-    return found
+        elsewhere = sent_elsewhere(*runs(before))
+        if not elsewhere:
+            notes.append("every token went to the same experts")
+            break
+        notes.append(f"{found.share:.0%}, with {elsewhere} tokens sent elsewhere: asked again with {seed}")
+        found = measure(seed)
+    return replace(found, note="; ".join(filter(None, [*notes, found.note])))
 
 
 def exactly(name: str, words: str, more: str, device: str, other: str, other_words: str) -> Rows:
     """A run in fp32 against another, tensor by tensor, as layouts are compared with one process."""
     return {
-        name: _asked_again(lambda seed: _exactly(f"{words} {seed}", more, device, other, other_words), words)
+        name: _asked_again(
+            lambda seed: _exactly(f"{words} {seed}", more, device, other, other_words),
+            words,
+            lambda seed: ((f"{words} {seed} {more}", device), (f"{words} {seed} {other_words}", other)),
+        )
     }
 
 
@@ -143,7 +180,12 @@ def roughly(
     """
     return {
         name: _asked_again(
-            lambda seed: _roughly(f"{words} {seed}", half, more, device, other, other_words, kernel), words
+            lambda seed: _roughly(f"{words} {seed}", half, more, device, other, other_words, kernel),
+            words,
+            lambda seed: (
+                (f"{words} {seed} {half} {more}", device),
+                (f"{words} {seed} {half} {other_words} {kernel}", other),
+            ),
         )
     }
 

@@ -37,26 +37,41 @@ RESUMED = {
 OWN_TESTS = "nn/test_dropout.py optim/test_offload.py parallel/test_grouped.py parallel/test_executor.py parallel/test_reduction.py parallel/test_messages.py checkpoint/test_background.py nn/test_loss.py nn/test_experts_on_device.py train/test_ahead.py kernels"
 
 
-def _state(folder: Path, ranks: int, words: str, device: str) -> StateDigest:
+def _state(folder: Path, ranks: int, words: str, device: str, cache: Path) -> StateDigest:
     command = f"{RUN} {MODEL} {words} --run-dir {folder}"
-    run_distributed(on_ranks.train, ranks, timeout=TIMEOUT, words=command, device=device)
+    run_distributed(
+        on_ranks.train, ranks, timeout=TIMEOUT, words=command, device=device, compiled_into=str(cache)
+    )
     found, complaints = find_step(folder)
     assert not complaints
     return state_digest(found.folder, found.manifest)
 
 
 def resumed(name: str, more: str, device: str) -> Rows:
-    """Stopped in the middle and resumed: the state at the end is the undisturbed run's, bit for bit. Where it was stopped, it is not."""
+    """Stopped in the middle and resumed: the state at the end is the undisturbed run's, bit for bit. Where it was stopped, it is not.
+
+    Where it is not the same after all, the undisturbed run made once more tells whether resuming is to blame. What resumes, and what is made
+    once more, compiles its layers anew: a run may go on where nothing of the compiler's is left.
+    """
     ranks, words = RESUMED[name]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         words = f"{words} {more} {write_corpora(folder)}"
-        whole = _state(folder / "whole", ranks, words, device)
-        stopped = _state(folder / "cut", ranks, f"{words} --exit-interval {STOP}", device)
-        apart = _state(folder / "cut", ranks, words, device).differences(whole)
-        unlike = {*stopped.differences(whole)}
+
+        def state(run: str, more: str = "", cache: str = "first") -> StateDigest:
+            return _state(folder / run, ranks, f"{words} {more}", device, folder / cache)
+
+        whole = state("whole")
+        stopped = state("cut", f"--exit-interval {STOP}")
+        found = state("cut", cache="second")
+        apart, unlike = found.differences(whole), {*stopped.differences(whole)}
+        note = ""
+        if apart:
+            twice = state("again", cache="second").differences(whole)
+            same = f"so does the same run made twice ({', '.join(twice)}): what it computes is not repeatable"
+            note = f"{', '.join(apart)} differ; {same if twice else 'the same run made twice is equal: resuming is to blame'}"
     control = {"not resumed": float("inf") if "weights" in unlike else 0.0}
-    return {name: Found(float("inf") if apart else 0.0, control, ", ".join(apart))}
+    return {name: Found(float("inf") if apart else 0.0, control, note)}
 
 
 LAUNCHED = {
@@ -130,15 +145,34 @@ def spoken(name: str, device: str) -> Rows:
 def own_tests() -> Rows:
     """The tests of the suite that only a GPU can run."""
     files = [f"tests/{path}" for path in OWN_TESTS.split() if (ROOT / "tests" / path).exists()]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-rs", *files]
+    # A failure in three lines: its assertion, where it is, and its name.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-rfE",
+        "--tb=short",
+        *files,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment, timeout=TIMEOUT
     )
-    summary = re.findall(r"^=*\s*(\d+ (?:passed|failed).*?)=*$", done.stdout, re.MULTILINE)
-    last = (summary or [done.stderr[-200:]])[-1]
-    failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     good = done.returncode == pytest.ExitCode.OK
     return {
-        "tests that need a GPU": Found(0.0 if good else float("inf"), note="; ".join([last, *failed[:5]]))
+        "tests that need a GPU": Found(
+            0.0 if good else float("inf"), note=told_by_pytest(done.stdout) or done.stderr[-200:]
+        )
     }
+
+
+def told_by_pytest(printed: str) -> str:
+    """How many passed; of what failed the names and what was asserted."""
+    summary = re.findall(r"^=*\s*(\d+ (?:passed|failed|error).*?)=*$", printed, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S.*)$", printed, re.MULTILINE)
+    asserted = [line.strip() for line in re.findall(r"^E  +(.*)$", printed, re.MULTILINE)]
+    return "; ".join([*summary[-1:], *failed[:5], *asserted[:5]])

@@ -11,6 +11,8 @@ from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.rope_scaling import Frequencies, plain
 from pentatron.parallel.pieces import held_parameters
 
+CPU = torch.device("cpu")
+
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
     rope = RotaryEmbedding(Frequencies(plain(16, base=100.0)), interleaved=False)
@@ -81,13 +83,16 @@ def test_weights_are_drawn_on_the_cpu_whatever_device_new_tensors_go_to() -> Non
 
 
 def test_which_attention_kernels_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = torch.device("cuda", 0)
     for generation, first in ((8, None), (9, SDPBackend.CUDNN_ATTENTION), (10, SDPBackend.CUDNN_ATTENTION)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda g=generation: (g, 0))
-        chosen = chosen_kernels("auto")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, g=generation: (g, 0))
+        chosen = chosen_kernels("auto", gpu)
         assert (chosen and chosen[0]) == first
-        assert SDPBackend.CUDNN_ATTENTION not in (chosen_kernels("auto", dropout=0.1) or [])
-    assert chosen_kernels("flash") == [SDPBackend.FLASH_ATTENTION]
+        assert SDPBackend.CUDNN_ATTENTION not in (chosen_kernels("auto", gpu, dropout=0.1) or [])
+    assert chosen_kernels("flash", gpu) == [SDPBackend.FLASH_ATTENTION]
+    # Whoever computes elsewhere opens no GPU.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)
+    assert chosen_kernels("auto", CPU) is None and chosen_kernels("auto", torch.device("meta")) is None
 
 
 def test_attention_kernels_are_said_once_around_a_model() -> None:

@@ -103,7 +103,7 @@ def test_on_a_cpu_no_thread_reads_ahead() -> None:
 def test_what_arrives_is_what_was_sent() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     sent = [Batch(*(torch.randint(99, (4, 512)) for _ in range(4))) for _ in range(50)]
-    for expected, found in zip(sent, read_ahead(iter(sent), 2, ToGPU(device))):
+    for expected, found in zip(sent, read_ahead(iter(sent), 2, ToGPU(torch.cuda.Stream(device)))):
         assert found.tokens.device == device
         # Used on another stream than the copy's, and let go at once.
         assert torch.equal((found.tokens * 2 + found.labels).cpu(), expected.tokens * 2 + expected.labels)

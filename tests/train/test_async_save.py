@@ -78,20 +78,20 @@ def test_two_ranks_save_the_same_in_the_background(tmp_path: Path) -> None:
 
 def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a copy that comes late, and without the wait, what is saved would be of a later step."""
-    import pentatron.checkpoint.host_copy as module
+    from pentatron.checkpoint.host_copy import HostCopy
 
     run(tmp_path / "waits")
-    honest = module._copy
+    honest = HostCopy._copy
 
-    def late(pairs: Any, after: Any = None) -> None:
+    def late(copy: HostCopy, pairs: Any, after: Any = None) -> None:
         if after is not None:
             time.sleep(0.2)
-        honest(pairs, after)
+        honest(copy, pairs, after)
 
-    monkeypatch.setattr(module, "_copy", late)
+    monkeypatch.setattr(HostCopy, "_copy", late)
     run(tmp_path / "goes-on", "--async-save")
     assert steps(tmp_path / "waits") == steps(tmp_path / "goes-on")
-    monkeypatch.setattr(module.HostCopy, "wait", lambda self: None)
+    monkeypatch.setattr(HostCopy, "wait", lambda self: None)
     run(tmp_path / "torn", "--async-save")
     assert steps(tmp_path / "waits") != steps(tmp_path / "torn"), "control"
 
