@@ -10,6 +10,7 @@ Tensor cores want both factors with the summed dimension last: a matrix that is 
 as it is and transposed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ MULTIPLE = 16
 # Sides of the squares in which the largest elements of rows and columns are looked for.
 TILE = 128
 # Smaller tensors are zeros for all purposes; their scale would not be a number.
-_LARGEST_SCALE = 2.0**120
+LARGEST_SCALE = 2.0**120
 _EXPONENT_BITS = 0x7F800000
 
 
@@ -41,16 +42,26 @@ class Scaled:
     scale: Tensor
 
 
-def largest_element(matrix: Tensor) -> Tensor:
-    """Without its sign, in fp32; not a number if there is such an element."""
-    # Row by row first: a compiler can then make it part of what writes the rows.
-    return torch.linalg.vector_norm(matrix, float("inf"), dim=-1).amax().float()
-
-
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two that a tensor with this largest element is multiplied by before it is rounded."""
-    ratio = (torch.finfo(dtype).max / largest).clamp(max=_LARGEST_SCALE)
+    ratio = (torch.finfo(dtype).max / largest).clamp(max=LARGEST_SCALE)
     return (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+
+
+@torch.library.custom_op("pentatron::fp8_scale_of", mutates_args=())
+def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The scale of a tensor, and what undoes it, by the largest elements of its parts: in one kernel, where a compiler makes two."""
+    if by_kernel(largest):
+        from pentatron.kernels.fp8_triton import scale_of as by_triton
+
+        return by_triton(largest.contiguous(), dtype)
+    scale = scale_for(largest.amax().float(), dtype)
+    return scale, scale.reciprocal()
+
+
+@scale_of.register_fake
+def _(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return largest.new_empty((), dtype=torch.float32), largest.new_empty((), dtype=torch.float32)
 
 
 def scaled(
@@ -58,7 +69,10 @@ def scaled(
 ) -> Scaled:
     """The matrix in fp8, written as it is, transposed, or both; with one scale, or with one for each row of what is written."""
     if not by_rows:
-        return scaled_by(matrix, scale_for(largest_element(matrix), dtype), dtype, rows, columns)
+        # Row by row first: a compiler can then make it part of what writes the rows.
+        largest = torch.linalg.vector_norm(matrix, float("inf"), dim=-1)
+        scale, unscale = scale_of(largest, dtype)
+        return scaled_by(matrix, scale, dtype, rows, columns, unscale)
     if rows and columns:
         of_rows, of_columns = _largest_of_tiles(matrix)
         second = scale_for(of_columns.amax(0)[:, None], dtype)
@@ -68,16 +82,34 @@ def scaled(
 
 
 def scaled_by(
-    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True
+    matrix: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool = True,
+    columns: bool = True,
+    unscale: Tensor | None = None,
 ) -> Scaled:
-    """The same with a scale that is known, for all of it."""
-    return _written(matrix, scale, None, dtype, rows, columns)
+    """The same with a scale that is known, for all of it; and with what undoes it, where that is known too."""
+    return _written(matrix, scale, None, dtype, rows, columns, unscale)
+
+
+def scales_of(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The scales of whole matrices, found in few kernels for all of them."""
+    largest = torch._foreach_norm(list(matrices), float("inf"))
+    return scale_for(torch.stack(largest).float(), dtype)
 
 
 def _written(
-    matrix: Tensor, scale: Tensor, of_columns: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+    matrix: Tensor,
+    scale: Tensor,
+    of_columns: Tensor | None,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    unscale: Tensor | None = None,
 ) -> Scaled:
-    unscale = scale.reciprocal()
+    # A number for which a compiler would make a kernel of its own.
+    unscale = scale.reciprocal() if unscale is None else unscale
     columns_unscale = unscale if of_columns is None else of_columns.reciprocal()
     made = turned = None
     if rows and columns:

@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentatron.kernels.fp8 import TILE, strips
+from pentatron.kernels.fp8 import LARGEST_SCALE, TILE, strips
+
+_MAXIMA = 8192
 
 
 @triton.jit
@@ -83,6 +85,33 @@ def write_rounded(
         WIDE=wide,
         num_warps=8,
     )
+
+
+@triton.jit
+def _scale_of(
+    largest, scale, unscale, COUNT: tl.constexpr, LIMIT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program for all. As patterns of bits: those of numbers without sign are in the same order, and what is no number comes last."""
+    found = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, COUNT, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        values = tl.load(largest + places, places < COUNT, other=0.0).to(tl.float32)
+        found = tl.maximum(found, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    highest = tl.max(found, 0).to(tl.float32, bitcast=True)
+    ratio = tl.div_rn(LIMIT, highest)
+    ratio = tl.minimum(ratio, MOST, propagate_nan=tl.PropagateNan.ALL)
+    power = (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(scale, power)
+    tl.store(unscale, tl.div_rn(1.0, power))
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale, unscale = (largest.new_empty((), dtype=torch.float32) for _ in range(2))
+    count = largest.numel()
+    block = min(_MAXIMA, triton.next_power_of_2(count))
+    limit = torch.finfo(dtype).max
+    _scale_of[(1,)](largest, scale, unscale, count, limit, LARGEST_SCALE, block, num_warps=16)
+    return scale, unscale
 
 
 @triton.jit

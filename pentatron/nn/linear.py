@@ -10,7 +10,14 @@ from pentatron.layout.ranks import Axis
 from pentatron.parallel.deferral import DeferredGradients, linear
 from pentatron.parallel.gated_linear import gated_linear
 from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
-from pentatron.parallel.scaled_linear import Fp8Format, can_be_scaled, scaled_gated_linear, scaled_linear
+from pentatron.parallel.scaled_linear import (
+    UNKNOWN,
+    Fp8Format,
+    Scale,
+    can_be_scaled,
+    scaled_gated_linear,
+    scaled_linear,
+)
 from pentatron.parallel.tensor_axis import TensorAxis
 
 
@@ -38,11 +45,13 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
 
 
 class WeightedModule(DeclaringModule):
-    """Multiplies by its weight; with `deferred`, that weight's gradient may come later than the others; with `fp8`, in fp8."""
+    """Multiplies by its weight; with `deferred`, that weight's gradient may come later than the others; with `fp8`, in fp8, with a
+    scale that is known or not."""
 
     weight: nn.Parameter
     deferred: DeferredGradients | None = None
     fp8: Fp8Format | None = None
+    scale: Scale = UNKNOWN
 
     @property
     def is_plain(self) -> bool:
@@ -51,7 +60,7 @@ class WeightedModule(DeclaringModule):
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.fp8 is not None and can_be_scaled(x):
-            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred)
+            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale)
         return linear(x, self.weight, bias, self.deferred)
 
 
@@ -83,7 +92,7 @@ class ColumnParallelLinear(WeightedModule):
         """With `gates`, `silu(gate) * up` of it, its first half being the gate."""
         x = self.axis.enter(x)
         if gates and self.fp8 is not None and can_be_scaled(x):
-            return scaled_gated_linear(x, self.weight, self.bias, self.fp8, self.deferred)
+            return scaled_gated_linear(x, self.weight, self.bias, self.fp8, self.deferred, self.scale)
         made = self.multiplied(x, self.bias)
         return activated(made, gated=True) if gates else made
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentatron.kernels.fp8 import E4M3, E5M2, MULTIPLE, Scaled, product, scale_for, scaled, scaled_by
+from pentatron.kernels.fp8 import E4M3, E5M2, MULTIPLE, Scaled, product, scale_of, scaled, scaled_by
 from pentatron.kernels.gate import gate_backward
 from pentatron.parallel.deferral import DeferredGradients
 
@@ -30,6 +30,11 @@ class Fp8Format:
 
 
 FORMATS = {"e4m3": Fp8Format(E4M3), "hybrid": Fp8Format(E5M2)}
+
+
+# The scale of a weight and what undoes it, where somebody keeps them; otherwise they are found anew each time.
+Scale = tuple[Tensor | None, Tensor | None]
+UNKNOWN: Scale = (None, None)
 
 
 @dataclass
@@ -56,24 +61,28 @@ def scaled_linear(
     bias: Tensor | None,
     fp8: Fp8Format,
     deferred: DeferredGradients | None = None,
+    scale: Scale = UNKNOWN,
 ) -> Tensor:
     """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
     if not torch.is_grad_enabled():
         flat = x.flatten(0, -2)
-        made = _forward(flat, weight, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
+        made = _forward(flat, weight, scale, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
     else:
-        applied = _ScaledLinear.apply(x, weight, fp8.gradients, fp8.by_rows, deferred)
+        applied = _ScaledLinear.apply(x, weight, *scale, fp8.gradients, fp8.by_rows, deferred)
         assert isinstance(applied, Tensor)
         made = applied
     return made if bias is None else made + bias
 
 
 def _forward(
-    flat: Tensor, weight: nn.Parameter, by_rows: bool, columns: bool
+    flat: Tensor, weight: nn.Parameter, scale: Scale, by_rows: bool, columns: bool
 ) -> tuple[Tensor, Scaled, Scaled]:
     """The product; the input, with its transpose where wanted; and the weight."""
     x = scaled(flat, E4M3, columns=columns, by_rows=by_rows)
-    w = scaled(weight, E4M3, columns=False, by_rows=by_rows)
+    if scale[0] is None:
+        w = scaled(weight, E4M3, columns=False, by_rows=by_rows)
+    else:
+        w = scaled_by(weight, scale[0], E4M3, columns=False, unscale=scale[1])
     assert x.rows is not None and w.rows is not None
     return product(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True), x, w
 
@@ -84,11 +93,12 @@ def scaled_gated_linear(
     bias: Tensor | None,
     fp8: Fp8Format,
     deferred: DeferredGradients | None = None,
+    scale: Scale = UNKNOWN,
 ) -> Tensor:
     """`silu(gate) * up` of `x Wᵀ + b`, whose first half is the gate."""
     if not torch.is_grad_enabled():
-        return _gated(scaled_linear(x, weight, bias, fp8))
-    made = _ScaledGatedLinear.apply(x, weight, bias, fp8.gradients, fp8.by_rows, deferred)
+        return _gated(scaled_linear(x, weight, bias, fp8, scale=scale))
+    made = _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
     assert isinstance(made, Tensor)
     return made
 
@@ -104,22 +114,24 @@ class _ScaledLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: nn.Parameter,
+        scale: Tensor | None,
+        unscale: Tensor | None,
         gradients: torch.dtype,
         by_rows: bool,
         deferred: DeferredGradients | None,
     ) -> Tensor:
-        made, x8, w8 = _forward(x.flatten(0, -2), weight, by_rows, columns=True)
-        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale)
+        made, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
+        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale)
         # Where a layer is recomputed, the saved weight comes back as another tensor, whose gradient nobody reads.
         ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
         return made.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
         g = scaled(gradient.flatten(0, -2), ctx.gradients, by_rows=ctx.by_rows)
         of_input, of_weight = _backward(ctx, ctx.saved_tensors, g, gradient)
-        return of_input, of_weight, None, None, None
+        return of_input, of_weight, None, None, None, None, None
 
 
 class _ScaledGatedLinear(torch.autograd.Function):
@@ -129,37 +141,38 @@ class _ScaledGatedLinear(torch.autograd.Function):
         x: Tensor,
         weight: nn.Parameter,
         bias: Tensor | None,
+        scale: Tensor | None,
+        unscale: Tensor | None,
         gradients: torch.dtype,
         by_rows: bool,
         deferred: DeferredGradients | None,
     ) -> Tensor:
-        made, x8, w8 = _forward(x.flatten(0, -2), weight, by_rows, columns=True)
+        made, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
         inner = made if bias is None else made + bias
-        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, inner)
+        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale, inner)
         ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
         return _gated(inner).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
         *kept, inner = ctx.saved_tensors
         of_inner, largest = gate_backward(gradient.flatten(0, -2), inner)
         if ctx.by_rows:
             g = scaled(of_inner, ctx.gradients, by_rows=True)
         else:
-            g = scaled_by(of_inner, scale_for(largest.amax(), ctx.gradients), ctx.gradients)
+            scale, unscale = scale_of(largest, ctx.gradients)
+            g = scaled_by(of_inner, scale, ctx.gradients, unscale=unscale)
         of_input, of_weight = _backward(ctx, kept, g, gradient)
         of_bias = of_inner.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, of_weight, of_bias, None, None, None
+        return of_input, of_weight, of_bias, None, None, None, None, None
 
 
 def _backward(
     ctx: Any, kept: Sequence[Tensor], g: Scaled, gradient: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight. `g` is that of the product; dtype and shape are those of `gradient`, but for the last side."""
-    x_columns, weight, x_unscale, w_scale = kept
+    x_columns, weight, x_unscale, w_scale, w_unscale = kept
     assert g.rows is not None and g.columns is not None
     of_input = of_weight = None
     if ctx.needs_input_grad[0]:
@@ -167,7 +180,7 @@ def _backward(
         w = (
             scaled(weight, E4M3, rows=False, by_rows=True)
             if ctx.by_rows
-            else scaled_by(weight, w_scale, E4M3, rows=False)
+            else scaled_by(weight, w_scale, E4M3, rows=False, unscale=w_unscale)
         )
         assert w.columns is not None
         flat = product(g.rows, w.columns, (g.unscale, w.columns_unscale), gradient.dtype)

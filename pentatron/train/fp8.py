@@ -9,10 +9,11 @@ from torch import nn
 from pentatron.config.errors import AgreedError
 from pentatron.config.fp8 import fp8_layers
 from pentatron.config.run import RunConfig
-from pentatron.kernels.fp8 import MULTIPLE
+from pentatron.kernels.fp8 import E4M3, MULTIPLE, scales_of
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.linear import VocabularyTable, WeightedModule
 from pentatron.parallel.scaled_linear import FORMATS
+from pentatron.parallel.world import World
 
 # The first GPUs with such instructions are Ada's; Hopper and Blackwell have them too.
 _LEAST_CAPABILITY = (8, 9)
@@ -47,6 +48,33 @@ def use_fp8(config: RunConfig, stages: Iterable[CausalLM]) -> None:
             assert config.precision.fp8_format is not None
             by_rows = config.precision.fp8_recipe == "rowwise"
             module.fp8 = replace(FORMATS[config.precision.fp8_format], by_rows=by_rows)
+
+
+class WeightScales:
+    """The scales of weights in fp8, found for all of them at once: weights change once a step, and there are many.
+
+    For that they must be whole, and there, when a step or a validation begins. Where replicas share them out they come layer by layer,
+    while others compute, and each layer finds its own.
+    """
+
+    def __init__(self, config: RunConfig, world: World, stages: Iterable[CausalLM]) -> None:
+        whole = world.replicas.size == 1 or config.parallel.zero_stage == 0
+        by_tensor = config.precision.fp8_recipe == "tensorwise"
+        wanted = _wanted(config, stages) if whole and by_tensor else ()
+        self._modules = [module for _, module in wanted if module.fp8 is not None]
+        self._scales = [torch.ones((), device=world.device) for _ in self._modules]
+        self._unscales = [torch.ones((), device=world.device) for _ in self._modules]
+        for module, *known in zip(self._modules, self._scales, self._unscales):
+            module.scale = (known[0], known[1])
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """To be called after weights have changed, before they are multiplied."""
+        if not self._modules:
+            return
+        found = scales_of([module.weight for module in self._modules], E4M3)
+        torch._foreach_copy_(self._scales, list(found.unbind()))
+        torch._foreach_copy_(self._unscales, list(found.reciprocal().unbind()))
 
 
 def left_in_bf16(config: RunConfig, stages: Collection[CausalLM]) -> list[str]:

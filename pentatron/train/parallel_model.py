@@ -23,7 +23,7 @@ from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.compilation import Compilation, compile_stages
-from pentatron.train.fp8 import use_fp8
+from pentatron.train.fp8 import WeightScales, use_fp8
 from pentatron.train.graphs import Recording, record_steps
 from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
@@ -37,6 +37,7 @@ class ParallelModel:
     stages: Mapping[int, CausalLM]
     executor: Executor
     routers: RouterLoads
+    weight_scales: WeightScales
     program: Program = CONFIGURED
     compilation: Compilation = field(default_factory=Compilation)
     recording: Recording = field(default_factory=Recording)
@@ -107,7 +108,10 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     )
     routers = RouterLoads(config, world, stages)
     recording = record_steps(config, world.device, configured=type(program) is Program)
-    return ParallelModel(config, world, axes, stages, executor, routers, program, compilation, recording)
+    scales = WeightScales(config, world, stages.values())
+    return ParallelModel(
+        config, world, axes, stages, executor, routers, scales, program, compilation, recording
+    )
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:

@@ -118,6 +118,7 @@ def _start(
     valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
     model.routers.begin_step(len(batches), scale)
+    model.weight_scales.refresh()
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
     watched = model.recording.around(program, optimizer, scale) if watch is None else watch(program)
     with model.timers("forward-backward", 1):
@@ -161,6 +162,7 @@ def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int
     one = torch.ones((), device=world.device)
     counts_tokens = world.is_first_of(("tensor", "pipeline"))
     model.train(False)
+    model.weight_scales.refresh()
     for whole in _chunks(batches, at_once):
         chunk = model.own_tokens(whole)
         program = MicroBatches(model, chunk, [None] * len(chunk), lambda: one)

@@ -1,10 +1,20 @@
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
 
-from pentatron.kernels.fp8 import E4M3, E5M2, _largest_of_tiles, largest_element, rounded, scale_for, scaled
+from pentatron.kernels.fp8 import (
+    E4M3,
+    E5M2,
+    _largest_of_tiles,
+    rounded,
+    scale_for,
+    scale_of,
+    scaled,
+    scales_of,
+)
 
 
 def interprets() -> bool:
@@ -40,7 +50,7 @@ def test_parts_round_as_the_whole_does(dtype: torch.dtype) -> None:
     apart = torch.cat([p.rows.float() * p.unscale for p in parts if p.rows is not None])
     assert together.rows is not None and torch.equal(apart, together.rows.float() * together.unscale)
     # A scale that fills the range to the last bit would round every part in its own way.
-    full = [torch.finfo(dtype).max / largest_element(part) for part in (*whole.split(16), whole)]
+    full = [torch.finfo(dtype).max / part.abs().max() for part in (*whole.split(16), whole)]
     filled = torch.cat([rounded(p, s, dtype).float() / s for p, s in zip(whole.split(16), full)])
     other = rounded(whole, full[-1], dtype).float() / full[-1]
     assert float((filled - other).norm() / whole.norm()) > 0.02
@@ -106,6 +116,22 @@ def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, i
 
 
 @needs_a_kernel
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_the_kernel_finds_the_same_scale(dtype: torch.dtype) -> None:
+    from pentatron.kernels.fp8_triton import scale_of as by_triton
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ends = [0.0, 1e-42, 1.0, 1.75, 447.0, 448.0, 448.00003, 57344.0, 3e38, float("inf"), float("nan")]
+    for largest in ends:
+        for kind in (torch.float32, torch.bfloat16):
+            # More than one round of the kernel, and the largest in the last.
+            found = torch.full((8300,), 1e-43).to(kind)
+            found[8299] = largest
+            for one, other in zip(by_triton(found.to(device), dtype), scale_of(found, dtype), strict=True):
+                assert one.shape == other.shape == () and torch.equal(one.cpu(), other), (largest, one, other)
+
+
+@needs_a_kernel
 @pytest.mark.parametrize("shape", [(300, 80), (16, 130), (256, 256)])
 def test_the_kernels_by_rows_do_what_torch_does(shape: tuple[int, int]) -> None:
     from pentatron.kernels.fp8_triton import largest_of_tiles, write_rounded
@@ -137,32 +163,34 @@ def test_the_kernels_by_rows_do_what_torch_does(shape: tuple[int, int]) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, but no GPU")
 @pytest.mark.skipif(interprets(), reason="kernels are interpreted")
-def test_the_kernel_compiles_for_hopper() -> None:
+def test_the_kernels_compile_for_hopper() -> None:
     """An interpreted kernel may use what a compiled one may not."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pentatron.kernels.fp8_triton import _write_rounded
+    from pentatron.kernels import fp8_triton
+    from pentatron.kernels.gate_triton import _gate_backward
 
-    places = dict.fromkeys(("rows", "columns"), "*fp8e5")
-    pointers = {"matrix": "*bf16", "of_rows": "*fp32", "of_columns": "*fp32", **places}
-    numbers = dict.fromkeys(("height", "width", "row_stride"), "i32")
-    for by_rows in (False, True):
-        fixed = {
-            "LIMIT": 57344.0,
-            "ROWS": True,
-            "COLUMNS": True,
-            "BY_ROWS": by_rows,
-            "HIGH": 128,
-            "WIDE": 128,
-        }
-        constants = {"column_stride": 1, **fixed}
-        source = ASTSource(
-            _write_rounded, {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}, constants
-        )
+    def ptx(kernel: Any, given: str, constants: dict[str, Any]) -> str:
+        signature = dict(word.split(":") for word in given.split()) | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(kernel, signature, constants)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-        assert "cvt.rn.satfinite.e5m2x2" in made.asm["ptx"]
+        return str(made.asm["ptx"])
+
+    sizes = "height:i32 width:i32 row_stride:i32"
+    scales = "matrix:*bf16 of_rows:*fp32 of_columns:*fp32"
+    for by_rows in (False, True):
+        wanted = {"ROWS": True, "COLUMNS": True, "BY_ROWS": by_rows, "HIGH": 128, "WIDE": 128}
+        constants = {"column_stride": 1, "LIMIT": 57344.0, **wanted}
+        made = ptx(fp8_triton._write_rounded, f"{scales} rows:*fp8e5 columns:*fp8e5 {sizes}", constants)
+        assert "cvt.rn.satfinite.e5m2x2" in made
+    ptx(fp8_triton._largest_of_tiles, f"{scales} {sizes}", {"column_stride": 1, "TILE": 128})
+    constants = {"COUNT": 16384, "LIMIT": 448.0, "MOST": 2.0**120, "BLOCK": 8192}
+    made = ptx(fp8_triton._scale_of, "largest:*bf16 scale:*fp32 unscale:*fp32", constants)
+    assert "div.rn.f32" in made, "not the near one"
+    given = "gradient:*bf16 inner:*bf16 of_inner:*bf16 largest:*fp32"
+    ptx(_gate_backward, given, {"WIDTH": 8960, "BLOCK": 1024})
 
 
 def test_by_rows_each_row_fills_the_range() -> None:
@@ -196,3 +224,10 @@ def test_by_rows_each_row_fills_the_range() -> None:
     assert torch.equal(only[0].rows.float(), made.rows.float()) and torch.equal(only[0].unscale, made.unscale)
     assert torch.equal(only[1].columns.float(), made.columns.float())
     assert torch.equal(only[1].columns_unscale, made.columns_unscale)
+
+
+def test_scales_of_many_are_those_of_each() -> None:
+    torch.manual_seed(6)
+    many = [(torch.randn(8, 5) * 10.0**n).bfloat16() for n in range(-3, 4)]
+    found = scales_of(many, E4M3)
+    assert found.tolist() == [float(scaled(one, E4M3).scale) for one in many] and len(set(found.tolist())) > 5

@@ -10,8 +10,9 @@ import torch
 import pentatron.train.fitting as fitting
 from pentatron.config.errors import AgreedError
 from pentatron.nn.linear import WeightedModule
+from pentatron.parallel.scaled_linear import UNKNOWN
 from pentatron.parallel.world import single_process
-from pentatron.train.fp8 import left_in_bf16, require_fp8
+from pentatron.train.fp8 import WeightScales, left_in_bf16, require_fp8
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
@@ -25,6 +26,10 @@ FP8 = "--bf16 --fp8 hybrid"
 
 def built(words: str) -> ParallelModel:
     return build_parallel_model(resolved(f"{LLAMA} {words}").config, single_process())
+
+
+def weighted(model: ParallelModel) -> list[WeightedModule]:
+    return [m for stage in model.stages.values() for m in stage.modules() if isinstance(m, WeightedModule)]
 
 
 def in_fp8(model: ParallelModel) -> set[str]:
@@ -100,12 +105,40 @@ def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest
     assert "bf16 with fp8 matmuls (hybrid)" in told
 
 
+def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found for all weights at once or by each layer for itself: the same bits; validations come after an update too."""
+    monkeypatch.setattr(fitting, "require_fp8", lambda config, device: None)
+
+    def run(name: str) -> list[float]:
+        steps = "--train-iters 6 --lr 3e-2 --dataset-size 16 --eval-interval 3 --eval-iters 1 --no-save-checkpoints"
+        asked = resolved(f"{LLAMA} {FP8} {steps} --run-dir {tmp_path / name}")
+        run_training(asked, single_process(), resumes=False)
+        told = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [row[key] for row in told for key in ("loss", "validation_loss") if key in row]
+
+    kept = run("kept")
+    assert len(kept) == 8
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightScales, "refresh", lambda self: None)
+        assert run("never") != kept
+    monkeypatch.setattr(WeightScales, "__init__", lambda self, *given: setattr(self, "_modules", []))
+    assert run("each") == kept
+
+
+def test_where_weights_come_late_each_layer_finds_its_own() -> None:
+    known = {m.scale != UNKNOWN for m in weighted(built(FP8)) if m.fp8 is not None}
+    assert known == {True}
+    by_rows = [m for m in weighted(built(f"{FP8} --fp8-recipe rowwise")) if m.fp8 is not None]
+    assert by_rows and all(m.scale == UNKNOWN and m.fp8 is not None and m.fp8.by_rows for m in by_rows)
+
+
 @pytest.mark.parametrize(
     ("layout", "family", "nearer"),
     [
         # Whole sequences on every rank, in other micro-batches than on one process: every number is rounded alike.
         ("pp2 zbv dp2 zero1", "llama", 0.05),
         ("pp2 dp2 zero3", "qwen2.5", 0.05),
+        ("pp2 dp2 zero3", "qwen2.5 rowwise", 0.05),
         # Sums in another order, a last digit of bf16 apart, may round to another number of fp8.
         ("tp2 sp pp2 virtual2", "qwen2.5", 0.95),
     ],
@@ -114,10 +147,12 @@ def test_layouts_compute_what_one_process_does(layout: str, family: str, nearer:
     """Their gradients are nearer to those of one process in fp8 than these are to fp32, and no further from fp32."""
     case = next(x for x in LAYOUTS if x.name == layout)
     wide = "--ffn-hidden-size 64"
-    words = f"{case.command(family)} {FP8} {wide}"
+    family, _, recipe = family.partition(" ")
+    in_fp8 = f"{FP8} --fp8-recipe {recipe or 'tensorwise'}"
+    words = f"{case.command(family)} {in_fp8} {wide}"
     found = run_distributed(on_a_rank, case.ranks, timeout=180.0, words=words, bug="")
     exact = on_one_process(f"{case.alone(family)} {wide}")
-    alone = on_one_process(f"{case.alone(family)} {FP8} {wide}")
+    alone = on_one_process(f"{case.alone(family)} {in_fp8} {wide}")
     lost = {kind: distance([alone], exact, kind) for kind in KINDS}
     assert distance(found, alone, "gradients 1") < nearer * lost["gradients 1"]
     assert all(distance(found, exact, kind) < 1.3 * lost[kind] for kind in KINDS)
