@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import cpu
 from bench.gpu import read_options
@@ -182,6 +183,7 @@ def test_what_other_commands_keep_is_what_the_page_reads(
     said = json.dumps({"between": 20 * GIB, "layer": 690 * 2**20, "peak": 50 * GIB})
     ended = subprocess.CompletedProcess([], 0, stdout=f"{said}\n", stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **named: ended)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plan_check.on_a_gpu("Qwen2.5-1.5B", str(tmp_path / "b"))
     made = tables([dict(result) for result in read_results(tmp_path)])
     assert made["cpu"].endswith("| bf16 | 2 | 1 | 2.00 | 1.90 to 2.10 | holds |")
