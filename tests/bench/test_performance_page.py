@@ -14,7 +14,7 @@ from bench import cpu
 from bench.gpu import read_options
 from bench.performance_page import NOT_YET, TABLES, name_of, read_results, with_tables
 from bench.steps import GIB, Case, record
-from bench.whole_page import COMMANDS, WRITE, words_of
+from bench.whole_page import COMMANDS, WRITE, run, words_of
 from scripts import plan_check
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
@@ -189,3 +189,14 @@ def test_what_other_commands_keep_is_what_the_page_reads(
     assert made["cpu"].endswith("| bf16 | 2 | 1 | 2.00 | 1.90 to 2.10 | holds |")
     shown = made["planned"].splitlines()[2:]
     assert len(shown) == 2 and all("| 50.00 |" in row and row.endswith("| 690 |") for row in shown)
+
+
+def test_a_command_that_fails_or_hangs_does_not_end_the_others(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    commands = ["python -c 'raise SystemExit(3)'", "python -c 'import time; time.sleep(60)'"]
+    commands.append(f'python -c \'open("{done}", "w")\'')
+    found = run(commands, 2.0, has_peers=True)
+    assert [line.rpartition(": ")[2] for line in found] == [
+        "ended with 3",
+        "ended after 2 s",
+    ] and done.exists()
