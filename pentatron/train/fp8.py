@@ -64,8 +64,6 @@ class WeightScales:
         self._modules = [module for _, module in wanted if module.fp8 is not None]
         self._scales = [torch.ones((), device=world.device) for _ in self._modules]
         self._unscales = [torch.ones((), device=world.device) for _ in self._modules]
-        for module, *known in zip(self._modules, self._scales, self._unscales):
-            module.scale = (known[0], known[1])
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -75,6 +73,9 @@ class WeightScales:
         found = scales_of([module.weight for module in self._modules], E4M3)
         torch._foreach_copy_(self._scales, list(found.unbind()))
         torch._foreach_copy_(self._unscales, list(found.reciprocal().unbind()))
+        # Not before: a model that nobody trains finds them itself.
+        for module, scale, unscale in zip(self._modules, self._scales, self._unscales):
+            module.scale = (scale, unscale)
 
 
 def left_in_bf16(config: RunConfig, stages: Collection[CausalLM]) -> list[str]:

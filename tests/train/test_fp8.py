@@ -9,6 +9,7 @@ import torch
 
 import pentatron.train.fitting as fitting
 from pentatron.config.errors import AgreedError
+from pentatron.kernels.fp8 import E4M3, scaled
 from pentatron.nn.linear import WeightedModule
 from pentatron.parallel.scaled_linear import UNKNOWN
 from pentatron.parallel.world import single_process
@@ -119,17 +120,23 @@ def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pyte
     kept = run("kept")
     assert len(kept) == 8
     with monkeypatch.context() as patch:
-        patch.setattr(WeightScales, "refresh", lambda self: None)
-        assert run("never") != kept
+        first_only = iter([WeightScales.refresh])
+        patch.setattr(WeightScales, "refresh", lambda self: next(first_only, lambda scales: None)(self))
+        assert run("once") != kept
     monkeypatch.setattr(WeightScales, "__init__", lambda self, *given: setattr(self, "_modules", []))
     assert run("each") == kept
 
 
-def test_where_weights_come_late_each_layer_finds_its_own() -> None:
-    known = {m.scale != UNKNOWN for m in weighted(built(FP8)) if m.fp8 is not None}
-    assert known == {True}
-    by_rows = [m for m in weighted(built(f"{FP8} --fp8-recipe rowwise")) if m.fp8 is not None]
-    assert by_rows and all(m.scale == UNKNOWN and m.fp8 is not None and m.fp8.by_rows for m in by_rows)
+def test_scales_are_kept_for_those_who_ask_to_find_them() -> None:
+    model = built(FP8)
+    matrices = [m for m in weighted(model) if m.fp8 is not None]
+    assert all(m.scale == UNKNOWN for m in matrices), "nobody has looked yet"
+    model.weight_scales.refresh()
+    assert all(m.scale[0] == scaled(m.weight, E4M3).scale for m in matrices)
+    by_rows = built(f"{FP8} --fp8-recipe rowwise")
+    by_rows.weight_scales.refresh()
+    assert all(m.scale == UNKNOWN for m in weighted(by_rows)) and in_fp8(by_rows)
+    assert all(m.fp8.by_rows for m in weighted(by_rows) if m.fp8 is not None)
 
 
 @pytest.mark.parametrize(
