@@ -233,13 +233,15 @@ class Server:
 
 
 def _memory(device: str) -> tuple[int, int, int]:
-    """The most that was allocated at once, what is still held when the rest is given back, and all of the device."""
+    """The most that was allocated at once, what is still held when the rest is given back, and all of the device. What a CUDA graph uses
+    counts as held alone."""
     if device != "cuda":
         return 0, 0, 0
     peak = torch.cuda.max_memory_allocated()
     gc.collect()
     torch.cuda.empty_cache()
-    return peak, torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+    held = torch.cuda.memory_reserved()
+    return max(peak, held), held, torch.cuda.mem_get_info()[1]
 
 
 # --- what becomes of the numbers ---

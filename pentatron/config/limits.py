@@ -57,7 +57,7 @@ LIMITS: dict[str, Limit] = {
         (
             "sample_tokens init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate "
             "yarn_mscale yarn_mscale_all_dim num_workers train_iters eval_interval eval_iters lr min_lr "
-            "lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
+            "cuda_graph_warmup_steps lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
             "clip_grad local_rank max_restarts heartbeat_timeout mid_level_dataset_surplus loss_scale min_loss_scale "
             "ckpt_step manual_gc_interval profile_step_start profile_ranks "
             "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"

@@ -198,7 +198,7 @@ class KernelConfig:
         "layers that are compiled as one: more take longer to compile, and less of the host's time in every step, for which small models wait",
     )
     cuda_graphs: str = setting(
-        "off",
+        "auto",
         "forward and backward of a micro-batch recorded once and replayed: where launching takes longer than computing (auto), always, never",
         choices=("auto", "on", "off", "local", "transformer_engine", "none"),
         also="--cuda-graph-impl",

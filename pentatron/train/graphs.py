@@ -61,6 +61,11 @@ class Recorder(Protocol):
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]: ...
 
+    @property
+    def held(self) -> int:
+        """Bytes of memory that nothing but the recordings can use."""
+        ...
+
 
 class CudaGraphs:
     """Graphs in one memory of their own: what one has let go is used by those after it, so they are replayed in the order in which they
@@ -68,6 +73,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.held = 0
         self._pool: Any = None
 
     def lacks(self) -> str:
@@ -80,10 +86,13 @@ class CudaGraphs:
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
         # Other threads may go on: they copy batches and save checkpoints on streams of their own.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             made = work()
         self._pool = graph.pool()
+        self.held += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph.replay, made
 
 
@@ -228,13 +237,14 @@ class Recording:
         found = _Recorded(replay, loss, before, [holder.values for holder in holders])
         _put(holders, before)
         self._seconds += time.perf_counter() - began
-        self._tell(len(self._graphs) + 1)
+        self._tell(len(self._graphs) + 1, recorder.held)
         return found
 
-    def _tell(self, graphs: int) -> None:
+    def _tell(self, graphs: int, held: int) -> None:
         many = "a CUDA graph" if graphs == 1 else f"{graphs} CUDA graphs"
         self._news = [
-            f"forward and backward of a micro-batch are replayed from now on, recorded as {many} in {self._seconds:.1f} s"
+            f"forward and backward of a micro-batch are replayed from now on, recorded as {many} in {self._seconds:.1f} s "
+            f"with {held / 2**30:.1f} GiB of their own"
         ]
 
     def _give_up(self, problem: str) -> None:

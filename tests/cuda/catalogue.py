@@ -20,6 +20,7 @@ from tests.parity.cases import BATCH, FAMILIES, MIXTURES, SHAPE
 # What makes a GPU faster, and how it is switched off.
 _SWITCHES = {
     "compile": "--compile off",
+    "cuda_graphs": "--cuda-graphs off",
     "fused_update": "--no-fused-update",
     "fused_cross_entropy": "--no-cross-entropy-loss-fusion",
     "moe_grouped_gemm": "--no-moe-grouped-gemm",

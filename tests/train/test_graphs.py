@@ -30,7 +30,7 @@ class Rehearsed:
 
     def __init__(self, optimizer: Optimizer, breaks: bool = False) -> None:
         self.optimizer, self.breaks = optimizer, breaks
-        self.graphs = self.replays = 0
+        self.graphs = self.replays = self.held = 0
 
     def lacks(self) -> str:
         return ""
