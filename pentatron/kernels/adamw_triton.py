@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentatron.kernels.table_triton import TYPES, Programs, addresses_of, pointer, programs_of
+from pentatron.kernels.table_triton import TYPES, Addresses, Programs, pointer, programs_of
 
 _FIXED_COLUMNS = tl.constexpr(6)
 
@@ -52,6 +52,7 @@ class _Launch:
     rounded: torch.dtype | None
     fixed: Tensor
     programs: Programs
+    addresses: Addresses
 
 
 class OnePass:
@@ -102,23 +103,21 @@ class OnePass:
             rows.append([*addresses, elements, int(target.decays)])
             sizes.append(elements)
         device = self.targets[chosen[0]].values.device
-        return _Launch(
-            chosen, gradient, rounded, torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
-        )
+        fixed, programs = torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
+        return _Launch(chosen, gradient, rounded, fixed, programs, Addresses(device))
 
     def _launch(
         self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers
     ) -> None:
         given = [gradients[number] for number in launch.targets]
         assert all(g is None or g.is_contiguous() for g in given), "gradients lie one after the other"
-        table = addresses_of(given, launch.fixed.device)
         correction1 = 1 - numbers.beta1**numbers.update
         correction2 = 1 - numbers.beta2**numbers.update
         _update[(len(launch.programs.row_of),)](
             launch.programs.row_of,
             launch.programs.first_of,
             launch.fixed,
-            table,
+            launch.addresses(given),
             control,
             numbers.learning_rate / correction1,
             numbers.learning_rate * numbers.decay,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentatron.kernels.table_triton import TYPES, Programs, addresses_of, pointer, programs_of
+from pentatron.kernels.table_triton import TYPES, Addresses, Programs, pointer, programs_of
 
 
 class Squares:
@@ -22,12 +22,14 @@ class Squares:
         self._known: tuple[int, ...] = ()
         self._programs: Programs | None = None
         self._sizes: Tensor | None = None
+        self._addresses: Addresses | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """In fp64, of contiguous tensors of one dtype on one device."""
         device, sizes = tensors[0].device, tuple(t.numel() for t in tensors)
-        if sizes != self._known or self._programs is None:
+        if sizes != self._known or self._programs is None or self._addresses is None:
             self._known, self._programs = sizes, programs_of(sizes, self.block, device)
+            self._addresses = Addresses(device)
             self._sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
         programs = self._programs
         sums = torch.empty(len(programs.row_of), dtype=torch.float32, device=device)
@@ -35,7 +37,7 @@ class Squares:
             programs.row_of,
             programs.first_of,
             self._sizes,
-            addresses_of(tensors, device),
+            self._addresses(tensors),
             sums,
             DTYPE=TYPES[tensors[0].dtype],
             BLOCK=self.block,

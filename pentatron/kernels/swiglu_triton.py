@@ -1,4 +1,6 @@
-"""The kernel of `swiglu`. What a compiler makes of it writes both halves of the gradient as one, and reads its inputs almost twice."""
+"""The kernels of `swiglu`. What a compiler makes of its backward writes both halves of the gradient as one, and reads its inputs almost twice."""
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -6,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
+_MOST_ROWS = 65535
 
 
 @triton.jit
@@ -27,15 +30,39 @@ def _backward(gradient, inner, of_inner, made, width, BLOCK: tl.constexpr):
     tl.store(made + row * width + columns, (activated * up).to(kind), mask=inside)
 
 
+@triton.jit
+def _forward(inner, made, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    first = row * 2 * width + columns
+    gate = tl.load(inner + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(inner + first + width, mask=inside, other=0.0).to(tl.float32)
+    # As backward makes it again.
+    activated = gate * tl.sigmoid(gate)
+    tl.store(made + row * width + columns, (activated * up).to(made.dtype.element_ty), mask=inside)
+
+
+def swiglu(inner: Tensor) -> Tensor:
+    width = inner.shape[-1] // 2
+    made = inner.new_empty((*inner.shape[:-1], width))
+    for grid, parts in _rounds(width, inner, made):
+        _forward[grid](*parts, width, _BLOCK)
+    return made
+
+
 def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     width = gradient.shape[-1]
     of_inner, made = torch.empty_like(inner), inner.new_empty(gradient.shape)
-    rows = gradient.numel() // max(1, width)
-    if rows:
-        # Rows are the second dimension of the grid, which has 65,535 places; more go round by round.
-        for begin in range(0, rows, 65535):
-            end = min(rows, begin + 65535)
-            flat = (gradient.view(rows, width), inner.view(rows, 2 * width), of_inner.view(rows, 2 * width))
-            parts = [t[begin:end] for t in (*flat, made.view(rows, width))]
-            _backward[(triton.cdiv(width, _BLOCK), end - begin)](*parts, width, _BLOCK)
+    for grid, parts in _rounds(width, gradient, inner, of_inner, made):
+        _backward[grid](*parts, width, _BLOCK)
     return of_inner, made
+
+
+def _rounds(width: int, *tensors: Tensor) -> Iterator[tuple[tuple[int, int], list[Tensor]]]:
+    """Rows are the second dimension of the grid, which has 65,535 places; more go round by round."""
+    flat = [t.view(-1, t.shape[-1]) for t in tensors if t.numel()]
+    rows = len(flat[0]) if flat else 0
+    for begin in range(0, rows, _MOST_ROWS):
+        parts = [t[begin : begin + _MOST_ROWS] for t in flat]
+        yield (triton.cdiv(width, _BLOCK), len(parts[0])), parts

@@ -25,11 +25,24 @@ def programs_of(sizes: Sequence[int], block: int, device: torch.device) -> Progr
     return Programs(rows.to(device), (counts.cumsum(0) - counts).to(device, torch.int32))
 
 
-def addresses_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Where the tensors lie, 0 for none; nobody waits for it."""
-    table = torch.tensor([0 if t is None else t.data_ptr() for t in tensors])
-    # Only from page-locked memory does a copy run by itself.
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+class Addresses:
+    """Where tensors lie, on their device. Memory is given out in the same order in most steps, and then the table of the step before will do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: list[int] = []
+        self._table: Tensor | None = None
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """0 for none; nobody waits for it."""
+        found = [0 if t is None else t.data_ptr() for t in tensors]
+        if self._table is None or found != self._known:
+            table = torch.tensor(found)
+            # Only from page-locked memory does a copy run by itself.
+            on_gpu = self._device.type == "cuda"
+            self._known = found
+            self._table = table.pin_memory().to(self._device, non_blocking=True) if on_gpu else table
+        return self._table
 
 
 @triton.jit

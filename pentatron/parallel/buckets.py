@@ -167,5 +167,5 @@ def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """The memory behind some tensors, counted once where they share it."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())
+    memories = (t.untyped_storage() for t in tensors)
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())

@@ -3,6 +3,7 @@
 from datetime import datetime
 
 from pentatron.config.run import RunConfig
+from pentatron.kernels.choice import triton_problem
 from pentatron.monitor.arguments import arguments_block
 from pentatron.monitor.memory import memory_figures, memory_line
 from pentatron.parallel.collectives import gather_objects
@@ -33,9 +34,19 @@ def introduce(config: RunConfig, world: World, model: ParallelModel, output: Out
     output.note(planned_line(config, world.device.type == "cuda"))
     # Stages of a pipeline may differ by what they hold.
     own = [*left_in_bf16(config, model.stages.values()), *model.compilation.notes, *model.recording.notes]
-    for note in of_all_ranks(own, world):
+    for note in of_all_ranks([*own, *_without_kernels(world)], world):
         output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+def _without_kernels(world: World) -> list[str]:
+    problem = triton_problem() if world.device.type == "cuda" else ""
+    if not problem:
+        return []
+    return [
+        f"Triton's kernels cannot run here ({problem}), so torch's own operations take their place, which are slower; install what is missing "
+        f"(Triton wants a C compiler and Python's headers too)"
+    ]
 
 
 def tell_memory(world: World, steps: int, output: Output) -> None:

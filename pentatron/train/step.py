@@ -145,13 +145,17 @@ class ValidTokens:
     def __init__(self, batches: Sequence[Batch], replicas: Group) -> None:
         self._sum = torch.stack([batch.valid_tokens.double() for batch in batches]).sum()
         self._pending = start_all_reduce_(self._sum, replicas)
+        self._total: Tensor | None = None
 
     def total(self) -> Tensor:
         """At least 1."""
+        if self._total is not None:
+            return self._total
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        return self._sum.clamp(min=1).float()
+        self._total = self._sum.clamp(min=1).float()
+        return self._total
 
 
 @torch.no_grad()

@@ -129,6 +129,19 @@ def test_squares_are_summed_over_all_tensors(dtype: torch.dtype) -> None:
 
 
 @needs_triton
+def test_a_table_of_addresses_follows_the_tensors() -> None:
+    from pentatron.kernels.table_triton import Addresses
+
+    addresses = Addresses(DEVICE)
+    first, second = tensors(1), tensors(2)
+    table = addresses([*first, None])
+    assert table.tolist() == [*(t.data_ptr() for t in first), 0]
+    assert addresses([*first, None]) is table, "nothing has moved"
+    assert addresses([*second, None]).tolist() == [*(t.data_ptr() for t in second), 0]
+    assert addresses(first).tolist() == [t.data_ptr() for t in first]
+
+
+@needs_triton
 def test_two_gradients_are_summed_in_fp32() -> None:
     from pentatron.kernels.squares_triton import exact_sum
 

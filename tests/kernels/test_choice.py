@@ -1,0 +1,77 @@
+"""Where Triton is installed but cannot work, torch's own operations run, and one line says why."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pentatron.kernels import choice
+from pentatron.parallel.world import single_process
+from pentatron.train.introduction import _without_kernels
+
+MISSING = "Failed to find C compiler. Please specify via CC environment variable"
+ON_A_GPU: Any = SimpleNamespace(is_cuda=True)
+
+
+@pytest.fixture(autouse=True)
+def tried_anew() -> Iterator[None]:
+    choice.triton_problem.cache_clear()
+    yield
+    choice.triton_problem.cache_clear()
+
+
+def trial(monkeypatch: pytest.MonkeyPatch, found: bool | Exception) -> list[int]:
+    """Triton as if it were installed, with a first kernel that ends like this; how often it is tried."""
+    tries: list[int] = []
+
+    def stored() -> bool:
+        tries.append(1)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    module = ModuleType("pentatron.kernels.trial_triton")
+    module.stored = stored  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(choice, "has_triton", lambda: True)
+    return tries
+
+
+def test_without_a_c_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = trial(monkeypatch, RuntimeError(f"{MISSING}\nand more"))
+    cpu = single_process(torch.device("cpu"))
+    gpu = dataclasses.replace(cpu, device=torch.device("cuda"))
+    assert not choice.by_kernel(ON_A_GPU) and not choice.by_kernel(ON_A_GPU)
+    (note,) = _without_kernels(gpu)
+    assert f"(RuntimeError: {MISSING})" in note and "\n" not in note
+    assert tries == [1], "once in a process"
+    assert _without_kernels(cpu) == []
+
+
+def test_where_it_works_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial(monkeypatch, True)
+    gpu = dataclasses.replace(single_process(torch.device("cpu")), device=torch.device("cuda"))
+    assert choice.by_kernel(ON_A_GPU) and not choice.by_kernel(torch.zeros(1))
+    assert _without_kernels(gpu) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+def test_a_trial_without_a_gpu_fails_in_a_few_words() -> None:
+    assert choice.triton_problem()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_is_compiled_asks_too(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial(monkeypatch, works)
+
+    def answer(x: Tensor) -> Tensor:
+        return x + (1 if choice.triton_works() else 2)
+
+    torch._dynamo.reset()
+    found = torch.compile(answer, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert found.item() == (1 if works else 2)
