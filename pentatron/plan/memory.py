@@ -145,11 +145,13 @@ def _inside_layer(shape: Shape) -> int:
 
 def _of_head(shape: Shape, table: int) -> int:
     """While its matrix is differentiated: the gradient of the logits and that of the matrix, of which several chunks make a second.
-    A fused loss has the gradient of its input by then."""
+    A fused loss has the gradient of its input by then. In fp8 there is the gradient of the logits in one byte too, as it is and
+    transposed, and so the matrix."""
+    rounded = 2 * activations.chunk(shape) * shape.words + shape.words * shape.hidden if shape.fp8_head else 0
     if not shape.fused_loss:
-        return shape.width * shape.tokens * shape.words + table
+        return shape.width * shape.tokens * shape.words + table + rounded
     chunks = 2 if activations.chunk(shape) < shape.tokens else 1
-    return activations.logits(shape) + chunks * table + shape.width * shape.tokens * shape.hidden
+    return activations.logits(shape) + chunks * table + shape.width * shape.tokens * shape.hidden + rounded
 
 
 def _messages(shape: Shape) -> int:

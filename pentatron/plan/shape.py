@@ -120,6 +120,11 @@ class Shape:
         return self.config.kernels.bias_swiglu_fusion and self.config.model.gated_linear_unit
 
     @cached_property
+    def fp8_head(self) -> bool:
+        precision = self.config.precision
+        return self.on_gpu and precision.fp8_format is not None and precision.fp8_output_layer
+
+    @cached_property
     def fp8_layers(self) -> range:
         """Layers whose matrices keep their inputs in one byte a number."""
         return fp8_layers(self.config.precision, self.config.model.num_layers) if self.on_gpu else range(0)
