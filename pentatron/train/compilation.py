@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from pentatron.config.errors import UserError
+from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
 from pentatron.nn.compiled import Compiled, compile_layers
 from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.train.graphs import waits_for_launches
 
 _NOTHING = Compiled(0, ())
+# Small layers that are one function: more would take longer to compile, and hardly less of the host's time.
+_TOGETHER = 4
 # Of torch's logger: a function has more versions than it allows, or cannot be compiled; it runs as it is then.
 _GIVEN_UP = ("torch._dynamo hit config.", "WON'T CONVERT")
 
@@ -122,11 +126,22 @@ def compile_stages(
     # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
     torch._dynamo.config.suppress_errors = wanted == "auto"
     documents = config.data.reset_attention_mask or config.data.sft_packing
-    compiled = compile_layers(stages, documents, together=config.kernels.compile_layers_together)
+    compiled = compile_layers(stages, documents, together=layers_together(config, device))
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)
     return made
+
+
+def layers_together(config: RunConfig, device: torch.device) -> int:
+    """How many layers are one function: what the settings say, or several small ones on a GPU whose launches are not recorded."""
+    wanted = config.kernels.compile_layers_together
+    if wanted is not None:
+        return wanted
+    recorded = WANTED[config.kernels.cuda_graphs] != "off" and not not_recordable(config.flat())
+    if recorded or device.type != "cuda" or not waits_for_launches(config, device):
+        return 1
+    return _TOGETHER
 
 
 def _in_one_line(message: str) -> str:

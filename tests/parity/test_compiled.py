@@ -40,6 +40,10 @@ LAYOUTS = [
     # Without guards on shards, layers with and without a window would share a graph.
     ("llama", "--zero-stage 3", f"{WINDOWS} --num-layers 2", ()),
     ("llama", "--zero-stage 1 --overlap-param-gather --overlap-grad-reduce", "", pytest.mark.sweep),
+    ("gpt", "--zero-stage 1 --compile-layers-together 2", "", ()),
+    # Weights are waited for at each layer, which must then be alone.
+    ("llama", "--zero-stage 1 --overlap-param-gather --compile-layers-together 2", "", pytest.mark.sweep),
+    ("llama", "--zero-stage 3 --compile-layers-together 2", "", pytest.mark.sweep),
     ("llama", "--context-parallel-size 2", "", pytest.mark.sweep),
     ("gpt", ZERO_BUBBLE, "", pytest.mark.sweep),
     ("mixtral", "--expert-model-parallel-size 2", "", pytest.mark.sweep),
