@@ -138,8 +138,8 @@ class PrecisionConfig:
     )
     fp8_recipe: str = setting(
         "tensorwise",
-        "scaling of fp8, by the current content: one scale for a tensor, or one for each row of a factor, which loses less where some "
-        "numbers are far larger than others, and takes longer",
+        "scaling of fp8, by the current content: one scale for a tensor, or one for each row of a factor, which keeps digits of rows that "
+        "are thousands of times smaller than others, and takes longer",
         choices=("tensorwise", "rowwise", "delayed", "blockwise"),
         not_yet="another scaling of fp8 than by tensor or by row",
         available=("rowwise",),

@@ -116,10 +116,14 @@ def _halves() -> list[Check]:
         for family, words in TINY.items():
             name = f"{family}, {half}"
             found.append(Check(HALVES, name, functools.partial(_on_the_cpu_roughly, name, words, flags)))
-    for family in ("llama", "qwen3"):
-        name = f"{family}, fp8"
-        measure = functools.partial(_on_the_cpu_roughly, name, TINY[family], FP8)
-        found.append(Check(HALVES, name, measure))
+    by_rows = f"{FP8} --fp8-recipe rowwise"
+    for family, name, flags in (
+        ("llama", "fp8", FP8),
+        ("qwen3", "fp8", FP8),
+        ("llama", "fp8 by rows", by_rows),
+    ):
+        measure = functools.partial(_on_the_cpu_roughly, f"{family}, {name}", TINY[family], flags)
+        found.append(Check(HALVES, f"{family}, {name}", measure))
     return found
 
 
