@@ -126,7 +126,9 @@ def compile_stages(
     # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
     torch._dynamo.config.suppress_errors = wanted == "auto"
     documents = config.data.reset_attention_mask or config.data.sft_packing
-    compiled = compile_layers(stages, documents, together=layers_together(config, device))
+    # The compiler tries some kernels, and takes those that were fastest then: not the same in every run, and sums in another order.
+    options = {"deterministic": True} if config.precision.deterministic_mode else None
+    compiled = compile_layers(stages, documents, options=options, together=layers_together(config, device))
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)

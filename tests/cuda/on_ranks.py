@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from pentatron.cli.environment import require_repeatable_kernels
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.comparison import Trajectory
 from pentatron.train.session import run_training
@@ -22,6 +23,10 @@ def train(words: str, device: str, compiled_into: str) -> None:
     """A whole run, as the command makes it; what the compiler makes is kept in that folder."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled_into
     chosen = resolved(words, dist.get_world_size())
+    if chosen.config.precision.deterministic_mode:
+        # As the command does.
+        require_repeatable_kernels()
+        torch.use_deterministic_algorithms(True)
     # With its number, as a run has it.
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     world = connect(chosen.config.grid, dist.get_rank(), dist.get_rank(), place)

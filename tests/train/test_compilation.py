@@ -28,7 +28,15 @@ def settled(
     words: str, monkeypatch: pytest.MonkeyPatch, problem: str = "", device: str = "cuda"
 ) -> Compilation:
     monkeypatch.setattr(compilation, "_trial", lambda device: problem)
-    monkeypatch.setattr(compilation, "compile_layers", lambda stages, documents, together: Compiled(3, ()))
+    repeatable = {"deterministic": True} if "--deterministic-mode" in words else None
+
+    def compile_layers(
+        stages: object, documents: bool, options: dict[str, bool] | None, together: int
+    ) -> Compiled:
+        assert options == repeatable, "kernels that are chosen by the clock are others in the next run"
+        return Compiled(3, ())
+
+    monkeypatch.setattr(compilation, "compile_layers", compile_layers)
     return compile_stages(resolved(words).config, torch.device(device), Whereabouts(), [])
 
 
