@@ -67,7 +67,7 @@ def test_every_package_has_a_level() -> None:
         "from pentatron.train.step import train_step",
         "import pentatron.cli.main",
         "def f():\n    from pentatron import models",
-        "from pentatron.optim.clip import clip_",
+        "from pentatron.optim.clip import clipping",
     ],
 )
 def test_an_upward_import_is_seen(source: str) -> None:

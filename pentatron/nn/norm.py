@@ -1,8 +1,11 @@
 """Norms, computed in fp32 whatever the dtype of the stream. Every rank holds them whole."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pentatron.config.model import TransformerConfig
 from pentatron.layout.ranks import Axis
@@ -17,9 +20,44 @@ class RMSNorm(DeclaringModule):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return scaled.to(x.dtype) * self.weight
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            normed: Tensor = _NormedInFewPasses.apply(x, self.weight, self.epsilon)
+            return normed
+        return _scaled(x, self.epsilon)[0] * self.weight
+
+
+def _scaled(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Rows divided by the root of their mean square, and what they were multiplied by, in fp32."""
+    wide = x.float()
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * factor).to(x.dtype), factor
+
+
+class _NormedInFewPasses(torch.autograd.Function):
+    """An RMSNorm with the same bits: backward goes over memory about half as often as what autograd derives, which on a CPU is what it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        scaled, factor = _scaled(x, epsilon)
+        ctx.save_for_backward(x, weight, scaled, factor)
+        return scaled * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scaled, factor = ctx.saved_tensors
+        gradient = gradients[0]
+        of_x = of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient * scaled).sum_to_size(weight.shape)
+        if ctx.needs_input_grad[0]:
+            made, wide = (gradient * weight).float(), x.float()
+            product = made * wide
+            of_factor = product.sum(-1, keepdim=True)
+            of_mean = of_factor * (-0.5 * factor.pow(3))
+            torch.mul(wide, of_mean / x.shape[-1] * 2, out=product)
+            of_x = made.mul_(factor).add_(product).to(x.dtype)
+        return of_x, of_weight, None
 
 
 class LayerNorm(DeclaringModule):

@@ -22,7 +22,12 @@ class Adam(Update):
         self._steps = {id(p): torch.zeros((), dtype=torch.float32, device=p.values.device) for p in parts}
 
     def _update(
-        self, parts: Sequence[Part], gradients: Sequence[Tensor], learning_rate: float, weight_decay: float
+        self,
+        parts: Sequence[Part],
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        weight_decay: float,
+        divisor: Tensor | None,
     ) -> None:
         adamw(
             [beside(part.values, gradient) for part, gradient in zip(parts, gradients)],
@@ -32,6 +37,7 @@ class Adam(Update):
             [],
             [self._steps[id(part)] for part in parts],
             fused=True,
+            grad_scale=divisor,
             amsgrad=False,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,

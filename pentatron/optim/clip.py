@@ -75,13 +75,3 @@ def clipping_on_device(squared: Tensor, limit: float, scale: float) -> Tensor:
         # The same bits, with fewer launches.
         return (limit / (squared.sqrt() + _EPSILON)).clamp(max=1)
     return (limit / (squared.sqrt() / scale + _EPSILON)).clamp(max=1) / scale
-
-
-def clip_(gradients: Sequence[Tensor], norm: float, limit: float, scale: float = 1.0) -> None:
-    """Scales the gradients down to `limit`, unless they are below it or the limit is 0.
-
-    They are `scale` times what they should be, which is mended in the same pass; `norm` is that of the mended ones.
-    """
-    factor = clipping(norm, limit, scale)
-    if factor != 1:
-        torch._foreach_mul_(list(gradients), factor)

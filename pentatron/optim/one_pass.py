@@ -75,7 +75,12 @@ class OnePassAdam(Update):
         self._updates += made
 
     def _update(
-        self, parts: Sequence[Part], gradients: Sequence[Tensor], learning_rate: float, weight_decay: float
+        self,
+        parts: Sequence[Part],
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        weight_decay: float,
+        divisor: Tensor | None,
     ) -> None:
         raise AssertionError("one pass does all parts")
 

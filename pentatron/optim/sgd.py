@@ -19,7 +19,12 @@ class Sgd(Update):
         super().__init__(parts, config, (_MOMENTUM,) if config.sgd_momentum else ())
 
     def _update(
-        self, parts: Sequence[Part], gradients: Sequence[Tensor], learning_rate: float, weight_decay: float
+        self,
+        parts: Sequence[Part],
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        weight_decay: float,
+        divisor: Tensor | None,
     ) -> None:
         momentum = self.config.sgd_momentum
         remembered: list[Tensor | None] = [None] * len(parts)
@@ -28,6 +33,7 @@ class Sgd(Update):
             [gradient.to(part.values.device) for part, gradient in zip(parts, gradients)],
             [*self._of(_MOMENTUM, parts, gradients)] if momentum else remembered,
             fused=True,
+            grad_scale=divisor,
             weight_decay=weight_decay,
             momentum=momentum,
             lr=learning_rate,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pentatron.config.training import OptimConfig
-from pentatron.optim.clip import clip_
+from pentatron.optim.clip import clipping
 
 # Of each part, as many as have come from its first element on; None where none has come, which counts as zeros.
 Gradients: TypeAlias = Sequence[Tensor | None]
@@ -59,14 +59,15 @@ class Update(ABC):
         """Gradients are `scale` times what they should be; `norm` is that of what they should be. `weight_decay`: of this step,
         where it changes during a run."""
         self.before()
+        factor = clipping(norm, self.config.clip_grad, scale)
+        divisor = None if factor == 1 else torch.tensor(1 / factor, dtype=torch.float32)
         for decays in (True, False):
             decay = self._decay(weight_decay) if decays else 0.0
             chosen = [(p, g) for p, g in zip(self._parts, gradients, strict=True) if p.decays is decays]
             for some in _portions(chosen):
                 parts = [part for part, _ in some]
                 exact = [_exact(part, gradient) for part, gradient in some]
-                clip_(exact, norm, self.config.clip_grad, scale)
-                self._update(parts, exact, learning_rate, decay)
+                self._update(parts, exact, learning_rate, decay, divisor)
 
     def start(
         self,
@@ -89,9 +90,15 @@ class Update(ABC):
 
     @abstractmethod
     def _update(
-        self, parts: Sequence[Part], gradients: Sequence[Tensor], learning_rate: float, weight_decay: float
+        self,
+        parts: Sequence[Part],
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        weight_decay: float,
+        divisor: Tensor | None,
     ) -> None:
-        """Changes the values of the parts, as far as they have gradients, and what is remembered of them."""
+        """Changes the values of the parts, as far as they have gradients, and what is remembered of them. Gradients are divided
+        first, where something is to divide them by, in the same pass."""
 
     def _of(self, moment: str, parts: Sequence[Part], gradients: Sequence[Tensor]) -> list[Tensor]:
         return [beside(self._moments[id(part)][moment], g) for part, g in zip(parts, gradients)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pentatron.kernels.products import outer_products, product, rows_times, through_fp32
 from pentatron.parallel.grouped import GroupedRows
 
 # A stage and a micro-batch.
@@ -39,7 +40,7 @@ class DenseProduct:
     gradient: Tensor
 
     def compute(self) -> Tensor:
-        return self.gradient.flatten(0, -2).t() @ self.inputs.flatten(0, -2)
+        return outer_products(self.gradient.flatten(0, -2), self.inputs.flatten(0, -2))
 
 
 @dataclass
@@ -104,7 +105,7 @@ def linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
 ) -> Tensor:
     """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
-    if deferred is None:
+    if deferred is None and not through_fp32(x):
         return F.linear(x, weight, bias)
     result = _Linear.apply(x, weight, bias, deferred)
     assert isinstance(result, Tensor)
@@ -114,23 +115,22 @@ def linear(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # Where a layer is recomputed, the saved weight comes back as another tensor, whose gradient nobody reads.
         ctx.parameter, ctx.deferred = weight, deferred
-        return F.linear(x, weight, bias)
+        return rows_times(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0]
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_input = product(gradient, weight) if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         of_weight = None
         if ctx.needs_input_grad[1]:
-            product = DenseProduct(ctx.parameter, x, gradient)
-            of_weight = None if ctx.deferred.take(product) else product.compute()
+            of_weight = now_or_later(DenseProduct(ctx.parameter, x, gradient), ctx.deferred)
         return of_input, of_weight, of_bias, None
 
 

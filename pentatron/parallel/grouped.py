@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pentatron.kernels.products import through_fp32
+
 
 class GroupedRows(Protocol):
     """Rows that are sorted into groups, some of which may have none."""
@@ -50,7 +52,10 @@ class Groups:
             return self._there(rows_NI.device).times(rows_NI, matrices_GIO)
         made = rows_NI.new_empty(len(rows_NI), matrices_GIO.shape[2])
         for rows, matrix, place in zip(self._split(rows_NI), matrices_GIO, self._split(made)):
-            torch.mm(rows, matrix, out=place)
+            if through_fp32(rows):
+                place.copy_(rows.float() @ matrix.float())
+            else:
+                torch.mm(rows, matrix, out=place)
         return made
 
     def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
@@ -58,7 +63,10 @@ class Groups:
             return self._there(left_NO.device).outer(left_NO, right_NI)
         made = left_NO.new_empty(len(self.counts), left_NO.shape[1], right_NI.shape[1])
         for left, right, place in zip(self._split(left_NO), self._split(right_NI), made):
-            torch.mm(left.t(), right, out=place)
+            if through_fp32(left):
+                place.copy_(left.float().t() @ right.float())
+            else:
+                torch.mm(left.t(), right, out=place)
         return made
 
     def _in_one_kernel(self, rows: Tensor, other_width: int) -> bool:

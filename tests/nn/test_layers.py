@@ -49,6 +49,18 @@ def test_a_gate_by_halves_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(ways[0].grad, ways[1].grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_in_few_passes_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    norm = NORMS["RMSNorm"](48, 1e-6)
+    norm.weight.data = torch.randn(48).to(dtype)
+    x, gradient = (torch.randn(2, 5, 3, 48).to(dtype).transpose(1, 2) for _ in range(2))
+    x.requires_grad_()
+    wide = x.float()
+    derived = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype) * norm.weight
+    found, expected = ((y, *torch.autograd.grad(y, (x, norm.weight), gradient)) for y in (norm(x), derived))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_drawing_does_not_touch_the_global_generator() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

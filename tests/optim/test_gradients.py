@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from pentatron.config.run import RunConfig
 from pentatron.optim.build import build_optimizer
-from pentatron.optim.clip import clip_, squared_norm
+from pentatron.optim.clip import clipping, squared_norm
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel import gradients as gradients_module
 from pentatron.parallel import reduction as reduction_module
@@ -55,7 +55,7 @@ class Plain:
                 assert p.grad is not None
                 total.add_(p.grad)
                 p.grad = None
-        clip_(sums, norm, OPTIM.clip_grad)
+        torch._foreach_div_(sums, torch.tensor(1 / clipping(norm, OPTIM.clip_grad)))
         for decays in (True, False):
             chosen = [i for i, p in enumerate(self.parameters) if (p.dim() > 1) is decays]
             values, grads, first, second, steps = (
