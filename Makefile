@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity cuda families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu bench-gpu-page bench-cpu clean
+.PHONY: help setup demo test check format contract guides parity cuda families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu bench-gpu-page bench-cpu bench-host clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -106,6 +106,9 @@ bench-checkpoint: $(READY) ## saving and loading against the disk and against to
 
 bench-cpu: $(READY) ## a training step on the CPU against the same model in transformers
 	@$(BIN)/python bench/cpu.py $(ARGS)
+
+bench-host: $(READY) ## what the host takes for a training step, against transformers
+	@$(BIN)/python bench/host.py $(ARGS)
 
 bench-gpu: $(READY) ## a training step on one GPU, by kernel group; beside others: ARGS="--compare ours titan:compile --peers FOLDER"
 	@$(BIN)/python bench/gpu.py $(or $(ARGS),--shape qwen3-8b-8l qwen2.5-1.5b --breakdown)

@@ -169,78 +169,28 @@ def _update(
         decay = decay * tl.load(entry + 5).to(tl.float32)
         factor = tl.load(control)
         aligned = ((gradient | values | average | square | rounded) & 15) == 0
+        places = (gradient, values, average, square, rounded)
+        numbers = (factor, step_size, decay, beta1, rest1, beta2, rest2, correction, epsilon)
         if aligned & (begin + BLOCK <= elements):
-            _elements(
-                gradient,
-                values,
-                average,
-                square,
-                rounded,
-                begin,
-                elements,
-                factor,
-                step_size,
-                decay,
-                beta1,
-                rest1,
-                beta2,
-                rest2,
-                correction,
-                epsilon,
-                GRADIENT,
-                ROUNDED,
-                BLOCK,
-                True,
-            )
+            _elements(places, numbers, begin, elements, GRADIENT, ROUNDED, BLOCK, True)
         else:
-            _elements(
-                gradient,
-                values,
-                average,
-                square,
-                rounded,
-                begin,
-                elements,
-                factor,
-                step_size,
-                decay,
-                beta1,
-                rest1,
-                beta2,
-                rest2,
-                correction,
-                epsilon,
-                GRADIENT,
-                ROUNDED,
-                BLOCK,
-                False,
-            )
+            _elements(places, numbers, begin, elements, GRADIENT, ROUNDED, BLOCK, False)
 
 
 @triton.jit
 def _elements(
-    gradient,
-    values,
-    average,
-    square,
-    rounded,
+    places,
+    numbers,
     begin,
     elements,
-    factor,
-    step_size,
-    decay,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    correction,
-    epsilon,
     GRADIENT: tl.constexpr,
     ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """One block; a whole and aligned one is read and written in vectors."""
+    gradient, values, average, square, rounded = places
+    factor, step_size, decay, beta1, rest1, beta2, rest2, correction, epsilon = numbers
     offsets = begin + tl.arange(0, BLOCK)
     inside = offsets < elements
     if WHOLE:

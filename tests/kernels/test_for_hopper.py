@@ -1,0 +1,45 @@
+"""Kernels compiled for a GPU that need not be there: an interpreted one may use what a compiled one may not."""
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton, which must not interpret",
+)
+
+
+def compiled(kernel: Any, given: str, constants: dict[str, Any]) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = dict(word.split(":") for word in given.split()) | dict.fromkeys(constants, "constexpr")
+    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+    return str(made.asm["ptx"])
+
+
+def test_the_update() -> None:
+    import triton.language as tl
+
+    from pentatron.kernels.adamw_triton import _update
+
+    tables = "row_of:*i32 first_of:*i32 fixed:*i64 gradients:*i64 control:*fp32"
+    numbers = "step_size decay beta1 rest1 beta2 rest2 correction epsilon".split()
+    given = f"{tables} {' '.join(f'{name}:fp32' for name in numbers)}"
+    made = compiled(_update, given, {"GRADIENT": tl.bfloat16, "ROUNDED": tl.bfloat16, "BLOCK": 8192})
+    assert "ld.global.v4" in made, "whole blocks are read in vectors"
+
+
+def test_gates_and_the_trial() -> None:
+    from pentatron.kernels import swiglu_triton
+    from pentatron.kernels.trial_triton import _store
+
+    width = {"BLOCK": swiglu_triton._BLOCK}
+    compiled(swiglu_triton._forward, "inner:*bf16 made:*bf16 width:i32", width)
+    tensors = "gradient:*bf16 inner:*bf16 of_inner:*bf16 made:*bf16 width:i32"
+    compiled(swiglu_triton._backward, tensors, width)
+    compiled(_store, "place:*fp32", {})
