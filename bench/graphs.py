@@ -1,9 +1,9 @@
-"""What CUDA graphs would bring to a small model: forward and backward launched one by one, and replayed as one graph.
+"""What CUDA graphs bring to a small model at most: forward and backward launched one by one, and replayed as one graph.
 
     python bench/graphs.py [--micro-batch 8 32]
 
 GPT-2 124M, 1024 tokens a sequence, bf16, without the update: eager layers and compiled ones, each launched by the host and replayed.
-A replay is a bound: it leaves out whatever Python does in a step.
+A replay is a bound: it leaves out whatever Python does in a step. What a step of the trainer gains: bench/gpu.py with `--cuda-graphs`.
 """
 
 from __future__ import annotations
