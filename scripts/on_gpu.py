@@ -141,7 +141,7 @@ def cells(name: str, row: Found, controlled: bool) -> str:
     gap = (
         "not run"
         if row.left_out
-        else f"{row.share:.1%}"
+        else f"{row.share:.1%} {row.note}".strip()
         if row.passes
         else f"**fails: {row.share:.1%}** {row.note}"
     )

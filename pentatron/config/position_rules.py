@@ -97,6 +97,15 @@ def _window_dropout(v: Values, facts: Facts) -> str | None:
     )
 
 
+def _repeatable_attention(v: Values, facts: Facts) -> str | None:
+    if not v["deterministic_mode"] or v["attention_backend"] != "cudnn":
+        return None
+    return (
+        "--deterministic-mode: gradients of cuDNN's attention are not the same in every run; use --attention-backend auto, which "
+        "takes another kernel then"
+    )
+
+
 POSITION_RULES: tuple[Rule, ...] = (
     _rotary,
     _factor,
@@ -107,4 +116,5 @@ POSITION_RULES: tuple[Rule, ...] = (
     _window,
     _layers_with_windows,
     _window_dropout,
+    _repeatable_attention,
 )

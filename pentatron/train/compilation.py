@@ -107,7 +107,7 @@ def compile_stages(
         return Compilation(
             notes=(
                 "layers are not compiled: --deterministic-mode wants the same bits in every run, and a compiler may choose other kernels in "
-                "the next; --compile on compiles them all the same",
+                "the next; --compile on compiles them, with kernels that are not chosen by the clock",
             )
         )
     problem = _trial(device)

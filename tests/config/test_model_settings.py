@@ -54,6 +54,10 @@ RULES: list[tuple[str, str, str, str]] = [
      "--attention-backend flash cannot drop attention weights within a window; use --attention-backend auto, or "
      "--attention-dropout 0",
      "--window-size 4,0 --attention-dropout 0.1"),
+    ("_repeatable_attention", "--deterministic-mode --attention-backend cudnn",
+     "--deterministic-mode: gradients of cuDNN's attention are not the same in every run; use --attention-backend auto, which takes "
+     "another kernel then",
+     "--deterministic-mode --attention-backend fused"),
     ("_base", f"{YARN} --rotary-base 1", "--rope-scaling-type yarn needs --rotary-base above 1, not 1.0", YARN),
 ]  # fmt: skip
 

@@ -73,8 +73,8 @@ TABLES = {
     ORACLE: "Models made and saved by `transformers`, loaded from their folder and trained 20 steps beside the original, fp32.",
     LAYOUTS: "Two or four processes over gloo, fp32, against one process on the GPU. Pipelines, rings and all-to-all pass through host memory.",
     CONTROLS: "The mistake must be seen.",
-    WHOLE: "Resumed: equal bit for bit, so any difference counts as infinite; compiled layers with --deterministic-mode, compiled anew for the resumed run. Started by `pentatron train`: losses within 1e-5. Texts: the words of "
-    "the CPU, probabilities within 1e-4.",
+    WHOLE: "Resumed: equal bit for bit, so any difference counts as infinite; with `--deterministic-mode` but where a line says otherwise, compiled anew for the resumed run. "
+    "Without the flag two undisturbed runs may differ, which is told. Started by `pentatron train`: losses within 1e-5. Texts: the words of the CPU, probabilities within 1e-4.",
 }
 NOT_RUN = (
     "NCCL between GPUs, and with it several GPUs or machines: there was one GPU. All collectives above went over gloo.",

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from pentatron.checkpoint.digest import StateDigest
 from pentatron.train.comparison import Trajectory
 from tests.cuda import trials
 from tests.cuda.catalogue import NOT_RUN, TABLES, TINY, Check, checks, measured
 from tests.cuda.trials import LOSS_MASK, ONE_WEIGHT, ROPE_BASE, Found
-from tests.cuda.whole_runs import told_by_pytest
+from tests.cuda.whole_runs import told_by_pytest, verdict
 from tests.parity.cases import FAMILIES, MIXTURES
 
 
@@ -88,3 +89,17 @@ FAILED tests/a.py::test_b[1] - AssertionError: 3 is no 4
     assert (
         found.startswith("1 failed, 348 passed") and "tests/a.py::test_b[1]" in found and "3 is no 4" in found
     )
+
+
+def test_resuming_is_blamed_only_if_the_run_can_be_repeated() -> None:
+    one, other, third = (StateDigest("w", moments, "r", "c") for moments in ("1", "2", "3"))
+    assert verdict(one, one, one, True) == (0.0, "")
+    for repeatable in (True, False):
+        gap, why = verdict(other, one, one, repeatable)
+        assert gap == float("inf") and why.startswith("optimizer") and "resuming is to blame" in why
+    gap, why = verdict(other, one, other, True)
+    assert gap == float("inf") and "not repeatable" in why
+    assert (
+        verdict(other, one, other, False)[0] == 0 and "second of them" in verdict(other, one, other, False)[1]
+    )
+    assert "neither of them" in verdict(third, one, other, False)[1]

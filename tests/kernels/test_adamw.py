@@ -168,7 +168,7 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
         for step in range(2):
             chunk = list(itertools.islice(batches, accumulated))
             losses.append(train_step(model, optimizer, chunk, 1e-2, step=step).loss)
-        states.append([f.values.clone() for f in optimizer.fragments(owned_only=False)])
+            states.append([f.values.clone() for f in optimizer.fragments(owned_only=False)])
         norm = next(p for p in model.stages[0].parameters() if p.dim() == 1)
         sound, norm.data[0] = norm.data[0].clone(), float("inf")
         before = [f.values.clone() for f in optimizer.fragments(owned_only=False)]
@@ -179,5 +179,8 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
         norm.data[0] = sound
         assert train_step(model, optimizer, chunk, 1e-2, step=2).updated
     assert losses[:2] == pytest.approx(losses[2:], rel=1e-6)
-    for found, expected in zip(*states):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    # Two updates from the same gradients. From there on these differ in their last bits, of which Adam makes, where a gradient is all but zero,
+    # as much of a step as the gradient is off.
+    for step, allowed in ((0, 1e-6), (1, 1e-2 * 1e-3)):
+        for found, expected in zip(states[step], states[step + 2], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=allowed)
