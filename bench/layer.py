@@ -1,9 +1,10 @@
 """One layer of a model on one GPU, forward and backward: eager and compiled, with each kernel of attention, and what else a compiler can be told.
 
-    python bench/layer.py [--shape qwen2.5-1.5b] [--micro-batch 4] [--sequence 4096] [--options] [--kernels]
+    python bench/layer.py [--shape qwen2.5-1.5b] [--micro-batch 4] [--sequence 4096] [--options] [--fp8] [--kernels]
 
 Four layers run one after the other, as in a model, in bf16. Says for each way how long a layer takes, what it keeps for backward, how many graphs
-and breaks there are, and what the first run took; with `--options` for settings of the compiler too, with `--kernels` where the time goes.
+and breaks there are, and what the first run took; with `--options` for settings of the compiler too, with `--fp8` only compiled layers in bf16
+and in fp8 by tensor and by row, with `--kernels` where the time goes.
 """
 
 import argparse
@@ -30,10 +31,17 @@ from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.compiled import compile_layers
 from pentatron.nn.mlp import fuse_gates
 from pentatron.parallel.axes import Axes
+from pentatron.parallel.world import single_process
+from pentatron.train.fp8 import WeightScales, use_fp8
 
 LAYERS, WARM, TIMED = 4, 3, 8
 DEVICE = torch.device("cuda")
 SHAPES = {"qwen2.5-1.5b": "qwen2.5-1.5b", "qwen3-8b-8l": "qwen3-8b"}
+FP8 = {
+    "bf16": "",
+    "fp8": "--fp8 hybrid",
+    "fp8 by rows": "--fp8 hybrid --fp8-recipe rowwise",
+}
 # Settings of inductor, and of what divides a graph into forward and backward.
 OPTIONS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "coordinate descent": ({"coordinate_descent_tuning": True}, {}),
@@ -43,14 +51,16 @@ OPTIONS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
-def build(shape: str, backend: str, sequence: int) -> CausalLM:
-    words = f"--preset {SHAPES[shape]} --num-layers {LAYERS} --seq-length {sequence} --bf16 --mock-data --train-iters 1"
+def build(shape: str, backend: str, sequence: int, more: str) -> CausalLM:
+    words = f"--preset {SHAPES[shape]} --num-layers {LAYERS} --seq-length {sequence} --bf16 --mock-data --train-iters 1 {more}"
     config = resolve(gather(words.split(), TRAIN), Facts(1, 1, 1)).config
     part = StagePart(tuple(range(LAYERS)), embedding=False, head=False)
     model = build_stages(config.model, config.moe, {0: part}, Axes(), 1, DEVICE, backend)[0]
     fuse_gates([model])
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
+    use_fp8(config, [model])
+    WeightScales(config, single_process(DEVICE), [model]).refresh()
     return model
 
 
@@ -97,10 +107,12 @@ def options(name: str) -> Iterator[None]:
         yield
 
 
-def measure(name: str, arguments: argparse.Namespace, backend: str, compiled: bool, option: str = "") -> Step:
+def measure(
+    name: str, arguments: argparse.Namespace, backend: str, compiled: bool, option: str = "", more: str = ""
+) -> Step:
     torch._dynamo.reset()
     counters.clear()
-    model = build(arguments.shape, backend, arguments.sequence)
+    model = build(arguments.shape, backend, arguments.sequence, more)
     with options(option):
         if compiled:
             compile_layers([model], documents=False)
@@ -124,7 +136,7 @@ def show_kernels(step: Step) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    for kernel in sorted(seen.key_averages(), key=lambda k: -k.self_device_time_total)[:16]:
+    for kernel in sorted(seen.key_averages(), key=lambda k: -k.self_device_time_total)[:24]:
         print(f"  {kernel.self_device_time_total / LAYERS / 1e3:8.3f} ms  {kernel.key[:100]}")
 
 
@@ -134,11 +146,18 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--options", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this measures a GPU, and there is none here")
     print(f"{arguments.shape}, {arguments.micro_batch} × {arguments.sequence}, a layer forward and backward:")
+    if arguments.fp8:
+        for name, more in FP8.items():
+            step = measure(f"compiled, {name}", arguments, "auto", compiled=True, more=more)
+            if arguments.kernels:
+                show_kernels(step)
+        return
     for backend in ("flash", "auto"):
         measure(f"eager, attention {backend}", arguments, backend, compiled=False)
     measure("compiled, attention flash", arguments, "flash", compiled=True)
