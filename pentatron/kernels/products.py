@@ -1,7 +1,7 @@
 """Products of matrices in half precision on processors that have no instructions for it.
 
 There every number is turned into fp32 inside the product, again and again. Turning both matrices into fp32 at once and rounding the result, once,
-computes the same (numbers are multiplied and added in fp32 either way, in another order) in a third of the time.
+computes the same (numbers are multiplied and added in fp32 either way, in another order) in less time.
 """
 
 import platform

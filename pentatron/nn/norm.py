@@ -34,7 +34,7 @@ def _scaled(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 class _NormedInFewPasses(torch.autograd.Function):
-    """An RMSNorm with the same bits: backward goes over memory about half as often as what autograd derives, which on a CPU is what it takes."""
+    """An RMSNorm with the same bits: backward goes over memory less often than what autograd derives, and that is what it costs on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
