@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal")
     cores = os.cpu_count() or 1
     parser.add_argument(
-        "--jobs", type=int, default=max(1, cores // 3), help="checks of one process at a time"
+        "--jobs", type=int, default=max(1, cores * 3 // 8), help="checks of one process at a time"
     )
     parser.add_argument("--groups", type=int, default=max(1, cores // 3), help="checks of several at a time")
     words = parser.parse_args()

@@ -59,7 +59,7 @@ RECOMPUTED = {
 FP8 = "--bf16 --fp8 hybrid"
 
 # One of so many layouts of four processes; all of them would take minutes more.
-OF_FOUR = 3
+OF_FOUR = 4
 
 EXACT, PRESETS = "fp32 on the GPU against the CPU", "Every preset's structure in small form, fp32"
 FASTER, HALVES = "What is on by default against plain layers", "bf16, fp16 and fp8"

@@ -61,6 +61,8 @@ def resumed(name: str, device: str) -> Rows:
     once more, compiles its layers anew: a run may go on where nothing of the compiler's is left.
     """
     ranks, words = RESUMED[name]
+    if device == "cpu":
+        words = words.replace("--attention-backend cudnn", "")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         flags = f"{words} {write_corpora(folder)}"
