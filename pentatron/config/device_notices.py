@@ -102,7 +102,7 @@ def _one_by_one(draft: Draft, facts: Facts) -> str:
 
 def _compiled_one_by_one(draft: Draft, facts: Facts) -> str:
     """Only layers that are compiled whole, and that nothing comes between, can be one function."""
-    if draft["compile_layers_together"] in (None, 1):
+    if draft["compile_layers_together"] == 1:
         return ""
     wanted = draft["compile"]
     if wanted == "off" or (wanted == "auto" and draft["deterministic_mode"]):

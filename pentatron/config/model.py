@@ -193,7 +193,7 @@ class KernelConfig:
     compile: str = setting(
         "auto", "compile every layer: on a GPU (auto), always, never", choices=("auto", "on", "off")
     )
-    compile_layers_together: int | None = setting(
+    compile_layers_together: int = setting(
         1,
         "layers that are compiled as one: more take longer to compile, and less of the host's time in every step, for which small models wait",
     )

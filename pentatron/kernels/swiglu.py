@@ -10,7 +10,7 @@ from pentatron.kernels.choice import by_kernel
 def swiglu(inner: Tensor) -> Tensor:
     """Gate first, then what it lets through; in fp32, rounded once."""
     # A compiler makes a kernel of what is written below, and one with its neighbours.
-    if by_kernel(inner) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and by_kernel(inner):
         from pentatron.kernels.swiglu_triton import swiglu as by_triton
 
         return by_triton(inner.contiguous())

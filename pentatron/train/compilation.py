@@ -13,15 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pentatron.config.errors import UserError
-from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
 from pentatron.nn.compiled import Compiled, compile_layers
 from pentatron.parallel.whereabouts import Whereabouts
-from pentatron.train.graphs import waits_for_launches
 
 _NOTHING = Compiled(0, ())
-# Small layers that are one function: more would take longer to compile, and hardly less of the host's time.
-_TOGETHER = 4
 # Of torch's logger: a function has more versions than it allows, or cannot be compiled; it runs as it is then.
 _GIVEN_UP = ("torch._dynamo hit config.", "WON'T CONVERT")
 
@@ -128,22 +124,11 @@ def compile_stages(
     documents = config.data.reset_attention_mask or config.data.sft_packing
     # The compiler tries some kernels, and takes those that were fastest then: not the same in every run, and sums in another order.
     options = {"deterministic": True} if config.precision.deterministic_mode else None
-    compiled = compile_layers(stages, documents, options=options, together=layers_together(config, device))
+    compiled = compile_layers(stages, documents, options=options, together=config.kernels.compile_layers_together)
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)
     return made
-
-
-def layers_together(config: RunConfig, device: torch.device) -> int:
-    """How many layers are one function: what the settings say, or several small ones on a GPU whose launches are not recorded."""
-    wanted = config.kernels.compile_layers_together
-    if wanted is not None:
-        return wanted
-    recorded = WANTED[config.kernels.cuda_graphs] != "off" and not not_recordable(config.flat())
-    if recorded or device.type != "cuda" or not waits_for_launches(config, device):
-        return 1
-    return _TOGETHER
 
 
 def _in_one_line(message: str) -> str:

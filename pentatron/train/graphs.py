@@ -301,13 +301,6 @@ def layer_seconds(config: RunConfig, peak: float | None) -> float:
     return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * _USUAL_SHARE)
 
 
-def waits_for_launches(config: RunConfig, device: torch.device) -> bool:
-    """Whether a GPU computes a layer sooner than the host has launched it."""
-    found = peak_of(torch.cuda.get_device_name(device))
-    peak = None if found is None else found.of(config.precision.name != "fp32")
-    return layer_seconds(config, peak) <= _LAUNCHING_SECONDS
-
-
 def record_steps(config: RunConfig, device: torch.device, configured: bool) -> Recording:
     """Records what the settings say, or says why not. `configured`: the program is ours, from the first layer to the loss."""
     wanted = WANTED[config.kernels.cuda_graphs]
@@ -322,7 +315,9 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
         if reason:
             raise UserError(f"--cuda-graphs on is not possible: {reason}; use --cuda-graphs auto")
         return Recording(CudaGraphs(device), required=True)
-    if not waits_for_launches(config, device):
+    found = peak_of(torch.cuda.get_device_name(device))
+    peak = None if found is None else found.of(config.precision.name != "fp32")
+    if layer_seconds(config, peak) > _LAUNCHING_SECONDS:
         return Recording()
     if reason:
         return Recording(

@@ -33,7 +33,8 @@ def trial(monkeypatch: pytest.MonkeyPatch, found: bool | Exception) -> list[int]
         tries.append(1)
         if isinstance(found, Exception):
             raise found
-        return found
+        # Real memory also where a compiler asks, which itself computes with tensors that have none.
+        return found and bool(torch.zeros(1).add_(1).item() == 1)
 
     module = ModuleType("pentatron.kernels.trial_triton")
     module.stored = stored  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
 """Whether a run is compiled, and what is told of it."""
 
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from pentatron.layout.ranks import Grid
 from pentatron.nn.compiled import Compiled
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.parallel.world import connect
-from pentatron.train.compilation import Compilation, compile_stages, layers_together
+from pentatron.train.compilation import Compilation, compile_stages
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
@@ -55,29 +54,6 @@ def test_by_default_on_gpus_alone(
     words: str, device: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert settled(words, monkeypatch, device=device).compiled.layers == layers
-
-
-@pytest.mark.parametrize(
-    ("words", "device", "expected"),
-    [
-        ("--cuda-graphs off", "cuda", 4),
-        ("--cuda-graphs off", "cpu", 1),
-        ("--cuda-graphs off --hidden-size 4096 --seq-length 4096", "cuda", 1),
-        # Whose launches are recorded, the host enters nothing.
-        ("--cuda-graphs auto", "cuda", 1),
-        ("--cuda-graphs auto --fp8 hybrid --bf16", "cuda", 4),
-        ("--cuda-graphs off --compile-layers-together 2", "cuda", 2),
-    ],
-)
-def test_small_layers_are_compiled_together(
-    words: str, device: str, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    config = resolved(words).config
-    if "together" not in words:
-        kernels = dataclasses.replace(config.kernels, compile_layers_together=None)
-        config = dataclasses.replace(config, kernels=kernels)
-    assert layers_together(config, torch.device(device)) == expected
 
 
 def test_without_a_compiler_it_is_told_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
