@@ -124,7 +124,9 @@ def compile_stages(
     documents = config.data.reset_attention_mask or config.data.sft_packing
     # The compiler tries some kernels, and takes those that were fastest then: not the same in every run, and sums in another order.
     options = {"deterministic": True} if config.precision.deterministic_mode else None
-    compiled = compile_layers(stages, documents, options=options, together=config.kernels.compile_layers_together)
+    compiled = compile_layers(
+        stages, documents, options=options, together=config.kernels.compile_layers_together
+    )
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)
