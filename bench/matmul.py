@@ -86,7 +86,7 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("This needs a GPU; there is none here.")
-        return 1
+        return 2
     fp8 = torch.cuda.get_device_capability() >= (8, 9)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds (TFLOP/s)")
     for name in options.shape:

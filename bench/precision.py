@@ -228,6 +228,8 @@ def main() -> None:
     parser.add_argument("--fp16", action="store_true", help="fp16 on a CPU too")
     options = parser.parse_args()
     on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    if options.only == "fp8" and not on_gpu:
+        sys.exit("--only fp8 needs a GPU with fp8 matmuls; there is none here")
     place = torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()})"
     print(f"torch {torch.__version__}, {place}")
     with tempfile.TemporaryDirectory() as folder:

@@ -71,6 +71,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds a command may take")
     options = parser.parse_args()
     wanted = [command for command in COMMANDS if options.only in command]
+    if not wanted:
+        print(f"no command contains {options.only!r}; --list shows them")
+        return 2
     if options.list:
         print("\n".join([*wanted, WRITE]))
         return 0

@@ -114,6 +114,16 @@ def _compiled_one_by_one(draft: Draft, facts: Facts) -> str:
         "context ranks talk to each other inside a layer": draft["context_parallel_size"] > 1,
         "weight gradients wait for another part of the schedule": _halves(draft),
         "weights are waited for at every layer (ZeRO 3)": draft["zero_stage"] == 3,
+        "weights are waited for at every layer (--overlap-param-gather)": draft["overlap_param_gather"]
+        and draft["zero_stage"] > 0
+        and draft["data_parallel_size"] != 1,
+        "layers of your own (--spec) are not compiled": bool(draft["spec"]),
+        f"there are {draft['num_layers']} layers on {draft['pipeline_model_parallel_size']} pipeline rank(s)": (
+            draft["num_layers"] < draft["compile_layers_together"] * draft["pipeline_model_parallel_size"]
+        ),
+        "fewer are recomputed at a time": draft["recompute_granularity"] == "full"
+        and draft["recompute_method"] != "block"
+        and (draft["recompute_num_layers"] or 1) < draft["compile_layers_together"],
     }
     for reason, holds in apart.items():
         if holds:

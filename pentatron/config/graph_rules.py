@@ -34,7 +34,11 @@ def _recorded_if_asked_for(v: Values, facts: Facts) -> str | None:
     if WANTED.get(v["cuda_graphs"]) != "on":
         return None
     reason = "the run is on a CPU" if v["device"] == "cpu" else not_recordable(v)
-    return f"--cuda-graphs on is not possible: {reason}; use --cuda-graphs auto" if reason else None
+    return (
+        f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
+        if reason
+        else None
+    )
 
 
 GRAPH_RULES = (_recorded_if_asked_for,)

@@ -21,7 +21,7 @@ from pentatron.config.errors import UserError
 from pentatron.data.boundaries import DOCUMENT_STARTS, Sample
 from pentatron.layout.documents import DocumentStarts
 
-_TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
+TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 _REMOTE_ERROR = f"{UserError.__module__}.{UserError.__qualname__}: "
 _SECONDS_TO_DIE = 0.5
 
@@ -53,7 +53,7 @@ class Batch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Another batch with every tensor changed by a function."""
-        changed: dict[str, Any] = {name: function(getattr(self, name)) for name in _TENSORS}
+        changed: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
@@ -190,7 +190,7 @@ class _LeaveSignalsToTheRank:
 def collate(samples: Sequence[Sample]) -> Batch:
     """Stack samples into one batch; beside others that have documents, a sample without is one document."""
     fields: dict[str, Any] = {
-        name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in _TENSORS
+        name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in TENSORS
     }
     if any(DOCUMENT_STARTS in sample for sample in samples):
         whole = np.zeros(1, np.int64)

@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 
-import torch
 from torch import Tensor
 
 
@@ -29,9 +28,9 @@ def triton_problem() -> str:
         return f"{type(error).__name__}: {words[0][:200]}"
 
 
-@torch.compiler.assume_constant_result
 def triton_works() -> bool:
-    """On this process's GPU. Compiled layers ask too, and a compiler cannot look into how that is found out."""
+    """On this process's GPU. Compiled layers ask too: a compiler, which cannot look into how that is found out, is told that it stays so
+    (`nn.compiled`; not here, where saying so would import the compiler)."""
     return not triton_problem()
 
 

@@ -108,7 +108,7 @@ def _scale_of(
 def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale, unscale = (largest.new_empty((), dtype=torch.float32) for _ in range(2))
     count = largest.numel()
-    block = min(_MAXIMA, triton.next_power_of_2(count))
+    block = min(_MAXIMA, triton.next_power_of_2(max(count, 1)))
     limit = torch.finfo(dtype).max
     _scale_of[(1,)](largest, scale, unscale, count, limit, LARGEST_SCALE, block, num_warps=16)
     return scale, unscale

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pentatron.kernels.choice import triton_works
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention import SelfAttention
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, WeightedModule
@@ -40,11 +41,12 @@ def compile_layers(
 ) -> Compiled:
     """Compiles the layers of these stages, and their last norm, when they first run.
 
-    `documents`: sequences are divided by what their tokens are. `together`: so many layers are one graph, where nothing comes between them. The forward of a module is replaced, so that hooks (those that gather shards,
-    say) stay outside. Must be called when the stages are whole: with weight gradients deferred, if they are.
+    `documents`: sequences are divided by what their tokens are. `together`: so many layers are one graph, where nothing comes
+    between them. The forward of a module is replaced, so that hooks (those that gather shards, say) stay outside. Must be called when the stages are whole: with weight gradients deferred, if they are.
     """
     from torch import _dynamo as dynamo
 
+    dynamo.assume_constant_result(triton_works)
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_VERSIONS)
     # Shards hide what else a layer is: without these guards one with a window would run the graph of one without.
     dynamo.config.skip_fsdp_guards = False

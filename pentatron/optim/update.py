@@ -60,7 +60,9 @@ class Update(ABC):
         where it changes during a run."""
         self.before()
         factor = clipping(norm, self.config.clip_grad, scale)
-        divisor = None if factor == 1 else torch.tensor(1 / factor, dtype=torch.float32)
+        # Written by the device itself: a copy from the host would be waited for, portion by portion.
+        device = self._parts[0].values.device if self._parts else None
+        divisor = None if factor == 1 else torch.full((), 1 / factor, dtype=torch.float32, device=device)
         for decays in (True, False):
             decay = self._decay(weight_decay) if decays else 0.0
             chosen = [(p, g) for p, g in zip(self._parts, gradients, strict=True) if p.decays is decays]

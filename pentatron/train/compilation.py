@@ -28,7 +28,7 @@ class Compilation:
     def __init__(self, compiled: Compiled = _NOTHING, notes: tuple[str, ...] = ()) -> None:
         self.compiled, self.notes = compiled, notes
         self.seconds, self.times = 0.0, 0
-        self._given_up: list[str] = []
+        self._given_up: dict[str, None] = {}
         self._told: set[str] = set()
         self._took_told = False
 
@@ -53,7 +53,7 @@ class Compilation:
         def give_up(record: logging.LogRecord) -> bool:
             if not str(record.msg).startswith(_GIVEN_UP) or (it := own()) is None:
                 return True
-            it._given_up.append(record.getMessage())
+            it.give_up(record.getMessage())
             return False
 
         log = logging.getLogger("torch._dynamo.convert_frame")
@@ -77,14 +77,18 @@ class Compilation:
             layers = f"{self.compiled.layers} layer{'s' if self.compiled.layers > 1 else ''}"
             yield f"compiled {layers} in {self.seconds:.1f} s; the first step took {step_seconds:.1f} s with it"
 
+    def give_up(self, message: str) -> None:
+        """Torch says so again and again of the same part."""
+        if (line := _in_one_line(message)) not in self._told:
+            self._given_up[line] = None
+
     def given_up(self) -> list[str]:
         """Parts that torch no longer compiles, as far as nobody was told."""
-        lines = dict.fromkeys(_in_one_line(message) for message in self._given_up)
-        return [line for line in lines if line not in self._told]
+        return list(self._given_up)
 
     def told(self) -> None:
         """All that was given up so far is known."""
-        self._told.update(self.given_up())
+        self._told.update(self._given_up)
         self._given_up.clear()
 
     def off(self) -> AbstractContextManager[Any]:

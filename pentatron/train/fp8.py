@@ -12,7 +12,7 @@ from pentatron.config.run import RunConfig
 from pentatron.kernels.fp8 import E4M3, MULTIPLE, scales_of
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.linear import VocabularyTable, WeightedModule
-from pentatron.parallel.scaled_linear import FORMATS
+from pentatron.parallel.scaled_linear import FORMATS, UNKNOWN
 from pentatron.parallel.world import World
 
 # The first GPUs with such instructions are Ada's; Hopper and Blackwell have them too.
@@ -76,6 +76,11 @@ class WeightScales:
         # Not before: a model that nobody trains finds them itself.
         for module, scale, unscale in zip(self._modules, self._scales, self._unscales):
             module.scale = (scale, unscale)
+
+    def forget(self) -> None:
+        """To be called before weights change: whoever multiplies by them outside a step or a validation finds what fits them."""
+        for module in self._modules:
+            module.scale = UNKNOWN
 
 
 def left_in_bf16(config: RunConfig, stages: Collection[CausalLM]) -> list[str]:

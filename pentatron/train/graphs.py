@@ -10,6 +10,7 @@ Everything runs as it is written once before it is recorded: compilers, kernels 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from pentatron.config.errors import UserError
 from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
-from pentatron.data.loader import Batch
+from pentatron.data.loader import TENSORS, Batch
 from pentatron.models.flops import step_flops
 from pentatron.monitor.peaks import peak_of
 from pentatron.nn.dropout import DropoutKeys
@@ -34,8 +35,6 @@ _LAUNCHING_SECONDS = 2.5e-3
 _USUAL_SHARE, _USUAL_PEAK = 0.5, 300.0
 # Of the memory that is free, what a recording may take.
 _ROOM = 0.8
-
-_TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class Computation(StageProgram, Protocol):
@@ -85,13 +84,20 @@ class CudaGraphs:
         return f"it would hold {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        # Other threads may go on: they copy batches and save checkpoints on streams of their own.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            made = work()
-        self._pool = graph.pool()
+        try:
+            # Other threads may go on: they copy batches and save checkpoints on streams of their own.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                made = work()
+        except Exception:
+            # A recording that broke is left half open: its stream is still the current one, and memory still comes from its pool.
+            torch.cuda.set_stream(stream)
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
+            raise
         self.held += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph.replay, made
 
@@ -124,7 +130,7 @@ class _Inputs:
         self.seed.fill_(scale)
 
     def _pairs(self, batch: Batch, keys: DropoutKeys | None) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from ((getattr(self.batch, name), getattr(batch, name)) for name in _TENSORS)
+        yield from ((getattr(self.batch, name), getattr(batch, name)) for name in TENSORS)
         if keys is not None and self.keys is not None:
             yield self.keys.rows, keys.rows
 
@@ -150,10 +156,15 @@ class Recording:
     """What is recorded of a run, if anything. `notes` are for the beginning of a run."""
 
     def __init__(
-        self, recorder: Recorder | None = None, required: bool = False, notes: tuple[str, ...] = ()
+        self,
+        recorder: Recorder | None = None,
+        required: bool = False,
+        notes: tuple[str, ...] = (),
+        draws: bool = False,
     ) -> None:
+        """`required`: a run that cannot be recorded ends. `draws`: from torch's generator, which a recording that breaks leaves unusable."""
         self.notes = notes
-        self._recorder, self._required = recorder, required
+        self._recorder, self._required, self._draws = recorder, required, draws
         self._inputs: _Inputs | None = None
         self._warm: set[int] = set()
         self._graphs: dict[int, _Recorded] = {}
@@ -223,16 +234,16 @@ class Recording:
             return loss.detach()
 
         began = time.perf_counter()
-        problem = "" if self._required else recorder.lacks()
+        problem, ends = "" if self._required else recorder.lacks(), self._required
         if not problem:
             try:
                 replay, loss = recorder.record(work)
             except Exception as error:  # a graph that cannot be made is told of in many ways
                 words = str(error).strip().splitlines() or [""]
-                problem = f"{type(error).__name__}: {words[0][:200]}"
+                problem, ends = f"{type(error).__name__}: {words[0][:200]}", ends or self._draws
         if problem:
             _put(holders, before)
-            self._give_up(problem)
+            self._give_up(problem, ends)
             return None
         found = _Recorded(replay, loss, before, [holder.values for holder in holders])
         _put(holders, before)
@@ -247,10 +258,11 @@ class Recording:
             f"with {held / 2**30:.1f} GiB of their own"
         ]
 
-    def _give_up(self, problem: str) -> None:
-        if self._required:
+    def _give_up(self, problem: str, ends: bool) -> None:
+        if ends:
+            how = "on" if self._required else "auto"
             raise UserError(
-                f"--cuda-graphs on: a micro-batch cannot be recorded ({problem}); use --cuda-graphs off"
+                f"--cuda-graphs {how}: a micro-batch cannot be recorded ({problem}); use --cuda-graphs off"
             )
         self._recorder = None
         self._graphs.clear()
@@ -311,10 +323,13 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
         reason = reason or "a model or a forward step of your own may decide while it runs"
     if device.type != "cuda" or torch.version.hip:
         reason = "there is no GPU of NVIDIA's"
+    draws = config.model.attention_dropout > 0
     if wanted == "on":
         if reason:
-            raise UserError(f"--cuda-graphs on is not possible: {reason}; use --cuda-graphs auto")
-        return Recording(CudaGraphs(device), required=True)
+            raise UserError(
+                f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
+            )
+        return Recording(CudaGraphs(device), required=True, draws=draws)
     found = peak_of(torch.cuda.get_device_name(device))
     peak = None if found is None else found.of(config.precision.name != "fp32")
     if layer_seconds(config, peak) > _LAUNCHING_SECONDS:
@@ -325,4 +340,4 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
                 f"CUDA graphs are left out, though launching kernels takes longer than such small layers compute: {reason}",
             )
         )
-    return Recording(CudaGraphs(device))
+    return Recording(CudaGraphs(device), draws=draws)

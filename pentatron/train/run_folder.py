@@ -68,7 +68,8 @@ class RunFolder:
         entries = {entry.name for entry in self.path.iterdir()} - {".lock"}
         if not entries:
             return None
-        if not entries & {"config.yaml", "metrics.jsonl", "checkpoints", "latest", "data"}:
+        # A run that was refused while it began leaves its log alone.
+        if not entries & {"config.yaml", "metrics.jsonl", "checkpoints", "latest", "data", "train.log"}:
             raise UserError(
                 f"{self.path} holds other files than a run's, so it is not moved aside; choose another folder"
             )

@@ -125,6 +125,7 @@ def _start(
         loss = model.executor.train(model.config.schedule(len(batches)), watched, optimizer, scale)
         with model.timers("all-grads-sync", 1):
             optimizer.finish_reduction()
+    model.weight_scales.forget()
     of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm()))
     totals = all_reduce_(torch.cat((of_step, model.routers.numbers())), world.everyone)
     return _UnderWay(totals, valid.total(), loss, scale)
@@ -174,6 +175,7 @@ def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int
         totals[0] += _said_once(loss, world)
         if counts_tokens:
             totals[1] += torch.stack([b.valid_tokens.double() for b in chunk]).sum()
+    model.weight_scales.forget()
     model.train()
     loss_sum, valid = all_reduce_(totals, world.everyone).tolist()
     return float(loss_sum / max(valid, 1.0))

@@ -171,7 +171,8 @@ class Trainer:
 
     def _given_up(self, ranks: RankReport | None) -> list[str]:
         """What torch does not compile on any rank. Told when ranks tell their numbers: one of these says whether there is anything."""
-        if ranks is None or not any(ranks.unheard):
+        alone = self.world.everyone.size == 1
+        if not alone and (ranks is None or not any(ranks.unheard)):
             return []
         found = of_all_ranks(self.model.compilation.given_up(), self.world)
         self.model.compilation.told()

@@ -28,7 +28,7 @@ ON_A_GPU = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "use_pytorch_profiler": "--profile --profile-step-start 1 --profile-step-end 2 --use-pytorch-profiler",
     "moe_grouped_gemm": "--bf16 --num-experts 4 --disable-bias-linear --moe-grouped-gemm",
-    "compile_layers_together": "--compile-layers-together 4",
+    "compile_layers_together": "--compile-layers-together 2",
     "fp16": "--fp16",
 }
 
@@ -79,7 +79,25 @@ def test_every_one_is_asked() -> None:
         ("use_pytorch_profiler", "--use-pytorch-profiler", "nothing is profiled", ONE),
         ("compile_layers_together", "--compile-layers-together 4 --compile off", "no layer is compiled", ONE),
         ("compile_layers_together", "--compile-layers-together 4 --tp_size 2", "tensor ranks talk", TWO),
-        ("compile_layers_together", "--compile-layers-together 4 --compile on", "", ONE),
+        ("compile_layers_together", "--compile-layers-together 2 --compile on", "", ONE),
+        (
+            "compile_layers_together",
+            "--compile-layers-together 64 --compile on",
+            "layers on 1 pipeline rank",
+            ONE,
+        ),
+        (
+            "compile_layers_together",
+            "--compile-layers-together 2 --compile on --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "fewer are recomputed",
+            ONE,
+        ),
+        (
+            "compile_layers_together",
+            "--compile-layers-together 2 --compile on --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            "(--overlap-param-gather)",
+            TWO,
+        ),
     ],
 )
 def test_what_is_idle_on_a_gpu_too(name: str, words: str, told: str, facts: Facts) -> None:

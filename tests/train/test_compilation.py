@@ -136,7 +136,7 @@ def with_a_stubborn_stage(folder: str) -> None:
         if dist.get_rank() == 0:
             return Compilation(notes=("of both",))
         made = Compilation(notes=("not compiled: a layer of your own", "of both"))
-        made._given_up.append("WON'T CONVERT forward\nTypeError: no such kernel")
+        made.give_up("WON'T CONVERT forward\nTypeError: no such kernel")
         return made
 
     with pytest.MonkeyPatch.context() as patched:

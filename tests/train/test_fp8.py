@@ -122,6 +122,7 @@ def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         first_only = iter([WeightScales.refresh])
         patch.setattr(WeightScales, "refresh", lambda self: next(first_only, lambda scales: None)(self))
+        patch.setattr(WeightScales, "forget", lambda self: None)
         assert run("once") != kept
     monkeypatch.setattr(WeightScales, "__init__", lambda self, *given: setattr(self, "_modules", []))
     assert run("each") == kept
@@ -133,6 +134,8 @@ def test_scales_are_kept_for_those_who_ask_to_find_them() -> None:
     assert all(m.scale == UNKNOWN for m in matrices), "nobody has looked yet"
     model.weight_scales.refresh()
     assert all(m.scale[0] == scaled(m.weight, E4M3).scale for m in matrices)
+    model.weight_scales.forget()
+    assert all(m.scale == UNKNOWN for m in matrices)
     by_rows = built(f"{FP8} --fp8-recipe rowwise")
     by_rows.weight_scales.refresh()
     assert all(m.scale == UNKNOWN for m in weighted(by_rows)) and in_fp8(by_rows)
