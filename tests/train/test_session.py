@@ -24,6 +24,7 @@ from pentatron.data.synthetic import SyntheticDataset
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.train.program import Program
+from pentatron.train.run_folder import RunFolder
 from pentatron.train.session import Outcome, run_training
 from pentatron.train.step import StepResult
 from tests.harness import distributed
@@ -184,6 +185,16 @@ def test_fresh_moves_the_earlier_run_aside(tmp_path: Path, capsys: pytest.Captur
     assert len(losses(tmp_path / "a")) == 2 and len(losses(tmp_path / "a.1")) == 6
     run(tmp_path / "a", "--train-iters 2", resumes=False)
     assert (tmp_path / "a.2").is_dir() and f"moved to {tmp_path / 'a.2'}" in capsys.readouterr().out
+
+
+def test_the_log_of_a_run_that_was_refused_is_moved_aside_too(tmp_path: Path) -> None:
+    """It is all that such a run leaves; files of others stay where they are."""
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="other files than a run's"):
+        RunFolder(tmp_path / "demo").move_aside()
+    (tmp_path / "demo" / "train.log").write_text("refused")
+    assert RunFolder(tmp_path / "demo").move_aside() == tmp_path.resolve() / "demo.1"
 
 
 def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
