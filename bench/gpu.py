@@ -32,7 +32,7 @@ from bench.ours import words_of
 from bench.performance_page import write_page
 from bench.steps import SHAPES, Case, versions
 from bench.through_train import through_train
-from bench.turns import Competitor, Turns, seconds_since
+from bench.turns import Competitor, Turns
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/performance.md"
@@ -105,15 +105,16 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
         options.breakdown or 0,
         options.at_once,
     )
-    for shape in options.shape:
-        for micro_batch in options.micro_batch:
-            length = options.seq or _USUAL_LENGTH.get(shape, 4096)
-            cases = [Case(name, shape, micro_batch, length, options.device) for name in options.compare]
-            turns.run(cases, bench.tell)
-            print(
-                f"# {shape}, micro-batch {micro_batch} × {length}: {seconds_since(began)} so far",
-                file=sys.stderr,
-            )
+    turns.run(
+        [
+            Case(name, shape, micro_batch, options.seq or _USUAL_LENGTH.get(shape, 4096), options.device)
+            for shape in options.shape
+            for micro_batch in options.micro_batch
+            for name in options.compare
+        ],
+        bench.tell,
+    )
+    print(f"# {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
 def against_train(bench: Bench, options: argparse.Namespace) -> None:

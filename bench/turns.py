@@ -2,13 +2,13 @@
 with time (clocks, heat) falls on all alike, and everything is compiled once."""
 
 import contextlib
+import itertools
 import json
 import select
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.steps import GIB, Case, record
@@ -102,11 +102,29 @@ class Turns:
         self.breakdown, self.at_once = breakdown, at_once
 
     def run(self, cases: Sequence[Case], tell: Callable[[dict[str, Any]], None]) -> None:
-        for first in range(0, len(cases), self.at_once):
-            self._run_together(cases[first : first + self.at_once], tell)
+        """Cases of one shape and size, or of several: only those of the same compute in turns."""
+        groups = list(self._groups(cases))
+        # Imports take seconds and no GPU: who is to come next begins with them while others compile.
+        waiting = self._started(groups[0])
+        for number, group in enumerate(groups, 1):
+            ready = waiting
+            waiting = self._started(groups[number]) if number < len(groups) else {}
+            self._run_together(ready, tell)
+            print(f"# {number} of {len(groups)}: {_named(group)}", file=sys.stderr, flush=True)
 
-    def _run_together(self, cases: Sequence[Case], tell: Callable[[dict[str, Any]], None]) -> None:
-        together, later = self._first_round(cases)
+    def _groups(self, cases: Sequence[Case]) -> Iterator[list[Case]]:
+        for _, same in itertools.groupby(cases, lambda case: (case.shape, case.micro_batch, case.sequence)):
+            of_one_size = list(same)
+            for first in range(0, len(of_one_size), self.at_once):
+                yield of_one_size[first : first + self.at_once]
+
+    def _started(self, cases: Sequence[Case]) -> dict[Case, Competitor]:
+        return {case: self.start(case) for case in cases}
+
+    def _run_together(
+        self, started: Mapping[Case, Competitor], tell: Callable[[dict[str, Any]], None]
+    ) -> None:
+        together, later = self._first_round(started)
         for _ in range(1, self.blocks):
             for competitor in together:
                 if competitor.failure is None:
@@ -125,12 +143,10 @@ class Turns:
                     alone.block(self.steps, self.timeout)
             self._finish(alone, False, tell)
 
-    def _first_round(self, cases: Sequence[Case]) -> tuple[list[Competitor], list[Case]]:
+    def _first_round(self, started: Mapping[Case, Competitor]) -> tuple[list[Competitor], list[Case]]:
         """Who computes in turns, with their first blocks done, and who has to wait."""
         together: list[Competitor] = []
         later: list[Case] = []
-        # Imports take seconds and no GPU: all begin at once.
-        started = {case: self.start(case) for case in cases}
         for case, competitor in started.items():
             if not _has_room(together):
                 competitor.end()
@@ -173,5 +189,7 @@ def _has_room(together: Sequence[Competitor]) -> bool:
     return bool(held + max(c.beyond_held for c in sound) + _RESERVE <= sound[0].last["total"])
 
 
-def seconds_since(began: float) -> str:
-    return f"{time.monotonic() - began:.0f} s"
+def _named(group: Sequence[Case]) -> str:
+    first = group[0]
+    names = ", ".join(case.name for case in group)
+    return f"{first.shape}, {first.micro_batch} × {first.sequence}: {names}"
