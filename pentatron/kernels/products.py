@@ -27,9 +27,10 @@ _HAS_INSTRUCTIONS = _has_instructions()
 
 
 def through_fp32(rows: Tensor) -> bool:
-    """Whether products of these rows are quicker in fp32."""
+    """Whether products of these rows are quicker in fp32. A compiler would keep the copies for backward."""
     return (
         not _HAS_INSTRUCTIONS
+        and not torch.compiler.is_compiling()
         and rows.dtype in _HALVES
         and rows.device.type == "cpu"
         and rows.numel() >= _FEW_ROWS * rows.shape[-1]

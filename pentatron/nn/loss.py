@@ -94,12 +94,7 @@ def token_losses(
     from `vocabulary` on are padding and take no probability."""
     if group is None or group.size == 1:
         logits = logits_BSV[..., :vocabulary].float()
-        rows, labels = logits.flatten(0, 1), labels_BS.flatten()
-        if rows.device.type == "cpu" and not torch.compiler.is_compiling():
-            losses = _WholeCrossEntropy.apply(rows, labels)
-            assert isinstance(losses, Tensor)
-        else:
-            losses = F.cross_entropy(rows, labels, reduction="none")
+        losses = F.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="none")
         return losses.view(labels_BS.shape)
     losses = _SplitCrossEntropy.apply(logits_BSV, labels_BS, vocabulary, first, group)
     assert isinstance(losses, Tensor)
@@ -204,28 +199,6 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 def _are_words(labels: Tensor, vocabulary: int) -> Tensor:
     return (labels >= 0) & (labels < vocabulary)
-
-
-class _WholeCrossEntropy(torch.autograd.Function):
-    """`F.cross_entropy` with the same bits, whose backward takes memory of the size of the logits once rather than twice: on a CPU, new memory
-    costs as much as what is computed in it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, labels: Tensor) -> Tensor:
-        logarithms = F.log_softmax(rows, dim=-1)
-        ctx.save_for_backward(logarithms, labels)
-        return F.nll_loss(logarithms, labels, reduction="none")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        logarithms, labels = ctx.saved_tensors
-        # 0: no reduction, as forward; the sum of weights after it matters to a mean alone.
-        made: Tensor = torch.ops.aten.nll_loss_backward(
-            gradients[0], logarithms, labels, None, 0, _IGNORED, logarithms.new_zeros(())
-        )
-        torch.ops.aten._log_softmax_backward_data.out(made, logarithms, -1, made.dtype, out=made)
-        return made, None
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -1,10 +1,7 @@
 """Rotary position embedding."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pentatron.config.model import TransformerConfig
 from pentatron.nn.rope_scaling import Frequencies, plain, scaled
@@ -33,9 +30,6 @@ class RotaryEmbedding(nn.Module):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads of any order of dimensions but the last, with angles that spread over them."""
-        if self._by_halves(x):
-            whole: Tensor = _RotatedByHalves.apply(x, cos, sin)
-            return whole
         turned, rest = x[..., : self.rotated].float(), x[..., self.rotated :]
         if self.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
@@ -45,36 +39,6 @@ class RotaryEmbedding(nn.Module):
             out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         out = out.to(x.dtype)
         return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
-
-    def _by_halves(self, x: Tensor) -> bool:
-        is_usual = not self.interleaved and x.shape[-1] == self.rotated
-        return is_usual and x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-class _RotatedByHalves(torch.autograd.Function):
-    """The usual rotation with the same bits, keeping nothing but the angles: both halves are written where they belong, and backward rotates
-    the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(gradients[0], cos, -sin), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    out_a, out_b = out.chunk(2, dim=-1)
-    turned = b * sin
-    torch.mul(a, cos, out=out_a).sub_(turned)
-    torch.mul(b, cos, out=out_b).add_(torch.mul(a, sin, out=turned))
-    return out.to(x.dtype)
 
 
 def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:

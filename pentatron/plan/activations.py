@@ -132,9 +132,13 @@ def _modules(shape: Shape) -> frozenset[str]:
 
 
 def _norm_keeps_input(shape: Shape) -> bool:
-    """An RMSNorm in fewer bits than fp32 keeps a copy of its input in fp32 instead, unless it is compiled."""
-    rms = shape.config.model.normalization == "RMSNorm" and not shape.compiled
-    return not rms or shape.width == _FP32 or "layernorm" in _modules(shape)
+    rms = shape.config.model.normalization == "RMSNorm"
+    return not rms or not _norm_widens(shape) or "layernorm" in _modules(shape)
+
+
+def _norm_widens(shape: Shape) -> bool:
+    """An RMSNorm in fewer bits than fp32 keeps a copy of its input in fp32 instead, unless it is compiled or on a CPU."""
+    return shape.on_gpu and shape.width != _FP32 and not shape.compiled
 
 
 def _norm(shape: Shape, again: bool) -> int:
@@ -150,7 +154,7 @@ def _norm_row(shape: Shape, width: int) -> int:
         return shape.width * width + 2 * _FP32
     if shape.compiled:
         return shape.width * width + _FP32
-    return (_FP32 + shape.width) * width + _FP32
+    return ((_FP32 if _norm_widens(shape) else shape.width) + shape.width) * width + _FP32
 
 
 def _attention(shape: Shape, again: bool, fp8: bool) -> int:
@@ -190,9 +194,9 @@ def _norms_of_heads(shape: Shape, copied: bool) -> int:
     if layer_norm or s.compiled:
         return (s.width * tokens * s.queries if copied else 0) + (1 + layer_norm) * _FP32 * rows
     widened = _FP32 * tokens * (s.queries + s.keys)
-    if s.width == _FP32:
-        # What is in fp32 already is kept as it is: a view of the projection, unless it had to be copied.
-        widened = _FP32 * tokens * s.queries if copied else 0
+    if not _norm_widens(s):
+        # Kept as it is: a view of the projection, unless it had to be copied.
+        widened = s.width * tokens * s.queries if copied else 0
     return widened + s.width * tokens * (s.queries + s.keys) + _FP32 * rows
 
 

@@ -74,5 +74,7 @@ def test_what_is_compiled_asks_too(works: bool, monkeypatch: pytest.MonkeyPatch)
         return x + (1 if choice.triton_works() else 2)
 
     torch._dynamo.reset()
+    # As whoever compiles layers says (`nn.compiled`).
+    monkeypatch.setattr(choice.triton_works, "_dynamo_marked_constant", True, raising=False)
     found = torch.compile(answer, backend="eager", fullgraph=True)(torch.zeros(1))
     assert found.item() == (1 if works else 2)

@@ -61,21 +61,6 @@ def test_a_norm_in_few_passes_is_the_same_bit_for_bit(dtype: torch.dtype) -> Non
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rotation_by_halves_is_the_same_bit_for_bit(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rope = RotaryEmbedding(Frequencies(plain(16, base=100.0)), interleaved=False)
-    angles = rope(torch.arange(14).view(2, 7))
-    x, gradient = (torch.randn(2, 7, 3, 16).to(dtype).transpose(1, 2) for _ in range(2))
-    x.requires_grad_()
-    found = rope.rotate(x, *angles)
-    monkeypatch.setattr(RotaryEmbedding, "_by_halves", lambda self, x: False)
-    expected = rope.rotate(x, *angles)
-    assert torch.equal(found, expected) and found.grad_fn is not expected.grad_fn
-    assert torch.equal(*(torch.autograd.grad(y, x, gradient)[0] for y in (found, expected)))
-
-
 def test_drawing_does_not_touch_the_global_generator() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

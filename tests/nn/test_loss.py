@@ -11,7 +11,7 @@ from pentatron.config.errors import UserError
 from pentatron.kernels import cross_entropy
 from pentatron.nn import loss as loss_module
 from pentatron.nn.linear import VocabularyHead
-from pentatron.nn.loss import CrossEntropy, token_losses
+from pentatron.nn.loss import CrossEntropy
 from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.tensor_axis import TensorAxis
 from tests.harness import distributed
@@ -93,20 +93,6 @@ def test_the_check_sees_a_gradient_without_its_weight(monkeypatch: pytest.Monkey
     agree(found[:1], torchs(x, layer.weight)[:1], 1e-5)
     with pytest.raises(AssertionError):
         agree(found, torchs(x, layer.weight), 1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_way_on_a_cpu_is_torchs_bit_for_bit(dtype: torch.dtype) -> None:
-    logits = torch.randn(2, 7, 40).to(dtype).requires_grad_()
-    labels, weights = torch.randint(36, (2, 7)), torch.rand(2, 7)
-    labels[0, 3] = -100
-    found = token_losses(logits, labels, 36)
-    rows = logits[..., :36].float().flatten(0, 1)
-    expected = F.cross_entropy(rows, labels.flatten(), reduction="none").view(2, 7)
-    assert torch.equal(found, expected)
-    assert torch.equal(*(torch.autograd.grad(x, logits, weights)[0] for x in (found, expected)))
-    with pytest.raises(IndexError):
-        token_losses(logits, torch.full((2, 7), 36), 36)
 
 
 def test_labels_that_are_no_words() -> None:
