@@ -12,7 +12,6 @@ on a GPU (`--device cuda`) the time until a step's loss is known.
 import argparse
 import contextlib
 import cProfile
-import dataclasses
 import io
 import os
 import platform
@@ -31,13 +30,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.ours import random_batch
-from pentatron.cli.environment import Worker
-from pentatron.cli.prepare import prepare
-from pentatron.cli.train import joined_run
-from pentatron.config.entry import TRAIN
-from pentatron.train.program import CONFIGURED
-from pentatron.train.session import open_session
+from bench.ours import opened, random_batch
 
 # At least as fast as transformers.
 GOAL = 1.0
@@ -56,13 +49,8 @@ def our_step(device: str, flags: str, cleanup: contextlib.ExitStack) -> tuple[St
         f"--dataset-size 1000 --device {device} --nproc-per-node 1 --threads-per-process {torch.get_num_threads()} "
         f"--run-dir {folder}/run {flags}"
     )
-    prepared = prepare(shlex.split(text), dataclasses.replace(TRAIN, default_preset=None, resumes=False))
-    world, resolved = cleanup.enter_context(joined_run(prepared, Worker(0, 1, 0, 1, "none")))
     with contextlib.redirect_stdout(io.StringIO()):
-        session = cleanup.enter_context(open_session(resolved, world, False, None, CONFIGURED))
-        session.open_data()
-        session.build()
-        session.prepare()
+        session = opened(shlex.split(text), cleanup)
     batch, trainer = random_batch(session), session.trainer
     return lambda: trainer.advance(batch)[0].loss, session.model.count_parameters()
 

@@ -11,7 +11,7 @@ import dataclasses
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,19 @@ def mark(owner: Any, name: str, label: str) -> None:
         setattr(owner, name, marked)
 
 
-def build(case: Case, flags: str, run_dir: Path, cleanup: contextlib.ExitStack) -> Step:
-    words = [*words_of(case, flags, run_dir, 10_000), "--dataset-size", "1000"]
-    prepared = prepare(words, dataclasses.replace(TRAIN, default_preset=None, resumes=False))
+def opened(words: Sequence[str], cleanup: contextlib.ExitStack) -> Session:
+    """What `pentatron train` with these words has when its first step begins."""
+    prepared = prepare(list(words), dataclasses.replace(TRAIN, default_preset=None, resumes=False))
     world, resolved = cleanup.enter_context(joined_run(prepared, Worker(0, 1, 0, 1, "none")))
     session = cleanup.enter_context(open_session(resolved, world, False, None, CONFIGURED))
     session.open_data()
     session.build()
     session.prepare()
+    return session
+
+
+def build(case: Case, flags: str, run_dir: Path, cleanup: contextlib.ExitStack) -> Step:
+    session = opened([*words_of(case, flags, run_dir, 10_000), "--dataset-size", "1000"], cleanup)
     trainer, batch = session.trainer, random_batch(session)
     for name in ("step", "start_step"):
         mark(session.optimizer, name, OPTIMIZER)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentatron.kernels.gate import gated
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.deferral import DeferredGradients, linear
 from pentatron.parallel.gated_linear import gated_linear
@@ -21,12 +22,9 @@ from pentatron.parallel.scaled_linear import (
 from pentatron.parallel.tensor_axis import TensorAxis
 
 
-def activated(inner: Tensor, gated: bool) -> Tensor:
+def activated(inner: Tensor, has_gate: bool) -> Tensor:
     """What lies between the two matrices of an MLP; a gated one gets the gate's half first."""
-    if not gated:
-        return F.gelu(inner, approximate="tanh")
-    gate, up = inner.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return gated(inner) if has_gate else F.gelu(inner, approximate="tanh")
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class ColumnParallelLinear(WeightedModule):
         if gates and self.fp8 is not None and can_be_scaled(x):
             return scaled_gated_linear(x, self.weight, self.bias, self.fp8, self.deferred, self.scale)
         made = self.multiplied(x, self.bias)
-        return activated(made, gated=True) if gates else made
+        return gated(made) if gates else made
 
 
 def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pentatron.kernels.fp8 import E4M3, E5M2, MULTIPLE, Scaled, product, scale_of, scaled, scaled_by
-from pentatron.kernels.gate import gate_backward
+from pentatron.kernels.gate import gate_backward, gated
 from pentatron.parallel.deferral import DeferredGradients
 
 
@@ -97,15 +96,10 @@ def scaled_gated_linear(
 ) -> Tensor:
     """`silu(gate) * up` of `x Wᵀ + b`, whose first half is the gate."""
     if not torch.is_grad_enabled():
-        return _gated(scaled_linear(x, weight, bias, fp8, scale=scale))
+        return gated(scaled_linear(x, weight, bias, fp8, scale=scale))
     made = _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
     assert isinstance(made, Tensor)
     return made
-
-
-def _gated(inner: Tensor) -> Tensor:
-    gate, up = inner.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -151,7 +145,7 @@ class _ScaledGatedLinear(torch.autograd.Function):
         inner = made if bias is None else made + bias
         ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale, inner)
         ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
-        return _gated(inner).view(*x.shape[:-1], -1)
+        return gated(inner).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

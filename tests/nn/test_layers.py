@@ -42,7 +42,7 @@ def test_norms_compute_in_fp32_and_answer_in_the_dtype_of_the_stream() -> None:
 def test_a_gate_by_halves_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
     inner = torch.randn(2, 5, 24, dtype=dtype)
     ways = [inner.clone().requires_grad_() for _ in range(2)]
-    made = [activated(ways[0], gated=True), _GatedByHalves.apply(ways[1])]
+    made = [activated(ways[0], has_gate=True), _GatedByHalves.apply(ways[1])]
     for values in made:
         (values * torch.arange(12)).sum().backward()
     assert torch.equal(*made) and ways[0].grad is not None and ways[1].grad is not None
