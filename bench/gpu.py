@@ -1,9 +1,9 @@
 """Training steps on one GPU: our trainer's own, and beside it what a user would pick instead.
 
     python bench/gpu.py --shape qwen2.5-1.5b qwen3-8b-8l --micro-batch 4 --breakdown
-    python bench/gpu.py --compare ours titan:compile hf:liger --shape qwen3-8b-8l --micro-batch 4 8 --peers FOLDER --json results
+    python bench/gpu.py --compare ours titan:compile hf:liger --shape qwen3-8b-8l --micro-batch 4 8 --peers FOLDER --json bench/results
     python bench/gpu.py --through-train --shape qwen2.5-1.5b --micro-batch 4
-    python bench/gpu.py --write-from results      # what other commands kept too; all of them: bench/whole_page.py
+    python bench/gpu.py --write-from bench/results      # what other commands kept too; all of them: bench/whole_page.py
 
 A case is `ours`, `ours:fp8` (or another name of VARIANTS in bench/ours.py), `ours:--compile off` (any flags of `pentatron train`), or one of
 bench/peers.py. Every case has a process of its own, compiled once. They compute in turns, two and two (`--at-once`: a GPU
@@ -74,6 +74,11 @@ class Bench:
         return Competitor(case, [sys.executable, str(script), *words], self.environment)
 
     def tell(self, result: dict[str, Any]) -> None:
+        self.show(result)
+        if self.options.json:
+            self._keep(result)
+
+    def show(self, result: dict[str, Any]) -> None:
         found = dict(result)
         groups = found.pop("breakdown", None)
         if len(found.get("syncs", ())) > 8:
@@ -81,14 +86,15 @@ class Bench:
         print(json.dumps(found), flush=True)
         if groups is not None:
             print("\n".join(table(groups, found["mbs"] * found["seq"])), flush=True)
-        if self.options.json:
-            folder = Path(self.options.json)
-            folder.mkdir(parents=True, exist_ok=True)
-            flags = self.options.flags if found["case"].startswith("ours") else ""
-            facts = {"flags": flags, "versions": self.known, "command": self.command}
-            name = f"{found['case']}{flags}-{found['shape']}-{found['mbs']}x{found['seq']}"
-            file = folder / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in name)}.json"
-            file.write_text(json.dumps(result | facts, indent=1) + "\n", encoding="utf-8")
+
+    def _keep(self, result: dict[str, Any]) -> None:
+        folder = Path(self.options.json)
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = self.options.flags if result["case"].startswith("ours") else ""
+        facts = {"flags": flags, "versions": self.known, "command": self.command}
+        name = f"{result['case']}{flags}-{result['shape']}-{result['mbs']}x{result['seq']}"
+        file = folder / f"{''.join(c if c.isalnum() or c in '.-' else '_' for c in name)}.json"
+        file.write_text(json.dumps(result | facts, indent=1) + "\n", encoding="utf-8")
 
     @property
     def command(self) -> str:
@@ -125,7 +131,8 @@ def against_train(bench: Bench, options: argparse.Namespace) -> None:
             case = Case("ours", shape, micro_batch, length, options.device)
             found: list[dict[str, Any]] = []
             Turns(bench.start, options.blocks, options.steps, options.timeout).run([case], found.append)
-            bench.tell(found[0])
+            # Not kept: it would take the place of the one that was measured beside others.
+            bench.show(found[0])
             if "tok_s" not in found[0]:
                 continue
             with tempfile.TemporaryDirectory() as folder:

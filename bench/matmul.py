@@ -1,6 +1,7 @@
 """What one GPU gives for the matrix products of a training step, product by product: the floor under the step's time.
 
     python bench/matmul.py [--shape qwen3-8b-8l qwen2.5-1.5b] [--tokens 16384]
+    python bench/matmul.py --parts 1 2 4      # the rows of every weight in so many products: the library's choice of kernel depends on sizes
 
 Forward, gradient of the stream and gradient of the weight of every matrix of a layer and of the head, in bf16, and in fp8 with one scale
 a tensor and with one a row. Each is repeated for a fifth of a second, so that the clock falls to what the power limit allows, as it
@@ -10,7 +11,7 @@ does in training; the clock and the power drawn are printed with every shape.
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -42,16 +43,57 @@ def sustained(product: Callable[[], object]) -> float:
     return milliseconds_in_a_row(product, repeats)
 
 
-def bf16_products(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Tensor]]:
+Products = dict[str, Callable[[], Tensor]]
+
+
+def bf16_products(tokens: int, rows: int, columns: int, parts: int = 1) -> Products:
+    """Each the whole product, or as many products as there are parts of the weight's rows, whose results are one tensor."""
     x, weight, gradient = (_random(*size) for size in ((tokens, columns), (rows, columns), (tokens, rows)))
-    return {
-        "forward": lambda: x @ weight.t(),
-        "of the stream": lambda: gradient @ weight,
-        "of the weight": lambda: gradient.t() @ x,
-    }
+    if parts == 1:
+        return {
+            "forward": lambda: x @ weight.t(),
+            "of the stream": lambda: gradient @ weight,
+            "of the weight": lambda: gradient.t() @ x,
+        }
+    weights, gradients = weight.chunk(parts), gradient.chunk(parts, 1)
+
+    def forward() -> Tensor:
+        made = x.new_empty(tokens, rows)
+        for place, part in zip(made.chunk(parts, 1), weights, strict=True):
+            torch.mm(x, part.t(), out=place)
+        return made
+
+    def of_the_stream() -> Tensor:
+        made = gradients[0] @ weights[0]
+        for part, of_part in zip(weights[1:], gradients[1:], strict=True):
+            made.addmm_(of_part, part)
+        return made
+
+    def of_the_weight() -> Tensor:
+        made = weight.new_empty(rows, columns)
+        for place, of_part in zip(made.chunk(parts), gradients, strict=True):
+            torch.mm(of_part.t(), x, out=place)
+        return made
+
+    return {"forward": forward, "of the stream": of_the_stream, "of the weight": of_the_weight}
 
 
-def fp8_products(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Tensor]]:
+def in_parts(shape: Shape, tokens: int, counts: Sequence[int]) -> None:
+    """Two rounds, so that what the clock does in between is seen."""
+    for matrix, (rows, columns) in matrices(shape).items():
+        found: dict[tuple[str, int], list[float]] = {}
+        for _ in range(2):
+            for count in counts:
+                for way, product in bf16_products(tokens, rows, columns, count).items():
+                    found.setdefault((way, count), []).append(sustained(product))
+        for way in dict.fromkeys(way for way, _ in found):
+            cells = "  ".join(
+                f"in {count}: {' '.join(f'{ms:.3f}' for ms in found[way, count])}" for count in counts
+            )
+            print(f"  {matrix:<17} {way:<14} {cells}", flush=True)
+
+
+def fp8_products(tokens: int, rows: int, columns: int) -> Products:
     x, weight = _random(tokens, columns).to(FP8), _random(rows, columns).to(FP8)
 
     def scaled(of_x: Tensor, of_weight: Tensor) -> Callable[[], Tensor]:
@@ -83,6 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3-8b-8l", "qwen2.5-1.5b"])
     parser.add_argument("--tokens", type=int, default=4 * 4096)
+    parser.add_argument("--parts", type=int, nargs="+", metavar="N", help="compare products in so many parts")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("This needs a GPU; there is none here.")
@@ -92,6 +135,9 @@ def main() -> int:
     for name in options.shape:
         shape, whole = SHAPES[name], 0.0
         print(f"{name}, {options.tokens} tokens")
+        if options.parts:
+            in_parts(shape, options.tokens, options.parts)
+            continue
         for matrix, (rows, columns) in matrices(shape).items():
             flops = 2.0 * options.tokens * rows * columns
             found = {way: sustained(f) for way, f in bf16_products(options.tokens, rows, columns).items()}

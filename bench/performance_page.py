@@ -41,14 +41,15 @@ NOT_YET = "Not measured yet."
 def read_results(folder: Path) -> list[Result]:
     """By shape and batch, us first; of what was measured several times, the newest."""
     newest: dict[tuple[Any, ...], Result] = {}
-    for file in sorted(folder.glob("**/*.json"), key=lambda file: file.stat().st_mtime):
+    for file in sorted(folder.glob("**/*.json"), key=lambda file: (file.stat().st_mtime, file)):
         result = json.loads(file.read_text(encoding="utf-8"))
         if "case" in result:
             newest[(result["case"], result.get("flags", ""), *_where(result))] = result
         elif "kind" in result:
             newest[(result["kind"], result.get("settings", ""))] = result
     steps = [result for result in newest.values() if "case" in result]
-    return sorted(steps, key=_order) + [result for result in newest.values() if "case" not in result]
+    rest = [result for result in newest.values() if "case" not in result]
+    return sorted(steps, key=_order) + sorted(rest, key=lambda r: (r["kind"], r.get("settings", "")))
 
 
 def _order(result: Result) -> tuple[Any, ...]:
@@ -269,7 +270,7 @@ def surroundings(results: Sequence[Result]) -> str:
 def _anywhere(command: str) -> str:
     """Without the folders of the machine it ran on, and what only says how long to wait."""
     for flag in ("json", "peers"):
-        folder = {"json": "results"}.get(flag, flag)
+        folder = {"json": "bench/results"}.get(flag, flag)
         command = re.sub(rf"--{flag}[ =]\S+", f"--{flag} {folder}", command)
     return re.sub(r" --timeout[ =]\S+", "", command)
 

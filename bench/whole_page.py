@@ -3,7 +3,7 @@
     python bench/whole_page.py --list
     python bench/whole_page.py --only gpt2        # the commands that contain this; the tables of the others stay as their files are
 
-What fails or takes too long is told at the end, and the others run all the same. The folders are `peers` and `results`, as on the page. Without a folder
+What fails or takes too long is told at the end, and the others run all the same. The folders are `peers` and `bench/results`, as on the page. Without a folder
 `peers` the cases that need one are left out.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS, RESULTS = "peers", "results"
+PEERS, RESULTS = "peers", "bench/results"
 COMPARED = f"--compare ours titan:compile ours:fp8 hf:liger --peers {PEERS} --breakdown --json {RESULTS}"
 # In this order: should the time run out, what matters most is there.
 COMMANDS = (
