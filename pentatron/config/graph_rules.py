@@ -17,8 +17,6 @@ def not_recordable(v: Values) -> str:
         return "several processes talk to each other during a step"
     if v["num_experts"] is not None:
         return "how many tokens an expert gets is known in the step alone"
-    if v["fp8_format"] is not None:
-        return "--fp8 scales are not part of what is recorded"
     if v["reset_attention_mask"] or v["sft_packing"]:
         return "documents begin elsewhere in every batch"
     if v["spec"]:

@@ -1,7 +1,7 @@
 """Forward and backward of a micro-batch as CUDA graphs: what the host launches one by one in a step is recorded once, and replayed.
 
 A graph is the same kernels on the same addresses. What changes from step to step is copied to where it reads: tokens, keys of
-dropout, the number a loss is divided by, the loss scale. Gradients come to lie where they lay when it was recorded: `Holder`s are
+dropout, the number a loss is divided by, the loss scale; the scales of weights in fp8 lie in one place all the time. Gradients come to lie where they lay when it was recorded: `Holder`s are
 told so after each replay. A micro-batch that finds no gradients, one that finds the first of a step, and one that finds sums of several
 launch different kernels, so each is a graph of its own; one belongs to the gradients it was recorded with.
 
@@ -29,10 +29,11 @@ from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.gradients import Holder
 from pentatron.parallel.pieces import Shape
 
-# A host launches the kernels of a layer, forward and backward, in about this time; what a GPU computes for longer is not held up by it.
-_LAUNCHING_SECONDS = 2.5e-3
-# Of what a GPU computes at best, and what one is taken for that is not known.
-_USUAL_SHARE, _USUAL_PEAK = 0.5, 300.0
+# A host launches the kernels of a layer, forward and backward, in about this time; what a GPU computes for longer is not held up by it. In
+# fp8 a layer has half as many kernels more, which torch's compiler does not launch itself.
+_LAUNCHING_SECONDS, _LAUNCHING_FP8_SECONDS = 2.5e-3, 10e-3
+# Of what a GPU computes at best in bf16, also where it computes in fp8; and what one is taken for that is not known.
+_USUAL_SHARE, _USUAL_FP8_SHARE, _USUAL_PEAK = 0.5, 0.65, 300.0
 # Of the memory that is free, what a recording may take.
 _ROOM = 0.8
 
@@ -310,7 +311,12 @@ def layer_seconds(config: RunConfig, peak: float | None) -> float:
     """About how long a GPU computes one layer of a micro-batch, forward and backward; `peak` in TFLOP/s."""
     assert config.train.micro_batch_size is not None
     flops = step_flops(config.model, config.train.micro_batch_size, config.model.seq_length, config.moe)
-    return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * _USUAL_SHARE)
+    share = _USUAL_SHARE if config.precision.fp8_format is None else _USUAL_FP8_SHARE
+    return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * share)
+
+
+def launching_seconds(config: RunConfig) -> float:
+    return _LAUNCHING_SECONDS if config.precision.fp8_format is None else _LAUNCHING_FP8_SECONDS
 
 
 def record_steps(config: RunConfig, device: torch.device, configured: bool) -> Recording:
@@ -332,7 +338,7 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
         return Recording(CudaGraphs(device), required=True, draws=draws)
     found = peak_of(torch.cuda.get_device_name(device))
     peak = None if found is None else found.of(config.precision.name != "fp32")
-    if layer_seconds(config, peak) > _LAUNCHING_SECONDS:
+    if layer_seconds(config, peak) > launching_seconds(config):
         return Recording()
     if reason:
         return Recording(

@@ -17,7 +17,7 @@ from pentatron.train.graphs import Recording, layer_seconds, record_steps
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
 from pentatron.train.trial import micro_batches
-from tests.support import resolved
+from tests.support import LLAMA, resolved
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0 --micro-batch-size 2"
@@ -109,7 +109,14 @@ def same(one: Run, other: Run, counts: tuple[int, ...] = COUNTS) -> bool:
 
 @pytest.mark.parametrize(
     ("words", "graphs_of"),
-    [("--bf16", 3), ("", 2), ("--fp16", 3), ("--zero-stage 2", 2), ("--attention-dropout 0.2", 2)],
+    [
+        ("--bf16", 3),
+        ("", 2),
+        ("--fp16", 3),
+        ("--zero-stage 2", 2),
+        ("--attention-dropout 0.2", 2),
+        ("--bf16 --fp8 hybrid", 3),
+    ],
 )
 def test_replayed_steps_have_the_same_bits(words: str, graphs_of: int) -> None:
     recorded = Run(words, recorded=True)
@@ -133,6 +140,24 @@ def test_what_changes_is_copied_to_where_a_graph_reads(monkeypatch: pytest.Monke
         monkeypatch.setattr(graphs._Inputs, "take", take)
         found = Run("", recorded=True).numbers((1, 1, 1, 1))
         assert found[:2] == plain[:2] and found != plain, forgotten
+
+
+def test_scales_of_weights_are_written_where_a_graph_reads_them() -> None:
+    run = Run("--bf16 --fp8 hybrid")
+
+    def scales() -> list[Tensor]:
+        run.model.weight_scales.refresh()
+        linears = [m for m in run.model.stages[0].modules() if getattr(m, "fp8", None) is not None]
+        return [scale for linear in linears for scale in linear.scale]
+
+    before = scales()
+    values = [scale.item() for scale in before]
+    with torch.no_grad():
+        for parameter in run.model.stages[0].parameters():
+            parameter.mul_(16)
+    after = scales()
+    assert before and all(old is new for old, new in zip(before, after, strict=True))
+    assert values != [scale.item() for scale in after]
 
 
 def test_a_batch_of_another_shape_runs_as_it_is() -> None:
@@ -188,6 +213,11 @@ GPT2 = (
     "--global-batch-size 64 --micro-batch-size {}"
 )
 
+QWEN = (
+    f"{LLAMA} --num-layers 28 --hidden-size 1536 --ffn-hidden-size 8960 --num-attention-heads 12 --group-query-attention --num-query-groups 2 "
+    "--seq-length 4096 --vocab-size 151936 --bf16 --cuda-graphs auto --global-batch-size 8 --micro-batch-size {}"
+)
+
 
 @pytest.mark.usefixtures("h200")
 def test_by_default_where_launching_takes_longer_than_computing() -> None:
@@ -199,6 +229,11 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
     for words in (GPT2.format(8).replace("auto", "off"), GPT2.format(8).replace("auto", "none")):
         assert recording_of(words)._recorder is None
     assert recording_of(GPT2.format(8), CPU)._recorder is None
+    # In fp8 there is more to launch and less to compute.
+    assert recording_of(f"{GPT2.format(32)} --fp8 hybrid")._recorder is not None
+    assert recording_of(f"{QWEN.format(4)} --fp8 hybrid")._recorder is not None
+    assert recording_of(f"{QWEN.format(8)} --fp8 hybrid")._recorder is None
+    assert recording_of(QWEN.format(4))._recorder is None
 
 
 @pytest.mark.usefixtures("h200")
@@ -206,7 +241,6 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
     ("words", "reason"),
     [
         ("--num-experts 4 --moe-router-topk 2 --disable-bias-linear", "an expert"),
-        ("--fp8 hybrid", "--fp8 scales"),
         ("--reset-attention-mask", "documents"),
         ("--timing-log-level 2", "apart"),
         ("--recompute-granularity selective --attention-dropout 0.1", "a generator"),
@@ -242,6 +276,10 @@ def test_programs_of_users_are_not_recorded() -> None:
         "--compile off --no-fused-update --no-cross-entropy-loss-fusion",
         "--bf16 --compile off --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--bf16 --compile on --recompute-granularity selective --recompute-modules core_attn mlp",
+        "--bf16 --compile off --fp8 hybrid",
+        "--bf16 --compile on --fp8 hybrid",
+        "--bf16 --compile on --fp8 e4m3 --fp8-output-layer",
+        "--bf16 --compile off --fp8 hybrid --fp8-recipe rowwise",
     ],
 )
 def test_graphs_on_the_gpu_have_the_same_bits(words: str) -> None:
