@@ -62,6 +62,17 @@ def test_listed_tests_exist(contract: Contract) -> None:
             assert re.search(rf"\b(def|class) {re.escape(name)}\b", source), target
 
 
+def test_listed_parameters_exist(contract: Contract, request: pytest.FixtureRequest) -> None:
+    """Of all files that this run has collected whole."""
+    if request.config.option.keyword or any("::" in word for word in request.config.args):
+        pytest.skip("only some tests of a file were asked for")
+    found = [item.nodeid for item in request.session.items]
+    files = {node.partition("::")[0] for node in found}
+    of_this_run = [target for target in contract.targets("test") if target.partition("::")[0] in files]
+    named = {*found, *files, *(node.partition("[")[0] for node in found)}
+    assert [target for target in of_this_run if target not in named] == []
+
+
 def test_decisions_exist(contract: Contract) -> None:
     for conflict in contract.conflicts:
         assert conflict.decision == items.NOT_YET or (ROOT / conflict.decision).is_file(), conflict.id
