@@ -31,6 +31,13 @@ def _beside_fp8(v: Values, facts: Facts) -> str | None:
     return f"--fp8 {v['fp8_format']} is for matmuls of models in bf16; add --bf16, or leave it out"
 
 
+def _fp8_on_a_cpu(v: Values, facts: Facts) -> str | None:
+    """What is known without a look at the device; whether a GPU has such matmuls is asked where it is (`require_fp8`)."""
+    if v["fp8_format"] is None or v["device"] != "cpu":
+        return None
+    return f"--fp8 {v['fp8_format']} needs a GPU with fp8 matmuls, and --device cpu has none; leave one of them out"
+
+
 def _fp8_tokens(v: Values, facts: Facts) -> str | None:
     """Gradients of weights are sums over the tokens of a micro-batch."""
     if v["fp8_format"] is None:
@@ -61,7 +68,7 @@ def _fp8_layers(v: Values, facts: Facts) -> str | None:
     )
 
 
-PRECISION_RULES = (_precision, _smallest_scale, _beside_fp8, _fp8_tokens, _fp8_layers)
+PRECISION_RULES = (_precision, _smallest_scale, _beside_fp8, _fp8_on_a_cpu, _fp8_tokens, _fp8_layers)
 
 
 def _of_the_search(name: str) -> Reason:

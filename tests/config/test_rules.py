@@ -225,6 +225,8 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--initial-loss-scale 2 is below --min-loss-scale 4; raise the first or lower the second",
      "--fp16 --initial-loss-scale 4 --min-loss-scale 4", ONE),
     ("_beside_fp8", "--fp8 e4m3", "--fp8 e4m3 is for matmuls of models in bf16; add --bf16, or leave it out", "--bf16 --fp8 e4m3", ONE),
+    ("_fp8_on_a_cpu", "--bf16 --fp8 hybrid --device cpu",
+     "--fp8 hybrid needs a GPU with fp8 matmuls, and --device cpu has none; leave one of them out", "--bf16 --fp8 hybrid", ONE),
     ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 1",
      "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 1 × 20 is 20; take a multiple of 4 for --micro-batch-size, or one of 16 for --seq-length",
      "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4", ONE),
