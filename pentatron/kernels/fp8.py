@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pentatron.kernels.choice import by_kernel
+from pentatron.kernels.operators import operator
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -48,7 +49,11 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
 
 
-@torch.library.custom_op("pentatron::fp8_scale_of", mutates_args=())
+def _two_numbers(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return largest.new_empty((), dtype=torch.float32), largest.new_empty((), dtype=torch.float32)
+
+
+@operator("fp8_scale_of", _two_numbers)
 def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The scale of a tensor, and what undoes it, by the largest elements of its parts: in one kernel, where a compiler makes two."""
     if by_kernel(largest):
@@ -57,11 +62,6 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return by_triton(largest.contiguous(), dtype)
     scale = scale_for(largest.amax().float(), dtype)
     return scale, scale.reciprocal()
-
-
-@scale_of.register_fake
-def _(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return largest.new_empty((), dtype=torch.float32), largest.new_empty((), dtype=torch.float32)
 
 
 def scaled(
@@ -162,7 +162,28 @@ def _write(
             place.copy_(rounded(values, scale, place.dtype))
 
 
-@torch.library.custom_op("pentatron::fp8_rounded_both", mutates_args=())
+def _like_both(
+    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _as_it_is(matrix, dtype), _transposed(matrix, dtype)
+
+
+def _like_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return _as_it_is(matrix, dtype)
+
+
+def _like_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return _transposed(matrix, dtype)
+
+
+def strips(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty places for a number of each row and strip of columns, and of each column and strip of rows."""
+    height, width = matrix.shape
+    of_rows = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
+    return of_rows, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
+
+
+@operator("fp8_rounded_both", _like_both)
 def _rounded_both(
     matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -171,21 +192,21 @@ def _rounded_both(
     return rows, columns
 
 
-@torch.library.custom_op("pentatron::fp8_rounded_rows", mutates_args=())
+@operator("fp8_rounded_rows", _like_rows)
 def _rounded_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     rows = _as_it_is(matrix, dtype)
     _write(matrix, rows, None, scale, scale)
     return rows
 
 
-@torch.library.custom_op("pentatron::fp8_rounded_columns", mutates_args=())
+@operator("fp8_rounded_columns", _like_columns)
 def _rounded_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     columns = _transposed(matrix, dtype)
     _write(matrix, None, columns, scale, scale)
     return columns
 
 
-@torch.library.custom_op("pentatron::fp8_largest_of_tiles", mutates_args=())
+@operator("fp8_largest_of_tiles", strips)
 def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The largest elements, without sign, of each row in each strip of columns, and of each column in each strip of rows; in fp32."""
     if by_kernel(matrix):
@@ -197,35 +218,6 @@ def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE))
     of_rows = tiles.amax(3).flatten(0, 1)[:height].t()
     return of_rows.contiguous(), tiles.amax(1).flatten(1)[:, :width].contiguous()
-
-
-@_rounded_both.register_fake
-def _(
-    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return _as_it_is(matrix, dtype), _transposed(matrix, dtype)
-
-
-@_rounded_rows.register_fake
-def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _as_it_is(matrix, dtype)
-
-
-@_rounded_columns.register_fake
-def _(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _transposed(matrix, dtype)
-
-
-@_largest_of_tiles.register_fake
-def _(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    return strips(matrix)
-
-
-def strips(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty places for a number of each row and strip of columns, and of each column and strip of rows."""
-    height, width = matrix.shape
-    of_rows = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
-    return of_rows, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
 
 
 def _as_it_is(matrix: Tensor, dtype: torch.dtype) -> Tensor:

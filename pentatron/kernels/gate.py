@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pentatron.kernels.choice import by_kernel
+from pentatron.kernels.operators import operator
 
 
 def gated(inner: Tensor) -> Tensor:
@@ -13,7 +14,12 @@ def gated(inner: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@torch.library.custom_op("pentatron::gate_backward", mutates_args=())
+def _like(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    rows = inner.shape[:-1].numel()
+    return inner.new_empty(inner.shape), inner.new_empty(rows, dtype=torch.float32)
+
+
+@operator("gate_backward", _like)
 def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `inner`, whose first half is the gate; and the largest elements of parts of it, without sign, in fp32."""
     if by_kernel(inner):
@@ -25,9 +31,3 @@ def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     of_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
     made = torch.cat((of_gate, wide * gate * sigmoid), dim=-1).to(inner.dtype)
     return made, made.abs().amax(-1).float().flatten()
-
-
-@gate_backward.register_fake
-def _(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    rows = inner.shape[:-1].numel()
-    return inner.new_empty(inner.shape), inner.new_empty(rows, dtype=torch.float32)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pentatron.kernels.choice import by_kernel
+from pentatron.kernels.operators import operator
 
 
 def swiglu(inner: Tensor) -> Tensor:
@@ -18,7 +19,12 @@ def swiglu(inner: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(inner.dtype)
 
 
-@torch.library.custom_op("pentatron::swiglu_backward", mutates_args=())
+def _like(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    made = inner.new_empty((*inner.shape[:-1], inner.shape[-1] // 2))
+    return inner.new_empty(inner.shape), made
+
+
+@operator("swiglu_backward", _like)
 def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `inner`, and what `swiglu` made of it."""
     if by_kernel(inner):
@@ -30,9 +36,3 @@ def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     of_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
     of_inner = torch.cat((of_gate, wide * gate * sigmoid), dim=-1)
     return of_inner.to(inner.dtype), (gate * sigmoid * up).to(inner.dtype)
-
-
-@swiglu_backward.register_fake
-def _(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    made = inner.new_empty((*inner.shape[:-1], inner.shape[-1] // 2))
-    return inner.new_empty(inner.shape), made

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pentatron.kernels.choice import by_kernel
+from pentatron.kernels.operators import operator
 
 _WORD = 1 << 64
 
@@ -147,7 +148,13 @@ class _DropoutByKernel(torch.autograd.Function):
         return made, gradients[0] if ctx.has_stream else None, None, None, None
 
 
-@torch.library.custom_op("pentatron::hidden_dropout", mutates_args=())
+def _like_first(
+    x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
+) -> Tensor:
+    return x_BSD.new_empty(x_BSD.shape)
+
+
+@operator("hidden_dropout", _like_first)
 def _dropped_by_site(
     x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
 ) -> Tensor:
@@ -160,11 +167,6 @@ def _dropped_by_site(
         return dropout_triton.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
     kept = _kept(x_BSD, _child(rows_BS, site), probability)
     return kept if stream_BSD is None else stream_BSD + kept
-
-
-@_dropped_by_site.register_fake
-def _(x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float) -> Tensor:
-    return x_BSD.new_empty(x_BSD.shape)
 
 
 class _DropoutInGraph(torch.autograd.Function):

@@ -1,0 +1,52 @@
+"""Operations that compilers take as they are: what they make is what they say they make."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pentatron.kernels import fp8, gate, operators, swiglu
+from pentatron.kernels.fp8 import E4M3, E5M2
+from pentatron.nn import dropout
+
+X, ONE = torch.randn(32, 48, dtype=torch.bfloat16), torch.ones(())
+ROWS = torch.arange(64).reshape(2, 32)
+BATCH = torch.randn(2, 32, 16)
+SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
+    (fp8.scale_of, (X.abs().amax(1), E4M3)),
+    (fp8._rounded_both, (X, ONE, None, E4M3)),
+    (fp8._rounded_both, (X, torch.ones(32, 1), torch.ones(48, 1), E5M2)),
+    (fp8._rounded_rows, (X, ONE, E4M3)),
+    (fp8._rounded_columns, (X, ONE, E5M2)),
+    (fp8._largest_of_tiles, (X,)),
+    (gate.gate_backward, (X[:, :24], X)),
+    (swiglu.swiglu_backward, (X[:, :24].clone(), X)),
+    (dropout._dropped_by_site, (BATCH, None, ROWS, torch.tensor(3), 0.25)),
+    (dropout._dropped_by_site, (BATCH, BATCH.clone(), ROWS, torch.tensor(3), 0.25)),
+]
+
+
+@pytest.mark.parametrize(("operation", "given"), SAMPLES, ids=[op.name()[11:] for op, _ in SAMPLES])
+def test_results_are_as_told_and_share_no_memory_with_what_was_given(
+    operation: Any, given: tuple[Any, ...]
+) -> None:
+    torch.library.opcheck(operation, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_every_operation_is_looked_at() -> None:
+    defined = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutograd"))
+    ours = {name for name in defined if name.startswith("pentatron::")}
+    assert {operation.name() for operation, _ in SAMPLES} == ours - {"pentatron::wrong"}
+
+
+def test_one_that_makes_something_else_is_found() -> None:
+    def narrow(x: Tensor) -> Tensor:
+        return x.new_empty(1)
+
+    @operators.operator("wrong", narrow)
+    def doubled(x: Tensor) -> Tensor:
+        return x + x
+
+    with pytest.raises(Exception, match="shape|mismatch"):
+        torch.library.opcheck(doubled, (X,), test_utils=("test_faketensor",))
