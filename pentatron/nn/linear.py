@@ -16,7 +16,6 @@ from pentatron.parallel.scaled_linear import (
     Fp8Format,
     Scale,
     can_be_scaled,
-    scaled_gated_linear,
     scaled_linear,
 )
 from pentatron.parallel.tensor_axis import TensorAxis
@@ -56,10 +55,12 @@ class WeightedModule(DeclaringModule):
         """Nothing but a product in the model's own precision, its gradients at once."""
         return self.deferred is None and self.fp8 is None
 
-    def multiplied(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
+        """With `gates`, `silu(gate) * up` of it, its first half being the gate."""
         if self.fp8 is not None and can_be_scaled(x):
-            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale)
-        return linear(x, self.weight, bias, self.deferred)
+            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale, gates)
+        made = linear(x, self.weight, bias, self.deferred)
+        return gated(made) if gates else made
 
 
 def defer_weight_gradients(stages: Iterable[nn.Module], deferred: DeferredGradients) -> None:
@@ -87,12 +88,7 @@ class ColumnParallelLinear(WeightedModule):
         )
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
-        """With `gates`, `silu(gate) * up` of it, its first half being the gate."""
-        x = self.axis.enter(x)
-        if gates and self.fp8 is not None and can_be_scaled(x):
-            return scaled_gated_linear(x, self.weight, self.bias, self.fp8, self.deferred, self.scale)
-        made = self.multiplied(x, self.bias)
-        return gated(made) if gates else made
+        return self.multiplied(self.axis.enter(x), self.bias, gates)
 
 
 def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:

@@ -61,16 +61,22 @@ def scaled_linear(
     fp8: Fp8Format,
     deferred: DeferredGradients | None = None,
     scale: Scale = UNKNOWN,
+    gates: bool = False,
 ) -> Tensor:
-    """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
-    if not torch.is_grad_enabled():
+    """`x Wᵀ + b`, with `gates` `silu(gate) * up` of it, its first half being the gate; with `deferred`, the gradient of the weight may
+    come later than the others."""
+    if gates and torch.is_grad_enabled():
+        made = _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
+        assert isinstance(made, Tensor)
+        return made
+    if torch.is_grad_enabled():
+        made = _ScaledLinear.apply(x, weight, *scale, fp8.gradients, fp8.by_rows, deferred)
+        assert isinstance(made, Tensor)
+    else:
         flat = x.flatten(0, -2)
         made = _forward(flat, weight, scale, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
-    else:
-        applied = _ScaledLinear.apply(x, weight, *scale, fp8.gradients, fp8.by_rows, deferred)
-        assert isinstance(applied, Tensor)
-        made = applied
-    return made if bias is None else made + bias
+    whole = made if bias is None else made + bias
+    return gated(whole) if gates else whole
 
 
 def _forward(
@@ -84,22 +90,6 @@ def _forward(
         w = scaled_by(weight, scale[0], E4M3, columns=False, unscale=scale[1])
     assert x.rows is not None and w.rows is not None
     return product(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True), x, w
-
-
-def scaled_gated_linear(
-    x: Tensor,
-    weight: nn.Parameter,
-    bias: Tensor | None,
-    fp8: Fp8Format,
-    deferred: DeferredGradients | None = None,
-    scale: Scale = UNKNOWN,
-) -> Tensor:
-    """`silu(gate) * up` of `x Wᵀ + b`, whose first half is the gate."""
-    if not torch.is_grad_enabled():
-        return gated(scaled_linear(x, weight, bias, fp8, scale=scale))
-    made = _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
-    assert isinstance(made, Tensor)
-    return made
 
 
 class _ScaledLinear(torch.autograd.Function):

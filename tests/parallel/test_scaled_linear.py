@@ -13,7 +13,7 @@ import pentatron.parallel.scaled_linear as module
 from pentatron.kernels.fp8 import E4M3, Scaled
 from pentatron.kernels.fp8 import scaled as plainly_scaled
 from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.scaled_linear import FORMATS, can_be_scaled, scaled_gated_linear, scaled_linear
+from pentatron.parallel.scaled_linear import FORMATS, can_be_scaled, scaled_linear
 
 FOLLOWS = torch.linspace(-1, 1, 48)
 BY_ROWS = replace(FORMATS["hybrid"], by_rows=True)
@@ -212,11 +212,11 @@ def gate_beside_by_rows(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> 
 
 
 def gate_within(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
-    return scaled_gated_linear(x, weight, bias, FORMATS["hybrid"])
+    return scaled_linear(x, weight, bias, FORMATS["hybrid"], gates=True)
 
 
 def gate_within_by_rows(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
-    return scaled_gated_linear(x, weight, bias, BY_ROWS)
+    return scaled_linear(x, weight, bias, BY_ROWS, gates=True)
 
 
 def through_a_gate(gate: Gate, dtype: torch.dtype) -> list[Tensor]:
@@ -254,7 +254,9 @@ def test_the_weight_before_a_gate_may_come_later() -> None:
     deferred = DeferredGradients()
     x, weight, bias = layer()
     with deferred.collecting((0, 0)):
-        (scaled_gated_linear(x, weight, bias, FORMATS["hybrid"], deferred) * FOLLOWS[:24]).sum().backward()
+        (
+            scaled_linear(x, weight, bias, FORMATS["hybrid"], deferred, gates=True) * FOLLOWS[:24]
+        ).sum().backward()
     assert weight.grad is None and bias.grad is not None and torch.equal(bias.grad, expected[3])
     deferred.compute((0, 0))
     assert weight.grad is not None and torch.equal(weight.grad, expected[2])
