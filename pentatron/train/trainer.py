@@ -96,12 +96,13 @@ class Trainer:
 
     @contextlib.contextmanager
     def _settling(self) -> Iterator[None]:
-        """Whatever ends a run for all ranks, its last save is waited for."""
+        """Whatever ends a run for all ranks, its last save is waited for. What they have to say since they last told it is told."""
         try:
             yield
         except AgreedError as error:
             self.checkpoints.settle_after(error)
             raise
+        self._tell_given_up()
         self.checkpoints.settle(wait=True)
 
     def _run(self) -> Ending | None:
@@ -164,19 +165,22 @@ class Trainer:
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
             self._shorten_waits()
-        told = (*self.model.compilation.took(report.seconds), *self.model.recording.news())
-        for line in (*told, *self._given_up(report.ranks)):
+        for line in (*self.model.compilation.took(report.seconds), *self.model.recording.news()):
             self.output.say(line)
+        if self._has_given_up(report.ranks):
+            self._tell_given_up()
         self.output.record(report, self._validate_if_due())
 
-    def _given_up(self, ranks: RankReport | None) -> list[str]:
-        """What torch does not compile on any rank. Told when ranks tell their numbers: one of these says whether there is anything."""
+    def _has_given_up(self, ranks: RankReport | None) -> bool:
+        """Whether any rank has something to say of it; ranks tell that with their numbers."""
         alone = self.world.everyone.size == 1
-        if not alone and (ranks is None or not any(ranks.unheard)):
-            return []
-        found = of_all_ranks(self.model.compilation.given_up(), self.world)
+        return alone or (ranks is not None and any(ranks.unheard))
+
+    def _tell_given_up(self) -> None:
+        """What torch does not compile on any rank; every rank must ask."""
+        for line in of_all_ranks(self.model.compilation.given_up(), self.world):
+            self.output.say(line)
         self.model.compilation.told()
-        return found
 
     def _shorten_waits(self) -> None:
         """A start may compile and connect for minutes; after it, the user may know how long a step can take at most."""

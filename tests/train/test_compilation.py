@@ -1,6 +1,7 @@
 """Whether a run is compiled, and what is told of it."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -151,5 +152,32 @@ def test_what_another_rank_does_not_compile_is_told_once_with_the_rank(tmp_path:
     log = (tmp_path / "a" / "train.log").read_text().splitlines()
     assert [line for line in log if "of both" in line] == ["note: of both"]
     assert log.count("note: not compiled: a layer of your own (rank 1)") == 1
+    (given_up,) = [line for line in log if "torch cannot compile" in line]
+    assert given_up.endswith("(TypeError: no such kernel) (rank 1)")
+
+
+class Late(Compilation):
+    """Rank 1 gives something up in its second step, whose numbers nobody collects."""
+
+    steps = 0
+
+    def took(self, step_seconds: float) -> Iterator[str]:
+        self.steps += 1
+        if self.steps == 2 and dist.get_rank() == 1:
+            self.give_up("WON'T CONVERT forward\nTypeError: no such kernel")
+        return iter(())
+
+
+def ended_between_two_lines(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(parallel_model, "compile_stages", lambda *_: Late())
+        world = connect(Grid(data=2), dist.get_rank(), dist.get_rank(), CPU)
+        words = "--train-iters 9 --log-interval 9 --exit-interval 2 --no-save-checkpoints"
+        run_training(resolved(f"{LLAMA} {words} --run-dir {folder}", 2), world, True)
+
+
+def test_what_is_given_up_after_the_last_line_of_a_run_is_told_at_its_end(tmp_path: Path) -> None:
+    run_distributed(ended_between_two_lines, world=2, folder=str(tmp_path / "a"))
+    log = (tmp_path / "a" / "train.log").read_text().splitlines()
     (given_up,) = [line for line in log if "torch cannot compile" in line]
     assert given_up.endswith("(TypeError: no such kernel) (rank 1)")
