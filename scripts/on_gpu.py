@@ -4,7 +4,7 @@ processes that share the GPU; runs that are stopped and go on; texts.
 Prints a line for every comparison, the largest gap as a share of what is allowed and what the smallest planted mistake makes of it, and
 ends with code 1 if one fails. With --write the tables become docs/cuda.md, with what was not run.
 
-    python scripts/on_gpu.py [--write] [--only "tp2"] [--table layouts]
+    python scripts/on_gpu.py [--write] [--only "fp8"] [--table layouts]
     python scripts/on_gpu.py --device cpu --only "qwen3, tiny"     # a rehearsal without a GPU; never written
 """
 
@@ -33,7 +33,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 
 import torch  # noqa: E402
 
-from tests.cuda.catalogue import NOT_RUN, TABLES, Check, checks, measured  # noqa: E402
+from tests.cuda.catalogue import NOT_RUN, TABLES, Check, checks, measured, nothing_called  # noqa: E402
 from tests.cuda.trials import Found, Rows  # noqa: E402
 
 PAGE = ROOT / "docs" / "cuda.md"
@@ -168,8 +168,7 @@ def main() -> int:
         return 2
     wanted = [c for c in checks() if words.only in c.name and words.table.lower() in c.table.lower()]
     if not wanted:
-        chosen = " ".join(f"--{k} {v!r}" for k in ("only", "table") if (v := vars(words)[k]))
-        print(f"{chosen}: no check is called so; checks are {', '.join(sorted({c.name for c in checks()}))}")
+        print(nothing_called(words.only, words.table))
         return 2
     started = time.perf_counter()
     # A check may compare several things: the numbers at the end count those.

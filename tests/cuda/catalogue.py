@@ -1,7 +1,8 @@
 """Everything that is checked on a GPU, and what cannot be: what `make cuda` runs and writes into docs/cuda.md."""
 
+import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pentatron.config.draft import Facts
@@ -284,3 +285,27 @@ def measured(check: Check, device: str) -> Rows:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         lines = [line for line in lines if "raised" in line][:1] or lines
         return {check.name: Found(float("inf"), note=f"{type(error).__name__}: {lines[-1][:300]}")}
+
+
+def nothing_called(only: str, table: str) -> str:
+    """What there is instead, with the nearest at the end, where it is seen."""
+    of_tables = [check for check in checks() if table.lower() in check.table.lower()]
+    if not of_tables:
+        return _listed(f"--table {table!r}", "table", table, TABLES)
+    within = f" of --table {table!r}" if table else ""
+    return _listed(f"--only {only!r}", f"check{within}", only, sorted({check.name for check in of_tables}))
+
+
+def _listed(given: str, kind: str, typed: str, names: Collection[str]) -> str:
+    """Parts of names are enough to choose by, so some with as many words as were typed may be what was meant."""
+    count, parts = len(typed.split()), dict[str, str]()
+    for name in names:
+        words = name.split()
+        for first in range(len(words) - count + 1):
+            part = " ".join(words[first : first + count]).strip(",:")
+            parts[part.lower()] = part
+    near = [parts[part] for part in difflib.get_close_matches(typed.lower(), parts, n=3)]
+    guess = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+    return "\n".join(
+        [*(f"  {name}" for name in names), f"{given}: no {kind} is called so{guess}; all are above"]
+    )

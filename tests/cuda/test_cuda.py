@@ -1,12 +1,14 @@
 """Everything of `make cuda`, check by check; without a GPU nothing of it runs, but the catalogue must still be whole."""
 
+import re
+
 import pytest
 import torch
 
 from pentatron.checkpoint.digest import StateDigest
 from pentatron.train.comparison import Trajectory
 from tests.cuda import trials
-from tests.cuda.catalogue import NOT_RUN, TABLES, TINY, Check, checks, measured
+from tests.cuda.catalogue import NOT_RUN, TABLES, TINY, Check, checks, measured, nothing_called
 from tests.cuda.trials import LOSS_MASK, ONE_WEIGHT, ROPE_BASE, Found
 from tests.cuda.whole_runs import told_by_pytest, verdict
 from tests.parity.cases import FAMILIES, MIXTURES
@@ -103,3 +105,25 @@ def test_resuming_is_blamed_only_if_the_run_can_be_repeated() -> None:
         verdict(other, one, other, False)[0] == 0 and "second of them" in verdict(other, one, other, False)[1]
     )
     assert "neither of them" in verdict(third, one, other, False)[1]
+
+
+@pytest.mark.parametrize(
+    ("only", "table", "listed", "said"),
+    [
+        ("qwn3", "", "qwen3, tiny", r"--only 'qwn3': no check is called so \(did you mean 'qwen3'[^?]*\?\)"),
+        ("zero 4", "", "stale ZeRO shard", r".* \(did you mean 'ZeRO 3'.*\?\)"),
+        ("ring", "wole", "Whole runs", r"--table 'wole': no table is called so \(did you mean 'Whole'.*\?\)"),
+        (
+            "ringg",
+            "whole",
+            "launched: 2 context, ring",
+            r"--only 'ringg': no check of --table 'whole' is called so \(did you mean 'ring'\?\)",
+        ),
+        ("xyz", "", "yi", "--only 'xyz': no check is called so"),
+    ],
+)
+def test_what_is_called_otherwise_is_listed_with_the_nearest_at_the_end(
+    only: str, table: str, listed: str, said: str
+) -> None:
+    *names, last = nothing_called(only, table).splitlines()
+    assert f"  {listed}" in names and re.fullmatch(f"{said}; all are above", last), last
