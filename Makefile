@@ -67,7 +67,7 @@ fuzz: $(READY) ## N random models in random layouts against one process; more: A
 fuzz-data: $(READY) ## N (10000) random data files, damaged: no wrong token, no crash
 	@$(BIN)/python scripts/fuzz_data.py --cases $(if $(filter file,$(origin N)),10000,$(N)) $(ARGS)
 
-pictures: $(READY) ## draw the pictures of docs/ anew, from schedules, grids and layouts
+pictures: $(READY) ## draw the pictures of docs/ anew, from schedules, grids, layouts and results
 	@$(BIN)/python scripts/draw_pictures.py
 	@$(BIN)/python scripts/draw_layouts.py
 

@@ -91,6 +91,15 @@ def divided(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
     )
 
 
+def beside_reference(results: Sequence[Result]) -> list[tuple[Result, float | None]]:
+    """What was measured where torchtitan was, each with its rate against torchtitan's where the same command measured both.
+
+    Against its fastest block: where memory is short beside the others, those of one case may differ by a tenth."""
+    measured, _ = divided(results)
+    rates = {_run(r): max(r["blocks"]) for r in measured if r["case"] == REFERENCE and "tok_s" in r}
+    return [(r, r["tok_s"] / rates[_run(r)] if "tok_s" in r and _run(r) in rates else None) for r in measured]
+
+
 def kind_of(result: Result) -> str:
     shape = result["shape"]
     if shape == "gpt2-124m":
@@ -103,21 +112,18 @@ def kind_of(result: Result) -> str:
 
 
 def comparison(results: Sequence[Result]) -> str:
-    """Every shape and batch, each case against torchtitan where that was measured by the same command.
-
-    Against its fastest block: where memory is short beside the others, those of one case may differ by a tenth."""
-    measured, _ = divided(results)
-    rates = {_run(r): max(r["blocks"]) for r in measured if r["case"] == REFERENCE and "tok_s" in r}
+    """Every shape and batch, each case against torchtitan."""
+    measured = beside_reference(results)
     rows = [
         "| shape, micro-batch × sequence | case | tokens/s | TFLOP/s | MFU | GiB | × torchtitan's fastest block | spread | first step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in measured:
+    for r, against in measured:
         if "tok_s" not in r:
             rows.append(f"| {place_of(r)} | {name_of(r)} | {_failure(r)} | | | | | | |")
             continue
-        alone = ", alone" if _run(r) in rates and not r.get("in_turns", True) else ""
-        ratio = f"{r['tok_s'] / rates[_run(r)]:.2f}" if _run(r) in rates else ""
+        alone = ", alone" if against is not None and not r.get("in_turns", True) else ""
+        ratio = "" if against is None else f"{against:.2f}"
         rows.append(
             f"| {place_of(r)} | {name_of(r)} | {_rates(r)} | {ratio} | {r['spread']:.1%}{alone} | {r['first_step_s']:.0f} s |"
         )

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/ from our own schedules, grids and layouts (`make pictures`); a test compares them with the files.
+"""Draws the pictures of docs/ from our own schedules, grids, layouts and kept results (`make pictures`); a test compares them with the files.
 
 python scripts/draw_pictures.py [folder]    # docs/images
 """
@@ -16,9 +16,12 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from pictures.context import context_chunks  # noqa: E402
 from pictures.experts import expert_dispatch  # noqa: E402
 from pictures.ranks import rank_groups  # noqa: E402
+from pictures.speed import speeds  # noqa: E402
 from pictures.step import step_lanes  # noqa: E402
 from pictures.zero import zero_stages  # noqa: E402
 
+from bench.performance_page import read_results  # noqa: E402
+from bench.whole_page import RESULTS  # noqa: E402
 from pentatron.cli.timeline import picture  # noqa: E402
 from pentatron.layout.check import check  # noqa: E402
 from pentatron.layout.ranks import Grid  # noqa: E402
@@ -51,6 +54,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield "zero.svg", zero_stages(4)
     yield "context.svg", context_chunks(4)
     yield "experts.svg", expert_dispatch()
+    yield "speed.svg", speeds(read_results(ROOT / RESULTS))
 
 
 def main() -> None:

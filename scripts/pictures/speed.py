@@ -1,0 +1,37 @@
+"""Tokens a second of one GPU, ours beside what a user would pick instead: bars drawn from the results in bench/results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.performance_page import Result, beside_reference, name_of, place_of
+from pictures.canvas import COLOURS, GREY, Canvas
+
+# Ours stand out; the others are grey.
+_INK = {"ours": COLOURS[0], "ours:fp8": COLOURS[1]}
+_OTHERS = "#9a9a9a"
+_LEFT, _WIDTH, _RIGHT, _BAR, _HEAD = 190, 430, 150, 20, 30
+
+
+def speeds(results: Sequence[Result]) -> str:
+    groups: dict[str, list[tuple[Result, float | None]]] = {}
+    for r, ratio in beside_reference(results):
+        if "tok_s" in r:
+            groups.setdefault(place_of(r), []).append((r, ratio))
+    bars = [r for group in groups.values() for r, _ in group]
+    fastest, device = max(r["tok_s"] for r in bars), bars[0]["versions"]["gpu"]
+    height = 50 + len(bars) * _BAR + len(groups) * _HEAD
+    title = f"Training on one {device}: tokens a second (× torchtitan's fastest block)"
+    canvas = Canvas(_LEFT + _WIDTH + _RIGHT, height, title)
+    y = 34.0
+    for place, group in groups.items():
+        y += _HEAD
+        canvas.text(12, y - 6, place, 13, bold=True)
+        for r, ratio in sorted(group, key=lambda pair: -pair[0]["tok_s"]):
+            canvas.text(_LEFT - 8, y + 14, name_of(r), colour=GREY, anchor="end")
+            width = _WIDTH * r["tok_s"] / fastest
+            canvas.box(_LEFT, y + 2, width, _BAR - 4, _INK.get(r["case"], _OTHERS))
+            against = "" if ratio is None else f" ({ratio:.2f} ×)"
+            canvas.text(_LEFT + width + 6, y + 14, f"{r['tok_s']:,}{against}")
+            y += _BAR
+    return canvas.drawn()
