@@ -1,6 +1,7 @@
 """A job that is started again when it crashes: how often, from where, and when that is in vain."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +16,16 @@ from pentatron.train.interrupt import signal_name
 
 # Starts the job; the number says how often it was started again before.
 Attempt = Callable[[int], Ended]
+
+# Seconds between two looks at what the launcher was told, while it waits.
+_LOOK = 0.1
+_LONGEST_PAUSE = 30
+
+
+def pause_before(in_vain: int) -> int:
+    """Seconds to wait for a restart after so many in a row that reached no new checkpoint: the first comes at once. Whatever ended those
+    after it, a disk or a network that is away, may need time to come back."""
+    return min(2 ** (in_vain - 1), _LONGEST_PAUSE) if in_vain else 0
 
 
 @dataclass
@@ -34,6 +45,7 @@ class Supervisor:
     resumes: bool
     saved_step: Callable[[], int | None]
     tell: Callable[[str], None]
+    sleep: Callable[[float], None] = time.sleep
     # By another job, which writes there.
     _in_use: bool = False
 
@@ -56,13 +68,16 @@ class Supervisor:
             if saved is not None and saved > furthest:
                 furthest, in_vain = saved, 0
             reason = self._why_not_again(ended, restarts, in_vain)
+            if reason is None:
+                self._say(self._again(in_vain, saved, ended.step))
+                self._wait(pause_before(in_vain))
+                reason = self._wished(ended)
             if reason is not None:
                 self._say(f"{reason}. {self._where_it_stands(saved)}")
                 return ended
             restarts, in_vain = restarts + 1, in_vain + 1
             goes_on = restarts if is_own else 0
             self._record(ended.failures[0], restarts, saved or 0, ended.step)
-            self._say(self._again(in_vain, saved, ended.step))
 
     def _say_what_happened(self, ended: Ended, restarts: int) -> None:
         """The traceback on the terminal; the log has the sentence, as the ranks' own files have all of them."""
@@ -81,8 +96,8 @@ class Supervisor:
             return []
 
     def _why_not_again(self, ended: Ended, restarts: int, in_vain: int) -> str | None:
-        if (wished_by := ended.wished_by or self.signals.first) is not None:
-            return f"not started again, as {signal_name(wished_by)} asked for an end"
+        if (wished := self._wished(ended)) is not None:
+            return wished
         if self.limit == 0:
             return "not started again (--max-restarts 0)"
         if restarts == 0 and not ended.advanced and ended.exit_code >= 0:
@@ -91,6 +106,19 @@ class Supervisor:
             tried = "the restart has" if in_vain == 1 else f"{in_vain} restarts in a row have"
             return f"not started again: {tried} reached no new checkpoint (--max-restarts {self.limit}), and it failed after step {ended.step}"
         return None
+
+    def _wished(self, ended: Ended) -> str | None:
+        wished_by = ended.wished_by or self.signals.first
+        return (
+            None if wished_by is None else f"not started again, as {signal_name(wished_by)} asked for an end"
+        )
+
+    def _wait(self, seconds: int) -> None:
+        """No longer than until somebody asks for an end."""
+        for _ in range(round(seconds / _LOOK)):
+            if self.signals.first is not None:
+                return
+            self.sleep(_LOOK)
 
     def _where_it_stands(self, saved: int | None) -> str:
         if saved is None:
@@ -101,7 +129,8 @@ class Supervisor:
         lost = max(0, step - (saved or 0))
         place = f"from step {saved}" if saved is not None else "from the beginning (nothing was saved yet)"
         again = {0: "no step is lost", 1: "1 step is lost"}.get(lost, f"{lost} steps are lost")
-        return f"restarting {place} ({in_vain} of {self.limit}); {again}"
+        pause = f" in {seconds} s" if (seconds := pause_before(in_vain)) else ""
+        return f"restarting {place}{pause} ({in_vain + 1} of {self.limit}); {again}"
 
     def _say(self, text: str) -> None:
         self.tell(text)

@@ -101,13 +101,22 @@ class Story:
         self.restarts: list[int] = []
         self.said: list[str] = []
         self.saved: int | None = None
+        # Seconds that passed before each attempt, and after how many of them all somebody wants an end.
+        self.waited: list[float] = []
+        self.patience = float("inf")
 
     def run(self, resumes: bool = True, told_to_stop: bool = False) -> Ended:
         signals = Signals()
 
+        def sleep(seconds: float) -> None:
+            self.waited[-1] += seconds
+            if sum(self.waited) >= self.patience:
+                signals(signal.SIGTERM, None)
+
         def attempt(restart: int) -> Ended:
             self.restarts.append(restart)
             ended, self.saved = self.endings[len(self.restarts) - 1]
+            self.waited.append(0.0)
             return ended
 
         def saved_step() -> int | None:
@@ -119,7 +128,7 @@ class Story:
             return self.saved
 
         return Supervisor(
-            attempt, 2, self.limit, self.folder, signals, resumes, saved_step, self.said.append
+            attempt, 2, self.limit, self.folder, signals, resumes, saved_step, self.said.append, sleep
         ).run()
 
 
@@ -155,6 +164,29 @@ def test_what_gets_on_between_its_crashes_is_counted_anew(tmp_path: Path) -> Non
     steps = (40, 20, 40, 20, 40)
     story = Story(tmp_path, [(crash(47), saved) for saved in steps], limit=3)
     assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
+
+
+def test_restarts_in_vain_wait_longer_each_time_and_say_so(tmp_path: Path) -> None:
+    """Progress begins the row anew, at once."""
+    saved = [40] * 8 + [50, 50]
+    story = Story(tmp_path, [*((crash(57), step) for step in saved), (Ended(0), 100)], limit=9)
+    assert story.run().exit_code == 0
+    assert story.waited == pytest.approx([0, 1, 2, 4, 8, 16, 30, 30, 0, 1, 0])
+    told = [line for line in story.said if line.startswith("restarting")]
+    assert told[0] == "restarting from step 40 (1 of 9); 17 steps are lost"
+    assert told[1] == "restarting from step 40 in 1 s (2 of 9); 17 steps are lost"
+    assert told[7] == "restarting from step 40 in 30 s (8 of 9); 17 steps are lost"
+    assert told[8] == "restarting from step 50 (1 of 9); 7 steps are lost"
+
+
+def test_a_signal_ends_the_pause_and_the_restart(tmp_path: Path) -> None:
+    story = Story(tmp_path, [(crash(47), 40)] * 9, limit=9)
+    story.patience = 1 + 2 + 1.5
+    assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
+    assert sum(story.waited) == pytest.approx(story.patience)
+    assert "in 4 s" in story.said[-2] and "not started again, as SIGTERM asked for an end" in story.said[-1]
+    rows = [json.loads(line)["restart"] for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 3], "what was not started is no restart"
 
 
 def test_what_never_took_a_step_is_not_repeated_unless_it_was_killed(tmp_path: Path) -> None:
