@@ -45,6 +45,7 @@ def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
             for rank in layout.memory.ranks
         ],
         "largest_bytes": layout.largest.total,
+        "largest_bytes_if_recorded": None if layout.if_recorded is None else layout.if_recorded.total,
         "bubble": estimate.bubble,
         "sent_bytes": dataclasses.asdict(estimate.traffic),
         "seconds": {

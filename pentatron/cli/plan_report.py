@@ -25,6 +25,7 @@ _PARTS = {
     "logits": "of the last layer, or what became of them",
     "buffers": "messages and collectives",
     "working": "for a moment in backward: what runs again, gradients of the loss or of one matrix",
+    "graphs": "beside recorded micro-batches, in whose memory there is no room for others: evaluation, first gradients",
 }
 _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
 
@@ -268,6 +269,7 @@ def parts_of(rank: RankMemory) -> dict[str, int]:
         "logits": rank.logits,
         "buffers": rank.buffers,
         "working": rank.working,
+        "graphs": rank.graphs,
     }
 
 
@@ -295,6 +297,11 @@ def _memory(layout: Layout) -> Iterator[str]:
             f"  {_bar(max(r.total for r in ranks) / layout.device.memory)} of {in_words(layout.device.memory)}"
         )
     )
+    if (recorded := layout.if_recorded) is not None:
+        yield (
+            f"  {'with graphs':<16}{in_words(recorded.total):>10}  small layers are recorded as CUDA graphs, where that leaves room; "
+            f"--cuda-graphs off does without"
+        )
     if layout.memory.host:
         machine = in_words(layout.host_of_a_machine)
         compared = (

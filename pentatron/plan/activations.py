@@ -17,6 +17,8 @@ _FP32, _INDEX = 4, 8
 # Elements that the loss in plain torch has in fp32 at a time.
 _BLOCK = 2**25
 _UNFUSED = ("math", "unfused", "local")
+# Tokens of which a fused loss without a backward has the logits at a time.
+_EVALUATED = 4096
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,21 @@ def logits(shape: Shape) -> int:
     return _FP32 * shape.tokens * words
 
 
+def logits_evaluated(shape: Shape) -> int:
+    """Without a backward. What is not fused has logits in the model's precision and in fp32, and log-probabilities; a fused loss without
+    a kernel of its own two blocks in fp32."""
+    if shape.fused_loss:
+        elements = min(chunk(shape), _EVALUATED) * shape.words
+        return shape.width * elements + (0 if _loss_kernel(shape) else 2 * _FP32 * min(_BLOCK, elements))
+    cast = _FP32 if shape.width != _FP32 else 0
+    return (shape.width + cast + _FP32) * shape.tokens * shape.words
+
+
+def in_layer(shape: Shape) -> int:
+    """The most that a layer without experts has at once in forward: no more than all that it could keep."""
+    return layer(shape, sparse=False, modules=frozenset())
+
+
 def chunk(shape: Shape) -> int:
     """Tokens of which a fused loss has the logits at a time; products that are deferred take all at once."""
     if shape.config.defers_weight_gradients:
@@ -108,12 +125,15 @@ def loss_in_backward(shape: Shape) -> int:
     model = shape.config.model
     assert model.vocab_size
     if shape.fused_loss:
-        by_kernel = shape.on_gpu and shape.config.kernels.cross_entropy_fusion_impl != "native"
-        return 0 if by_kernel else 2 * _FP32 * min(_BLOCK, chunk(shape) * shape.words)
+        return 0 if _loss_kernel(shape) else 2 * _FP32 * min(_BLOCK, chunk(shape) * shape.words)
     if shape.grid.tensor == 1:
         return 2 * _FP32 * shape.tokens * model.vocab_size
     cast = shape.width if shape.width != _FP32 else 0
     return (2 * _FP32 + cast) * shape.tokens * shape.words
+
+
+def _loss_kernel(shape: Shape) -> bool:
+    return shape.on_gpu and shape.config.kernels.cross_entropy_fusion_impl != "native"
 
 
 def layer(shape: Shape, sparse: bool, modules: frozenset[str] | None = None, fp8: bool = False) -> int:

@@ -90,6 +90,7 @@ def in_parts(planned: RankMemory) -> str:
         "optimizer": planned.held.optimizer,
         "activations": planned.activations + planned.logits,
         "buffers and working space": planned.buffers + planned.working,
+        "beside CUDA graphs": planned.graphs,
     }
     return ", ".join(f"{name} {in_words(count)}" for name, count in parts.items() if count)
 
@@ -116,6 +117,8 @@ def remedies(config: RunConfig, planned: RankMemory) -> str:
     if planned.held.on_device > planned.activations + planned.logits + planned.working:
         ways = [*_of_what_is_held(config), *_of_activations(config)]
     model = config.model
+    if planned.graphs:
+        ways.insert(0, "--cuda-graphs off")
     smaller = f"a smaller model (--num-layers {model.num_layers}, --hidden-size {model.hidden_size} now)"
     return "try " + ", ".join([*ways, smaller])
 

@@ -1,5 +1,6 @@
 """The memory of every pipeline rank, part by part: what it holds, what micro-batches leave on it, and what it needs in passing."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,8 +24,8 @@ class RankMemory:
 
     `activations` and `logits` are kept between forward and backward, where most of it lives at once, `micro_batches` of them.
     `buffers` are for messages and collectives; `working` is what backward needs for a moment: what runs again and the gradient
-    of a matrix, or gradients of the loss and the logits. `spared` of all this never lives at the same time: the gradients of the last
-    backward come while activations go.
+    of a matrix, or gradients of the loss and the logits. `graphs` is what comes to that where micro-batches are recorded. `spared` of all
+    this never lives at the same time: the gradients of the last backward come while activations go.
     """
 
     held: Held
@@ -34,11 +35,12 @@ class RankMemory:
     working: int
     micro_batches: int
     spared: int = 0
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         together = self.held.on_device + self.activations + self.logits + self.buffers + self.working
-        return together - self.spared
+        return together + self.graphs - self.spared
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,16 @@ def _of_rank(shape: Shape, rank: int) -> RankMemory:
     parts = shape.parts(rank)
     most, between = peak(shape, rank, parts), held(shape, rank)
     working = max(_in_backward(shape, part) for part in parts.values())
-    spared = 0
+    spared = graphs = 0
     if shape.grid.pipeline == 1 and not shards_parameters(shape):
         # Pipelines have gradients of earlier micro-batches when they keep most; torch's shards are there all the time.
         (part,) = parts.values()
         coming = between.gradients - _before_last(shape, between.gradients)
+        if shape.recorded:
+            # Nothing takes the place of what came before, or of what was kept for backward.
+            stays = _rounded_before_sums(shape, between.gradients)
+            coming += stays if shape.accumulation == 2 else 0
+            graphs = stays + max(_in_update(shape, part), _in_evaluation(shape))
         spared = coming + working - _in_backward(shape, part, coming)
     return RankMemory(
         between,
@@ -87,6 +94,7 @@ def _of_rank(shape: Shape, rank: int) -> RankMemory:
         working,
         most.micro_batches,
         spared,
+        graphs,
     )
 
 
@@ -96,6 +104,23 @@ def _before_last(shape: Shape, gradients: int) -> int:
         return 0
     rounded = shape.accumulation == 2 and shape.ranks("replicas") == 1
     return gradients * shape.width // _FP32 if rounded else gradients
+
+
+def _rounded_before_sums(shape: Shape, gradients: int) -> int:
+    """Bytes of a step's first gradients, which are rounded: those that come to them make sums of another size."""
+    return gradients * shape.width // _FP32 if shape.accumulation > 1 and shape.width != _FP32 else 0
+
+
+def _in_evaluation(shape: Shape) -> int:
+    """The most that a forward without a backward has at once: the stream, before a norm and behind it, and a layer or the logits."""
+    train, size = shape.config.train, shape.config.eval_batch[1]
+    if not train.eval_iters or not train.eval_interval:
+        return 0
+    own = shape.alike(
+        dataclasses.replace(shape.config, train=dataclasses.replace(train, micro_batch_size=size))
+    )
+    stream = own.width * own.in_stream * own.hidden
+    return 2 * stream + max(activations.in_layer(own), activations.logits_evaluated(own))
 
 
 def _in_backward(shape: Shape, part: StagePart, coming: int = 0) -> int:

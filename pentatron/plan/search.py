@@ -15,6 +15,7 @@ from pentatron.config.run import RunConfig, table
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device
 from pentatron.plan.held import held
+from pentatron.plan.launches import would_record
 from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape
 from pentatron.plan.shape import Shape
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
@@ -104,6 +105,16 @@ class Layout:
     @cached_property
     def fits(self) -> bool:
         return self.largest.total <= usable(self.device) and not self.lacks_host_memory
+
+    @cached_property
+    def if_recorded(self) -> RankMemory | None:
+        """The memory of the one rank whose micro-batches would be recorded unasked, if there is room for that."""
+        config, peak = self.config, self.device.peak(self.shape.width) / 1e12
+        if not self.device.is_gpu or not would_record(config, peak):
+            return None
+        kernels = dataclasses.replace(config.kernels, cuda_graphs="on")
+        found = largest_of(self.shape.alike(dataclasses.replace(config, kernels=kernels)))
+        return found if found.total <= usable(self.device) else None
 
     @property
     def host_of_a_machine(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pentatron.config.fp8 import fp8_layers
+from pentatron.config.graph_rules import WANTED
 from pentatron.config.run import RunConfig
 from pentatron.layout.actions import Placement
 from pentatron.layout.ranks import Axis, Grid
@@ -106,6 +107,11 @@ class Shape:
         return _chosen(
             self.config.kernels.compile, self.on_gpu and not self.config.precision.deterministic_mode
         )
+
+    @cached_property
+    def recorded(self) -> bool:
+        """Micro-batches, for certain, as CUDA graphs: by default they are where there is room, so that no run needs more for it."""
+        return self.on_gpu and WANTED.get(self.config.kernels.cuda_graphs) == "on"
 
     @cached_property
     def fused_gate(self) -> bool:

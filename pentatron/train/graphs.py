@@ -21,19 +21,14 @@ from pentatron.config.errors import UserError
 from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import TENSORS, Batch
-from pentatron.models.flops import step_flops
 from pentatron.monitor.peaks import peak_of
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.gradients import Holder
 from pentatron.parallel.pieces import Shape
+from pentatron.plan.launches import launches_hold_up
 
-# A host launches the kernels of a layer, forward and backward, in about this time; what a GPU computes for longer is not held up by it. In
-# fp8 a layer has half as many kernels more, which torch's compiler does not launch itself.
-_LAUNCHING_SECONDS, _LAUNCHING_FP8_SECONDS = 2.5e-3, 10e-3
-# Of what a GPU computes at best in bf16, also where it computes in fp8; and what one is taken for that is not known.
-_USUAL_SHARE, _USUAL_FP8_SHARE, _USUAL_PEAK = 0.5, 0.65, 300.0
 # Of the memory that is free, what a recording may take.
 _ROOM = 0.8
 
@@ -307,18 +302,6 @@ class _Replayed:
         return self.program.message_shape(stage, micro_batch)
 
 
-def layer_seconds(config: RunConfig, peak: float | None) -> float:
-    """About how long a GPU computes one layer of a micro-batch, forward and backward; `peak` in TFLOP/s."""
-    assert config.train.micro_batch_size is not None
-    flops = step_flops(config.model, config.train.micro_batch_size, config.model.seq_length, config.moe)
-    share = _USUAL_SHARE if config.precision.fp8_format is None else _USUAL_FP8_SHARE
-    return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * share)
-
-
-def launching_seconds(config: RunConfig) -> float:
-    return _LAUNCHING_SECONDS if config.precision.fp8_format is None else _LAUNCHING_FP8_SECONDS
-
-
 def record_steps(config: RunConfig, device: torch.device, configured: bool) -> Recording:
     """Records what the settings say, or says why not. `configured`: the program is ours, from the first layer to the loss."""
     wanted = WANTED[config.kernels.cuda_graphs]
@@ -338,7 +321,7 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
         return Recording(CudaGraphs(device), required=True, draws=draws)
     found = peak_of(torch.cuda.get_device_name(device))
     peak = None if found is None else found.of(config.precision.name != "fp32")
-    if layer_seconds(config, peak) > launching_seconds(config):
+    if not launches_hold_up(config, peak):
         return Recording()
     if reason:
         return Recording(

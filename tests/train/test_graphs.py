@@ -11,9 +11,11 @@ from pentatron.config.errors import UserError
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.world import single_process
+from pentatron.plan.launches import layer_seconds
+from pentatron.plan.memory import memory_of
 from pentatron.train import graphs
 from pentatron.train.diagnosis import compute_again
-from pentatron.train.graphs import Recording, layer_seconds, record_steps
+from pentatron.train.graphs import Recording, record_steps
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
 from pentatron.train.trial import micro_batches
@@ -158,6 +160,20 @@ def test_scales_of_weights_are_written_where_a_graph_reads_them() -> None:
     after = scales()
     assert before and all(old is new for old, new in zip(before, after, strict=True))
     assert values != [scale.item() for scale in after]
+
+
+@pytest.mark.parametrize(("words", "count"), [("--bf16", 1), ("--bf16", 2), ("--bf16", 3), ("", 3)])
+def test_gradients_that_stay_are_those_that_are_planned(words: str, count: int) -> None:
+    run = Run(f"{words} --global-batch-size {2 * count}", recorded=True)
+    run.numbers((count,) * 3)
+    graphs_of = run.model.recording._graphs.values()
+    kept = {
+        t.data_ptr(): t.nbytes for graph in graphs_of for t in (*graph.before, *graph.after) if t is not None
+    }
+    config = resolved(f"{DROPOUT} {words} --global-batch-size {2 * count} --cuda-graphs on").config
+    planned = memory_of(config, on_gpu=True).largest
+    assert run.recorder.graphs == min(count, 3 if words else 2)
+    assert sum(kept.values()) == planned.held.gradients + planned.graphs
 
 
 def test_a_batch_of_another_shape_runs_as_it_is() -> None:

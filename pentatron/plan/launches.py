@@ -1,0 +1,31 @@
+"""Whether a host launches kernels as fast as a GPU computes them: where it does not, micro-batches are worth being recorded as CUDA graphs."""
+
+from pentatron.config.graph_rules import WANTED, not_recordable
+from pentatron.config.run import RunConfig
+from pentatron.models.flops import step_flops
+
+# A host launches the kernels of a layer, forward and backward, in about this time; what a GPU computes for longer is not held up by it. In
+# fp8 a layer has half as many kernels more, which torch's compiler does not launch itself.
+_LAUNCHING_SECONDS, _LAUNCHING_FP8_SECONDS = 2.5e-3, 10e-3
+# Of what a GPU computes at best in bf16, also where it computes in fp8; and what one is taken for that is not known.
+_USUAL_SHARE, _USUAL_FP8_SHARE, _USUAL_PEAK = 0.5, 0.65, 300.0
+
+
+def launches_hold_up(config: RunConfig, peak: float | None) -> bool:
+    """`peak` of the GPU in TFLOP/s, in the precision of the run."""
+    fp8 = config.precision.fp8_format is not None
+    return layer_seconds(config, peak) <= (_LAUNCHING_FP8_SECONDS if fp8 else _LAUNCHING_SECONDS)
+
+
+def layer_seconds(config: RunConfig, peak: float | None) -> float:
+    """About how long a GPU computes one layer of a micro-batch, forward and backward."""
+    assert config.train.micro_batch_size is not None
+    flops = step_flops(config.model, config.train.micro_batch_size, config.model.seq_length, config.moe)
+    share = _USUAL_SHARE if config.precision.fp8_format is None else _USUAL_FP8_SHARE
+    return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * share)
+
+
+def would_record(config: RunConfig, peak: float | None) -> bool:
+    """Whether `--cuda-graphs auto` records such a run on a GPU that has room for it."""
+    wanted = WANTED[config.kernels.cuda_graphs] == "auto"
+    return wanted and not not_recordable(config.flat()) and launches_hold_up(config, peak)
