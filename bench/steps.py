@@ -86,7 +86,6 @@ class Timed:
     def __init__(self, step: Step, device: str) -> None:
         self.step, self.on_gpu = step, device == "cuda"
         self.first_seconds: float | None = None
-        self.host_seconds: list[float] = []
         self.loss: Any = None
 
     def warm_up(self, steps: int) -> None:
@@ -99,7 +98,6 @@ class Timed:
 
     def block(self, steps: int) -> list[float]:
         """Seconds of each: on a GPU by events in its stream, which is idle when a step begins."""
-        self.host_seconds.clear()
         return [self._one() for _ in range(steps)]
 
     def _one(self) -> float:
@@ -109,9 +107,7 @@ class Timed:
             return time.perf_counter() - began
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
-        began = time.perf_counter()
         self.loss = self.step()
-        self.host_seconds.append(time.perf_counter() - began)
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1e3
@@ -219,7 +215,6 @@ class Server:
             "seconds": seconds,
             "loss": float(self.timed.loss),
             "first_seconds": self.timed.first_seconds,
-            "host_seconds": statistics.median(self.timed.host_seconds or seconds),
             "peak": peak,
             "held": held,
             "total": total,
@@ -270,8 +265,6 @@ def record(case: Case, blocks: Sequence[Sequence[float]], last: dict[str, Any]) 
         "mem_gib": round(last["peak"] / GIB, 1),
         "loss": round(last["loss"], 3),
         "step_ms": round(1e3 * median, 2),
-        # Until the step's call returned, of the last block: as long as the step itself where launching is what takes the time.
-        "host_ms": round(1e3 * last["host_seconds"], 2),
         "spread": round(max(of_blocks) / min(of_blocks) - 1, 4),
         "blocks": [round(case.tokens / seconds) for seconds in of_blocks],
         "first_step_s": round(last["first_seconds"], 1),

@@ -4,25 +4,23 @@ from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
 from pentatron.models.flops import step_flops
 
-# A host launches the kernels of a layer, forward and backward, in about this time; what a GPU computes for longer is not held up by it. In
-# fp8 a layer has half as many kernels more, which torch's compiler does not launch itself.
-_LAUNCHING_SECONDS, _LAUNCHING_FP8_SECONDS = 2.5e-3, 10e-3
-# Of what a GPU computes at best in bf16, also where it computes in fp8; and what one is taken for that is not known.
-_USUAL_SHARE, _USUAL_FP8_SHARE, _USUAL_PEAK = 0.5, 0.65, 300.0
+# A host launches the kernels of a layer, forward and backward, in about this time (longer in fp8, which has more of them); what a GPU computes for
+# longer is not held up by it.
+_LAUNCHING_SECONDS = 2.5e-3
+# Of what a GPU computes at best, and what one is taken for that is not known.
+_USUAL_SHARE, _USUAL_PEAK = 0.5, 300.0
 
 
 def launches_hold_up(config: RunConfig, peak: float | None) -> bool:
     """`peak` of the GPU in TFLOP/s, in the precision of the run."""
-    fp8 = config.precision.fp8_format is not None
-    return layer_seconds(config, peak) <= (_LAUNCHING_FP8_SECONDS if fp8 else _LAUNCHING_SECONDS)
+    return layer_seconds(config, peak) <= _LAUNCHING_SECONDS
 
 
 def layer_seconds(config: RunConfig, peak: float | None) -> float:
     """About how long a GPU computes one layer of a micro-batch, forward and backward."""
     assert config.train.micro_batch_size is not None
     flops = step_flops(config.model, config.train.micro_batch_size, config.model.seq_length, config.moe)
-    share = _USUAL_SHARE if config.precision.fp8_format is None else _USUAL_FP8_SHARE
-    return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * share)
+    return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * _USUAL_SHARE)
 
 
 def would_record(config: RunConfig, peak: float | None) -> bool:
