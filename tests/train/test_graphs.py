@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +189,67 @@ def test_a_batch_of_another_shape_runs_as_it_is() -> None:
     assert run.recorder.replays == 1 and all(map(torch.equal, run.weights(), plain.weights()))
 
 
+# Of steps with two micro-batches, what is unusual about one: a micro-batch is shorter than others, or numbers are none.
+EVENTS = ("", "", "", "first short", "", "second short", "", "nan", "", "inf", "")
+SOUND_SIZES = tuple(event for event in EVENTS if "short" not in event)
+
+
+def disturbed(run: Run, events: tuple[str, ...]) -> list[str]:
+    """What steps tell, each in words, as what is no number is not equal to itself."""
+    torch.manual_seed(1)
+    batches, told = micro_batches(run.config, run.world, 0), []
+    for step, event in enumerate(events):
+        drawn = list(itertools.islice(batches, 2))
+        if "short" in event:
+            at = 0 if event == "first short" else 1
+            drawn[at] = drawn[at].map(lambda t: t[:1])
+        if event == "nan":
+            # Of two tokens that count too much, for and against: the loss is inf - inf.
+            mask = drawn[0].loss_mask.clone()
+            mask[0, 0], mask[0, 1] = 3e38, -3e38
+            drawn[0] = replace(drawn[0], loss_mask=mask)
+        before = run.weights()
+        scale = float("inf") if event == "inf" else 1.0
+        result = train_step(run.model, run.optimizer, drawn, 1e-2, step, scale)
+        stood_still = all(map(torch.equal, before, run.weights()))
+        assert result.updated is (event not in ("nan", "inf")) is not stood_still, (step, event)
+        told.append(f"{result.loss!r} {result.gradient_norm!r}")
+    return told
+
+
+def replays_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each micro-batch was replayed, from now on."""
+    found: list[bool] = []
+    as_it_is = Recording.forward
+
+    def forward(recording: Recording, *given: Any) -> Tensor | None:
+        made = as_it_is(recording, *given)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(Recording, "forward", forward)
+    return found
+
+
+def expected_replays(events: tuple[str, ...]) -> list[bool]:
+    """The first step runs as it is; so does a short micro-batch, and what comes to its gradients."""
+    kinds = {"first short": [False, False], "second short": [True, False]}
+    return [False, False, *itertools.chain(*(kinds.get(event, [True, True]) for event in events[1:]))]
+
+
+@pytest.mark.parametrize("words", ["--bf16", "", "--fp16", "--bf16 --fp8 hybrid"])
+def test_after_steps_out_of_the_ordinary_replays_have_the_same_bits(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, recorded = Run(words), Run(words, recorded=True)
+    expected = disturbed(plain, EVENTS)
+    replayed = replays_of(monkeypatch)
+    assert disturbed(recorded, EVENTS) == expected
+    assert replayed == expected_replays(EVENTS)
+    assert all(map(torch.equal, plain.weights(), recorded.weights()))
+    assert all("nan" in expected[EVENTS.index(event)] for event in ("nan", "inf"))
+
+
 def test_a_step_that_is_looked_into_runs_as_it_is() -> None:
     run = Run("", recorded=True)
     run.numbers((1, 1))
@@ -293,3 +356,27 @@ def test_graphs_on_the_gpu_have_the_same_bits(words: str) -> None:
     plain, replayed = (Run(f"{words} --cuda-graphs {how}", CUDA) for how in ("off", "on"))
     assert same(plain, replayed)
     assert len(replayed.model.recording._graphs) == (3 if "16" in words else 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("words", "events"),
+    [
+        ("--bf16 --compile off", EVENTS),
+        ("--fp16 --compile off", EVENTS),
+        ("--compile off --no-fused-update --no-cross-entropy-loss-fusion", EVENTS),
+        ("--bf16 --compile off --fp8 hybrid", EVENTS),
+        # A compiler may take another size for a reason to make kernels of any size, which need not have the bits of those that are recorded.
+        ("--bf16 --compile on", SOUND_SIZES),
+    ],
+)
+def test_graphs_on_the_gpu_have_the_same_bits_after_steps_out_of_the_ordinary(
+    words: str, events: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, recorded = (Run(f"{words} --cuda-graphs {how}", CUDA) for how in ("off", "on"))
+    expected = disturbed(plain, events)
+    replayed = replays_of(monkeypatch)
+    assert disturbed(recorded, events) == expected
+    assert replayed == expected_replays(events)
+    assert all(map(torch.equal, plain.weights(), recorded.weights()))
