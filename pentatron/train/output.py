@@ -42,22 +42,25 @@ class Output:
     def _write(self, text: str) -> None:
         if self.log is not None:
             log = self.log
-            self._attempt("train.log", lambda: (log.write(f"{spoken(text)}\n"), log.flush()))
+            self.attempt("train.log", lambda: (log.write(f"{spoken(text)}\n"), log.flush()))
 
-    def _attempt(self, what: str, write: Callable[[], object]) -> None:
-        """A disk that is full ends no training: it is told once, and lines are missing until there is room."""
+    def attempt(
+        self,
+        what: str,
+        write: Callable[[], object],
+        else_: str = "training goes on, and it will lack lines",
+    ) -> None:
+        """A disk that is full ends no training: it is told once, with what becomes of it. Lines are missing until there is room."""
         try:
             write()
         except OSError as error:
             if what not in self.missing:
                 self.missing.append(what)
-                self.display.say(
-                    f"warning: {what} cannot be written ({error.strerror or error}); training goes on, and it will lack lines"
-                )
+                self.display.say(f"warning: {what} cannot be written ({error.strerror or error}); {else_}")
 
     def _recorded(self, write: Callable[[Recorder], None]) -> None:
         for recorder in self.recorders:
-            self._attempt(recorder.name, functools.partial(write, recorder))
+            self.attempt(recorder.name, functools.partial(write, recorder))
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         self.display.step(report, eta_seconds)

@@ -88,13 +88,27 @@ class BesideTheSteps:
             self._in_cuda_range = False
         if self._trace is None:
             return
-        self._trace.stop()
-        place = self.folder / "profile"
-        place.mkdir(parents=True, exist_ok=True)
-        path = place / f"rank-{self.world.everyone.rank:05d}.json"
-        self._trace.export_chrome_trace(str(path))
-        self._trace = None
-        self.output.say(f"profile: {path} (open it at ui.perfetto.dev or chrome://tracing)")
+        trace, self._trace = self._trace, None
+        trace.stop()
+        path = self.folder / "profile" / f"rank-{self.world.everyone.rank:05d}.json"
+        self._write(
+            "profile", path, trace.export_chrome_trace, "open it at ui.perfetto.dev or chrome://tracing"
+        )
+
+    def _write(self, what: str, path: Path, write: Callable[[str], object], hint: str) -> None:
+        """What a disk has no room for ends no training."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+        except (OSError, RuntimeError) as error:
+            reason = (
+                getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+            )
+            self.output.say(
+                f"warning: the {what} {path} cannot be written ({reason}); the run does without it"
+            )
+        else:
+            self.output.say(f"{what}: {path} ({hint})")
 
     def close(self) -> None:
         """Also after an error: what was recorded up to it is what one wants to see."""
@@ -102,11 +116,9 @@ class BesideTheSteps:
         if self.config.loop.manual_gc:
             gc.enable()
         if self.config.memory.record_memory_history and self.world.device.type == "cuda":
-            path = self._snapshot_path()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
+            path, dump = self._snapshot_path(), torch.cuda.memory._dump_snapshot
+            self._write("memory history", path, dump, "open it at pytorch.org/memory_viz")
             torch.cuda.memory._record_memory_history(enabled=None)
-            self.output.say(f"memory history: {path} (open it at pytorch.org/memory_viz)")
 
     def _snapshot_path(self) -> Path:
         """One for each rank, beside each other."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pentatron.config.batch_sizes import size_problem
+from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import read_metrics
@@ -16,6 +17,8 @@ from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder
 
 _LAST_STEPS = 10
+# Of a file beside the checkpoints.
+WITHOUT_IT = "the run is complete without it"
 
 
 def describe(config: RunConfig, world: World, parameters: int) -> str:
@@ -101,21 +104,8 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
         )
     if rows:
         output.say(f"finished: {_fall([row['loss'] for row in rows])}")
-    saves, prompt = config.checkpoint.save_checkpoints, config.run.sample_prompt
-    if saves and datasets.tokenizer is not None and prompt is not None and config.run.sample_tokens > 0:
-        assert config.checkpoint.save is not None
-        # The ranks hold parts of the model; its last checkpoint has it whole.
-        pieces = open_continuation(
-            Path(config.checkpoint.save),
-            prompt,
-            config.run.sample_tokens,
-            seed=config.run.seed,
-            trusted=config.model.spec,
-        )
-        sample = prompt + "".join(pieces)
-        folder.sample.write_text(sample + "\n", encoding="utf-8")
-        shown = "\n".join(f"    {_printable(line)}" for line in sample.splitlines())
-        output.say(f"a sample of what it writes now:\n{shown}")
+    saves = config.checkpoint.save_checkpoints
+    _show_sample(config, folder, datasets, output)
     log = config.log
     kept = ["config.yaml", "train.log", "metrics.jsonl"] + ["loss.svg"] * folder.curve.exists()
     # Written when everything else is closed.
@@ -125,6 +115,32 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
         f"run folder: {folder.path} ({', '.join(kept)}), "
         f"checkpoints: {config.checkpoint.save if saves else 'none'}"
     )
+
+
+def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
+    """What was trained is saved by now: whatever is wrong with a prompt or a disk is told, and no reason to fail."""
+    saves, prompt = config.checkpoint.save_checkpoints, config.run.sample_prompt
+    if not saves or datasets.tokenizer is None or prompt is None or config.run.sample_tokens == 0:
+        return
+    assert config.checkpoint.save is not None
+    try:
+        # The ranks hold parts of the model; its last checkpoint has it whole.
+        pieces = open_continuation(
+            Path(config.checkpoint.save),
+            prompt,
+            config.run.sample_tokens,
+            seed=config.run.seed,
+            trusted=config.model.spec,
+        )
+        sample = prompt + "".join(pieces)
+    except UserError as error:
+        output.say(f"note: there is no sample of what it writes (--sample-prompt): {error}")
+        return
+    output.attempt(
+        "sample.txt", lambda: folder.sample.write_text(sample + "\n", encoding="utf-8"), WITHOUT_IT
+    )
+    shown = "\n".join(f"    {_printable(line)}" for line in sample.splitlines())
+    output.say(f"a sample of what it writes now:\n{shown}")
 
 
 def _fall(losses: Sequence[float]) -> str:

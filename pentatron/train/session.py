@@ -40,7 +40,7 @@ from pentatron.train.profiling import BesideTheSteps
 from pentatron.train.program import CONFIGURED, Program
 from pentatron.train.random_state import seed_generators
 from pentatron.train.recorders import open_recorders
-from pentatron.train.results import describe, describe_pipeline, draw_curve, finish
+from pentatron.train.results import WITHOUT_IT, describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import Beginning, starting_point
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.schedules import settle
@@ -280,7 +280,7 @@ class Session:
             output.say(f"samples so far: {drawn}")
         if self.world.is_first:
             if not self.config.train.skip_train:
-                draw_curve(self.folder)
+                output.attempt("loss.svg", lambda: draw_curve(self.folder), WITHOUT_IT)
             if ending is not None:
                 output.note(ending.line)
                 output.say(_farewell(ending, self.state, self.config))
@@ -288,7 +288,9 @@ class Session:
                 finish(self.config, self.folder, datasets, output)
             self.moments.mark("finish")
             if not self.config.train.skip_train:
-                self.moments.write(self.folder.app_metrics)
+                output.attempt(
+                    "app_metrics.json", lambda: self.moments.write(self.folder.app_metrics), WITHOUT_IT
+                )
         return Outcome(self.folder, ending)
 
     def _on_every_rank(self, action: Callable[[], T]) -> T:

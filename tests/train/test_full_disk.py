@@ -6,7 +6,10 @@ import pytest
 
 from pentatron.monitor.display import Silent
 from pentatron.monitor.recorder import Recorder
+from pentatron.parallel.world import single_process
 from pentatron.train.output import Output
+from pentatron.train.session import run_training
+from tests.support import resolved
 
 FULL = Path("/dev/full")
 
@@ -38,3 +41,21 @@ def test_lines_that_cannot_be_written_are_told_of_once() -> None:
     assert [text for text in display.texts if text not in told] == ["step 1", "step 2"]
     assert len(told) == 2 and "train.log cannot be written (No space left on device)" in told[0]
     assert "numbers.txt cannot be written" in told[1]
+
+
+def test_files_beside_the_checkpoints_that_cannot_be_written_end_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies in their places stands for a disk that has no room for them."""
+    for name in ("loss.svg", "app_metrics.json"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "profile").touch()
+    words = f"--run-dir {tmp_path} --profile --profile-step-start 1 --profile-step-end 2"
+    outcome = run_training(resolved(words), single_process(), resumes=True)
+    log = (tmp_path / "train.log").read_text()
+    assert outcome.ending is None and "finished: loss " in log and "checkpoint from iteration       5" in log
+    told = " ".join(capsys.readouterr().out.split())
+    for name in ("loss.svg", "app_metrics.json"):
+        assert f"warning: {name} cannot be written (Is a directory); the run is complete without it" in told
+    place = tmp_path / "profile" / "rank-00000.json"
+    assert f"warning: the profile {place} cannot be written (File exists); the run does without it" in told

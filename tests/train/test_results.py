@@ -1,8 +1,17 @@
 """What is told at the end of a run."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from pentatron.train.results import _fall
+from pentatron.config.errors import UserError
+from pentatron.train import results
+from pentatron.train.output import Output
+from pentatron.train.results import _fall, finish
+from pentatron.train.run_folder import RunFolder
+from tests.support import resolved
+from tests.train.test_full_disk import Said
 
 
 @pytest.mark.parametrize(
@@ -18,3 +27,19 @@ from pentatron.train.results import _fall
 )
 def test_a_short_run_is_not_averaged_with_its_beginning(losses: list[float], said: str) -> None:
     assert _fall(losses) == said
+
+
+def test_a_prompt_that_cannot_be_continued_fails_no_run_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_long(*given: object, **more: object) -> None:
+        raise UserError("the prompt has 600 tokens, and the model is made for 32 in all; shorten it")
+
+    monkeypatch.setattr(results, "open_continuation", too_long)
+    display, config = Said(), resolved(f"--sample-prompt long --run-dir {tmp_path}").config
+    finish(config, RunFolder(tmp_path), SimpleNamespace(tokenizer=object()), Output(display))  # type: ignore[arg-type]
+    note, folder = display.texts
+    assert note.startswith(
+        "note: there is no sample of what it writes (--sample-prompt): the prompt has 600 tokens"
+    )
+    assert folder.startswith(f"run folder: {tmp_path}")
