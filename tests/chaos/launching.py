@@ -8,23 +8,15 @@ import contextlib
 import ctypes
 import gc
 import os
-import signal
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
 
-import pentatron.launch.processes as processes_module
-from pentatron.cli.main import main
-from pentatron.train.interrupt import WATCHED
+from tests.harness.forked import Forked, as_python, fork_workers_too, send_to
 from tests.harness.zygote import preload
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PAUSE = 0.02
 
 
 def prepare_to_fork() -> None:
@@ -38,50 +30,16 @@ def prepare_to_fork() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-class Forked:
-    """What the launcher uses of `subprocess.Popen`, for a process that was not started but forked."""
-
-    def __init__(
-        self, words: Sequence[str], env: Mapping[str, str] | None = None, start_new_session: bool = False
-    ) -> None:
-        self.returncode: int | None = None
-        self.pid = _fork(lambda: _as_worker(list(words), env or {}))
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 3600)
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a forked process", timeout or 0)
-            time.sleep(_PAUSE)
-        return code
-
-
 def start_launcher(words: Sequence[str], console: Path) -> Forked:
     """`pentatron train WORDS...`; what it says goes to the file."""
 
     def live() -> int:
-        os.setsid()
-        descriptor = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        stand_in: Any = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
-        processes_module.subprocess = stand_in
-        return main(["train", *words])
+        send_to(console, 1)
+        send_to(console, 2)
+        fork_workers_too()
+        return as_python(["-m", "pentatron", "train", *words])
 
-    launcher = Forked.__new__(Forked)
-    launcher.returncode, launcher.pid = None, _fork(live)
-    return launcher
+    return Forked.of(live, session=True)
 
 
 def start_fresh(words: Sequence[str], console: Path) -> "subprocess.Popen[bytes]":
@@ -112,36 +70,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _fork(live: Callable[[], int]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        _end(live)
-    return pid
-
-
-def _end(live: Callable[[], int]) -> NoReturn:
-    code = 1
-    try:
-        code = live()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _as_worker(words: list[str], environment: Mapping[str, str]) -> int:
-    os.setsid()
-    # Handlers of the launcher are not those of a worker.
-    for number in WATCHED:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    os.environ.clear()
-    os.environ.update(environment)
-    return main(words[words.index("train") :])

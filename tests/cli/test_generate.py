@@ -4,8 +4,6 @@ import io
 import json
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from pentatron.data.tokenizer import FileTokenizer, train_bpe
 from pentatron.parallel.world import single_process
 from pentatron.train import text_source
 from pentatron.train.session import run_training
-from tests.cli.test_train import environment
+from tests.cli.test_train import forked
 from tests.hf.support import save, theirs
 from tests.support import LLAMA, resolved
 
@@ -139,16 +137,14 @@ def test_an_import_says_the_same_as_its_source(
 def test_processes_started_here_say_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(folder), "import ", "def f(x):", *QUICK, "--json"]
     expected = objects(capsys, *words)
-    command = [sys.executable, "-m", "pentatron", "generate", *words, "--tp", "2"]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    command = ["-m", "pentatron", "generate", *words, "--tp", "2"]
+    code, out, err = forked(*command, fork_workers=False)
+    assert code == 0, err
+    found = json.loads(out)
     assert [t["tokens"] for t in found] == [t["tokens"] for t in expected]
     for ours, theirs_ in zip(found, expected):
         assert ours["logprobs"] == pytest.approx(theirs_["logprobs"], abs=1e-4)
-    assert "2 tensor × 1 pipeline" in done.stderr
+    assert "2 tensor × 1 pipeline" in err
 
 
 def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_restarts import SMALL, broken
-from tests.cli.test_train import finish, start
+from tests.cli.test_train import finish, start, start_forked
+from tests.harness import distributed
 
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 LOOPING = "while True: pass"
@@ -15,10 +16,11 @@ SKIPPING = "return healthy(model, optimizer, drawn, rate, step, *others) if True
 def run(folder: Path, how: str) -> tuple[int, str, str, Path]:
     script, place = broken(folder, how), folder / "run"
     words = "--nproc-per-node 2 --heartbeat-timeout 4 --max-restarts 1".split()
-    code, out, err = finish(start(script, *SMALL, *words, "--run-dir", str(place)))
+    code, out, err = finish(start_forked(script, *SMALL, *words, "--run-dir", str(place)))
     return code, out, err, place
 
 
+@distributed(world=1, timeout=150, process_group=False)
 def test_a_stopped_rank_is_named_and_the_job_goes_on_without_it(tmp_path: Path) -> None:
     code, _, err, folder = run(tmp_path, STOPPED)
     assert code == 0, err
@@ -33,6 +35,7 @@ def test_a_stopped_rank_is_named_and_the_job_goes_on_without_it(tmp_path: Path) 
 
 
 @pytest.mark.sweep
+@distributed(world=1, timeout=150, process_group=False)
 def test_a_rank_in_an_endless_loop_is_named_with_its_stack(tmp_path: Path) -> None:
     code, _, err, folder = run(tmp_path, LOOPING)
     assert code == 0, err

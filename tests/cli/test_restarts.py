@@ -1,12 +1,13 @@
 """A job whose ranks die is started again and comes to the same end."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
-import pytest
-
 from pentatron.cli.main import main
-from tests.cli.test_train import finish, losses, start
+from tests.cli.test_train import finish, losses, start_forked
+from tests.harness import distributed
 
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 "
@@ -39,14 +40,13 @@ def broken(folder: Path, how: str) -> str:
     return str(path)
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@distributed(world=1, timeout=150, process_group=False)
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     """Also with --fresh, which means the first start."""
     script = broken(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     folder = tmp_path / "run"
     words = [*SMALL, "--nproc-per-node", "2", "--run-dir", str(folder), "--fresh"]
-    code, out, err = finish(start(script, *words))
+    code, out, err = finish(start_forked(script, *words))
     assert code == 0, err
     first, second = err.splitlines()
     assert first.startswith("pentatron: rank 1 of 2 was killed by SIGKILL") and "after step 7" in first
@@ -55,18 +55,20 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert [step for step, _ in losses(folder)] == list(range(1, 11))
     (row,) = map(json.loads, (folder / "restarts.jsonl").read_text().splitlines())
     assert row["steps_lost"] == 1
-    assert main(["monitor", str(folder), "--once"]) == 0
-    assert "restarts      1, 1 step lost; the last: rank 1 was killed by SIGKILL" in capsys.readouterr().out
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(["monitor", str(folder), "--once"]) == 0
+    assert "restarts      1, 1 step lost; the last: rank 1 was killed by SIGKILL" in shown.getvalue()
     undisturbed = tmp_path / "undisturbed"
-    code, _, err = finish(start("-m", "pentatron", "train", *words, "--run-dir", str(undisturbed)))
+    code, _, err = finish(start_forked("-m", "pentatron", "train", *words, "--run-dir", str(undisturbed)))
     assert code == 0, err
     assert losses(folder) == losses(undisturbed)
 
 
+@distributed(world=1, timeout=150, process_group=False)
 def test_a_traceback_is_told_once_and_those_of_the_others_are_kept(tmp_path: Path) -> None:
     script = broken(tmp_path, "raise LookupError('a bug')")
     folder = tmp_path / "run"
-    code, _, err = finish(start(script, *SMALL, "--nproc-per-node", "2", "--run-dir", str(folder)))
+    code, _, err = finish(start_forked(script, *SMALL, "--nproc-per-node", "2", "--run-dir", str(folder)))
     assert code == 0, err
     assert err.count("Traceback") == 1 and err.count("LookupError: a bug") == 1
     assert err.startswith("pentatron: rank 1 of 2 failed with exit code 1 after step 7:\nTraceback")

@@ -3,12 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.test_train import children, environ_of, finish, losses, start, wait_for_step
+from tests.cli.test_train import children, finish, losses, start_forked, wait_for_step
+from tests.harness import distributed
 
 LONG = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 "
@@ -37,46 +37,35 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.launcher = start("-m", "pentatron", "train", *LONG, "--run-dir", str(folder))
+        self.launcher = start_forked("-m", "pentatron", "train", *LONG, "--run-dir", str(folder))
         wait_for_step(folder, 3)
         self.workers = children(self.launcher.pid)
 
-    def worker(self, rank: int) -> int:
-        return next(p for p in self.workers if f"RANK={rank}" in environ_of(p))
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path / "run")
-    yield made
-    for pid in alive([made.launcher.pid, *made.workers]):
-        os.kill(pid, signal.SIGKILL)
-
-
+@distributed(world=1, timeout=150, process_group=False)
 def test_readers_leave_signals_to_the_rank_and_one_that_dies_is_a_sentence(tmp_path: Path) -> None:
     alone = "--nproc-per-node 1 --num-workers 1 --device cpu".split()
-    run = start("-m", "pentatron", "train", *LONG, *alone, "--run-dir", str(tmp_path / "run"))
-    try:
-        wait_for_step(tmp_path / "run", 2)
-        (reader,) = children(run.pid)
-        # As a scheduler does, which tells every process of a job.
-        os.kill(reader, signal.SIGTERM)
-        os.kill(reader, signal.SIGINT)
-        reached = losses(tmp_path / "run")[-1][0]
-        wait_for_step(tmp_path / "run", reached + 10)
-        assert children(run.pid) == [reader] and run.poll() is None
-        # What the kernel does when memory runs out.
-        os.kill(reader, signal.SIGKILL)
-        code, _, err = finish(run)
-    finally:
-        run.kill()
+    run = start_forked("-m", "pentatron", "train", *LONG, *alone, "--run-dir", str(tmp_path / "run"))
+    wait_for_step(tmp_path / "run", 2)
+    (reader,) = children(run.pid)
+    # As a scheduler does, which tells every process of a job.
+    os.kill(reader, signal.SIGTERM)
+    os.kill(reader, signal.SIGINT)
+    reached = losses(tmp_path / "run")[-1][0]
+    wait_for_step(tmp_path / "run", reached + 10)
+    assert children(run.pid) == [reader] and run.poll() is None
+    # What the kernel does when memory runs out.
+    os.kill(reader, signal.SIGKILL)
+    code, _, err = finish(run)
     assert (code, err.count("\n")) == (2, 1), err
     assert "a process that reads data has died (killed by SIGKILL): not enough memory" in err
     assert "the same command goes on from the newest one, perhaps with fewer --num-workers" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
-def test_a_closed_terminal_and_a_warning_save_and_end_the_run(run: Run, number: signal.Signals) -> None:
+@distributed(world=1, timeout=150, process_group=False)
+def test_a_closed_terminal_and_a_warning_save_and_end_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    run = Run(tmp_path / "run")
     run.launcher.send_signal(number)
     code, out, err = finish(run.launcher)
     assert (code, err) == (128 + number, "")
@@ -87,6 +76,7 @@ def test_a_closed_terminal_and_a_warning_save_and_end_the_run(run: Run, number: 
 
 
 SLOW_SAVE = """
+import os
 import time
 import pentatron.checkpoint.store as store
 from pentatron.cli.main import run_entry
@@ -98,41 +88,45 @@ def slowly(self, *words, **named):
     time.sleep(3)
     return start(self, *words, **named)
 
-store.CheckpointStore.start = slowly
+# In ranks alone: they may have what their launcher has.
+if "RANK" in os.environ:
+    store.CheckpointStore.start = slowly
 run_entry(TRAIN)
 """
 
 
+@distributed(world=1, timeout=150, process_group=False)
 def test_a_warning_and_a_harder_signal_during_the_save_are_one_save(tmp_path: Path) -> None:
     """As a scheduler sends them, to the launcher and to every rank."""
     script, folder = tmp_path / "slow.py", tmp_path / "run"
     script.write_text(SLOW_SAVE)
-    launcher = start(str(script), *LONG, "--run-dir", str(folder))
-    try:
-        wait_for_step(folder, 3)
-        everyone = [launcher.pid, *children(launcher.pid)]
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            for pid in everyone:
-                os.kill(pid, number)
-            time.sleep(1)
-        code, out, err = finish(launcher)
-    finally:
-        launcher.kill()
+    launcher = start_forked(str(script), *LONG, "--run-dir", str(folder))
+    wait_for_step(folder, 3)
+    everyone = [launcher.pid, *children(launcher.pid)]
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for pid in everyone:
+            os.kill(pid, number)
+        time.sleep(1)
+    code, out, err = finish(launcher)
     assert (code, err) == (128 + signal.SIGUSR1, "")
     last = losses(folder)[-1][0]
     assert f"stopped by SIGUSR1 after step {last}; its checkpoint is saved" in out
     assert (folder / "checkpoints" / f"step-{last:08d}").is_dir(), "no step is lost"
 
 
-def test_a_signal_to_one_rank_ends_the_run_with_its_code(run: Run) -> None:
-    os.kill(run.worker(1), signal.SIGTERM)
+@distributed(world=1, timeout=150, process_group=False)
+def test_a_signal_to_one_rank_ends_the_run_with_its_code(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    os.kill(run.workers[1], signal.SIGTERM)
     code, out, err = finish(run.launcher)
     assert (code, err) == (128 + signal.SIGTERM, "")
     assert "stopped by SIGTERM after step" in out and "what to try next" not in out
 
 
-def test_a_second_ctrl_c_ends_a_run_that_is_stuck(run: Run) -> None:
-    os.kill(run.worker(1), signal.SIGSTOP)
+@distributed(world=1, timeout=150, process_group=False)
+def test_a_second_ctrl_c_ends_a_run_that_is_stuck(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    os.kill(run.workers[1], signal.SIGSTOP)
     time.sleep(0.5)
     run.launcher.send_signal(signal.SIGINT)
     time.sleep(1)
@@ -144,7 +138,9 @@ def test_a_second_ctrl_c_ends_a_run_that_is_stuck(run: Run) -> None:
     wait_until_gone(run.workers, 5)
 
 
-def test_workers_do_not_outlive_a_killed_launcher(run: Run) -> None:
+@distributed(world=1, timeout=150, process_group=False)
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
     run.launcher.kill()
     run.launcher.wait()
     wait_until_gone(run.workers)

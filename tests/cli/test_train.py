@@ -8,11 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pentatron.cli.main import guarded, main
+from tests.harness import distributed, run_distributed
+from tests.harness.forked import Command
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -40,7 +43,23 @@ def start(*words: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
     )
 
 
-def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+def start_forked(*words: str, fork_workers: bool = True) -> Command:
+    """The same without the seconds that every process takes for its imports; in tests without a process group."""
+    return Command.start(*words, cwd=ROOT, environment=environment(), fork_workers=fork_workers)
+
+
+def finish_forked(words: Sequence[str], fork_workers: bool) -> tuple[int, str, str]:
+    return finish(start_forked(*words, fork_workers=fork_workers))
+
+
+def forked(*words: str, fork_workers: bool = True) -> tuple[int, str, str]:
+    """`python WORDS...` to its end."""
+    named = {"words": words, "fork_workers": fork_workers}
+    [ended] = run_distributed(finish_forked, 1, timeout=150.0, process_group=False, **named)
+    return ended
+
+
+def finish(process: "subprocess.Popen[str] | Command") -> tuple[int, str, str]:
     out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
@@ -124,15 +143,15 @@ def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_los
     assert losses(folder) == losses(demo)
 
 
+@distributed(world=1, timeout=150, process_group=False)
 def test_a_killed_rank_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = "--train-iters 5000 --max-restarts 0".split()
-    process = start("-m", "pentatron", "train", *TINY, *words, "--run-dir", str(folder))
+    process = start_forked("-m", "pentatron", "train", *TINY, *words, "--run-dir", str(folder))
     wait_for_step(folder, 4)
     workers = children(process.pid)
     assert len(workers) == 2
-    victim = next(p for p in workers if "RANK=1" in environ_of(p))
-    os.kill(victim, signal.SIGKILL)
+    os.kill(workers[1], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
     assert "rank 1 of 2 was killed by SIGKILL" in err and err.count("\n") == 2, err
@@ -141,11 +160,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left_running(tmp_path: Path) -> N
 
 
 def children(pid: int) -> list[int]:
+    """In the order in which they were started: that of the ranks."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def environ_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
 
 
 def test_torchrun_workers_train_one_run(tmp_path: Path) -> None:
@@ -231,6 +247,7 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     assert f"port {port} cannot be used as the meeting point" in err and "--master-port" in err
 
 
+@distributed(world=1, timeout=150, process_group=False)
 def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(
@@ -244,7 +261,7 @@ def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_pat
         "run_entry(STANDARD)\n"
     )
     words = "--vocab_size 50 --hidden_size 32 --num_layers 1 --max_seq_len 16 --max_steps 2 --nproc-per-node 2".split()
-    code, _, err = finish(start(str(broken), *words, "--run-dir", str(tmp_path / "run")))
+    code, _, err = finish(start_forked(str(broken), *words, "--run-dir", str(tmp_path / "run")))
     assert code == 1
     assert err.count("RuntimeError: a bug") == 1
     assert "rank 1 of 2 failed with exit code 1 before its first step was done:\nTraceback" in err

@@ -11,6 +11,7 @@ import pytest
 from pentatron.cli.main import guarded, main
 from pentatron.cli.verify import verify_command
 from tests.harness import run_distributed
+from tests.harness.forked import fork_workers_too
 
 PLANTING = f"""
 import sys
@@ -26,15 +27,20 @@ sys.exit(guarded(lambda: verify_command(sys.argv[1:], [sys.argv[0]])))
 SP = ("--tp_size", "2", "--sequence-parallel")
 
 
-def verify_here(words: Sequence[str], restart: Sequence[str]) -> tuple[int, str]:
+def verify_here(words: Sequence[str], restart: Sequence[str], fork_workers: bool) -> tuple[int, str]:
+    if fork_workers:
+        fork_workers_too()
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = guarded(lambda: verify_command(words, restart))
     return code, out.getvalue()
 
 
-def verify(*words: str, restart: Sequence[str] = ("-m", "pentatron", "verify")) -> tuple[int, str]:
-    """In a process of its own, which the harness spares the import of torch; it starts fresh workers."""
-    [ended] = run_distributed(verify_here, 1, timeout=150.0, words=words, restart=restart)
+def verify(
+    *words: str, restart: Sequence[str] = ("-m", "pentatron", "verify"), fork_workers: bool = False
+) -> tuple[int, str]:
+    """In a process of its own, which the harness spares the import of torch; it starts fresh workers, or forks them."""
+    named = {"words": words, "restart": restart, "fork_workers": fork_workers}
+    [ended] = run_distributed(verify_here, 1, timeout=150.0, process_group=False, **named)
     return ended
 
 
@@ -48,7 +54,7 @@ def test_a_sound_layout_ends_with_code_0() -> None:
 def test_a_wrong_layout_ends_with_code_1_and_names_the_parameter(tmp_path: Path) -> None:
     script = tmp_path / "planting.py"
     script.write_text(PLANTING)
-    code, out = verify(*SP, "--json", restart=[str(script)])
+    code, out = verify(*SP, "--json", restart=[str(script)], fork_workers=True)
     assert code == 1, out
     found = json.loads(out)
     assert not found["passes"] and found["processes"] == 2

@@ -18,12 +18,13 @@ LARGEST_WORLD = 8
 
 
 def distributed(
-    world: int, timeout: float = DEFAULT_TIMEOUT
+    world: int, timeout: float = DEFAULT_TIMEOUT, process_group: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function run on `world` ranks, each with a fresh gloo process group.
 
     It may take parametrised arguments and fixtures as long as they can be pickled (`tmp_path`, which all ranks share);
     fixtures run once, in the test process. The test fails if any rank fails, or takes longer than `timeout` seconds.
+    Without a process group it is a process that has imported everything and can fork (`tests/harness/forked.py`).
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -32,7 +33,7 @@ def distributed(
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
             try:
-                _run(body, world, timeout, arguments)
+                _run(body, world, timeout, arguments, process_group)
             except RanksFailed as failed:
                 # The ranks' tracebacks are in the text; the one of this process would only show the harness.
                 raise pytest.fail.Exception(str(failed), pytrace=False) from None
@@ -44,21 +45,38 @@ def distributed(
 
 
 def run_distributed(
-    function: Callable[..., Any], world: int, *, timeout: float = DEFAULT_TIMEOUT, **arguments: Any
+    function: Callable[..., Any],
+    world: int,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    process_group: bool = True,
+    **arguments: Any,
 ) -> list[Any]:
     """Call a module-level function on `world` ranks and return each rank's return value; `RanksFailed` if one fails."""
-    return _run(function, world, timeout, arguments)
+    return _run(function, world, timeout, arguments, process_group)
 
 
-def _run(function: Callable[..., Any], world: int, timeout: float, arguments: Mapping[str, Any]) -> list[Any]:
+def _run(
+    function: Callable[..., Any],
+    world: int,
+    timeout: float,
+    arguments: Mapping[str, Any],
+    process_group: bool,
+) -> list[Any]:
     __tracebackhide__ = True
-    outcomes = session_zygote().run(_job(function, world, timeout, arguments))
+    outcomes = session_zygote().run(_job(function, world, timeout, arguments, process_group))
     if not all(outcome.ok for outcome in outcomes):
         raise RanksFailed(failure_text(outcomes))
     return [pickle.loads(outcome.result) for outcome in outcomes]
 
 
-def _job(function: Callable[..., Any], world: int, timeout: float, arguments: Mapping[str, Any]) -> Job:
+def _job(
+    function: Callable[..., Any],
+    world: int,
+    timeout: float,
+    arguments: Mapping[str, Any],
+    process_group: bool,
+) -> Job:
     if not 1 <= world <= LARGEST_WORLD:
         raise ValueError(f"world must be 1 to {LARGEST_WORLD}, not {world}")
     if not function.__qualname__.isidentifier():
@@ -76,6 +94,7 @@ def _job(function: Callable[..., Any], world: int, timeout: float, arguments: Ma
         import_path=list(sys.path),
         working_directory=str(Path.cwd()),
         environment=rank_environment(),
+        process_group=process_group,
     )
 
 

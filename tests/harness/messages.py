@@ -21,6 +21,7 @@ class Job:
     import_path: list[str]
     working_directory: str
     environment: dict[str, str]
+    process_group: bool = True  # without: one process, which can fork
 
     @property
     def name(self) -> str:

@@ -75,7 +75,8 @@ def run(job: Job, rank: int, directory: Path) -> Outcome:
         os.environ.clear()
         os.environ.update(job.environment)
         torch.set_num_threads(1)
-        join_process_group(job, rank, directory)
+        if job.process_group:
+            join_process_group(job, rank, directory)
         function = find_function(job)
         arguments = pickle.loads(job.arguments)
         # Last, so that nothing done while importing decides what the function draws.
