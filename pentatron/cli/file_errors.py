@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pentatron.config.errors import UserError
+from pentatron.config.errors import UserError, file_sentence
 
 
 @contextmanager
@@ -14,4 +14,4 @@ def file_errors_told() -> Iterator[None]:
         # The reader of our output has left, which is no file's fault.
         raise
     except OSError as error:
-        raise UserError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
+        raise UserError(file_sentence(error)) from error

@@ -28,7 +28,9 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
 
         own = find_source(save)
         if own is not None and not own.is_foreign:
-            settings = _learn(draft, facts, own, "choose another --run-dir, or start anew with --fresh")
+            settings = _learn(
+                draft, facts, own, "choose another --run-dir, or start anew with --fresh", is_own=True
+            )
             keep_global_batch(draft, facts, settings, str(own.folder))
             return
     if draft["load"] is None:
@@ -82,9 +84,11 @@ def use_hub_folder(draft: Draft, name: str) -> None:
     draft.notices.append(f"{written.value} is in {folder}")
 
 
-def _learn(draft: Draft, facts: Facts, source: "Source", way_out: str) -> Mapping[str, Any]:
+def _learn(
+    draft: Draft, facts: Facts, source: "Source", way_out: str, is_own: bool = False
+) -> Mapping[str, Any]:
     """Returns all settings of what is loaded."""
-    settings = source.architecture()
+    settings = source.architecture(is_own)
     if not source.is_huggingface:
         adopt_layout(draft, settings, str(source.folder))
     adopt(draft, facts, settings, str(source.folder), way_out)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
+from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
         counts = outcome.counts
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
         say(
-            f"{counts.documents:,} documents, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
+            f"{counted(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
             f"({speed:,.0f} tokens/s, {job.workers} worker{'s' if job.workers > 1 else ''})"
             f"{', going on after an interruption' if outcome.resumed else ''}"
         )
@@ -200,9 +201,12 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
                 say(f"  {line}")
     for prefix in job.outputs:
         lengths = document_lengths(IndexedDataset(prefix))
-        mean = lengths.tokens / max(1, lengths.documents)
+        if not lengths.documents:
+            say(f"\n{prefix}: no document, as the input holds no text; there is nothing in it to train on")
+            continue
+        mean = lengths.tokens / lengths.documents
         say(
-            f"\n{prefix}: {lengths.documents:,} documents of {lengths.shortest:,} to {lengths.longest:,} tokens, "
+            f"\n{prefix}: {counted(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,} tokens, "
             f"{mean:,.1f} on average"
         )
         say("\n".join(lengths.lines()))

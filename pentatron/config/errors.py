@@ -1,5 +1,6 @@
 """Errors meant for the user."""
 
+import errno
 from collections.abc import Sequence
 
 
@@ -45,3 +46,13 @@ class ConfigError(UserError):
         else:
             lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
             super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
+
+
+def file_sentence(error: OSError) -> str:
+    """What the system says of a file; a write names none, and a full disk is the one thing that it may often meet."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{error.filename or 'a file'} cannot be written ({reason}); make room, or choose another folder"
+        )
+    return f"{error.filename or 'a file'}: {reason}"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Boundaries, Sample
 from pentatron.data.index_cache import Arrays, IndexCache, digest_of
@@ -145,11 +146,24 @@ def documents_of(source: IndexedDataset, split: str) -> tuple[range | None, ...]
 
 
 def require_documents(source: IndexedDataset, documents: range, split: str, name: str) -> None:
-    if not len(documents):
+    if len(documents):
+        return
+    if not len(source):
         raise UserError(
-            f"--split {split} leaves no document of {source.prefix} ({len(source)} sequences) to the {name} "
-            "set; give it a larger share, or 0 to do without"
+            f"{source.prefix} holds no document; prepare it again, from files that hold some text"
         )
+    if len(source) == 1:
+        # No shares divide it: a text file is one document unless it is prepared as several.
+        way_out = (
+            "train on all of it with --split 1,0,0, or prepare it as several documents (of a .txt: "
+            "--text-documents blank-line or line)"
+        )
+    else:
+        way_out = "give it a larger share" + ("" if name == SPLIT_NAMES[0] else ", or 0 to do without")
+    raise UserError(
+        f"--split {split} leaves no document of {source.prefix} ({counted(len(source), 'sequence')}) to the {name} "
+        f"set; {way_out}"
+    )
 
 
 def open_splits(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pentatron.config.errors import UserError
 from pentatron.data.atomic import sync_folder
+from pentatron.hf.progress import size_text
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def _require_space(final: Path, needs_bytes: int) -> None:
     free = _free(final)
     if free < needs_bytes:
         raise UserError(
-            f"{final} would take {needs_bytes / 1e9:,.1f} GB and {free / 1e9:,.1f} GB are free there; make room, or choose "
+            f"{final} would take {size_text(needs_bytes)} and {size_text(free)} are free there; make room, or choose "
             f"another disk"
         )
 

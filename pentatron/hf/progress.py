@@ -21,7 +21,7 @@ class Summary:
 
     def sentence(self) -> str:
         return (
-            f"{self.parameters:,} parameters in {self.tensors} tensors, {_size(self.bytes)}, in {self.seconds:.1f} s "
+            f"{self.parameters:,} parameters in {self.tensors} tensors, {size_text(self.bytes)}, in {self.seconds:.1f} s "
             f"({_rate(self.bytes, self.seconds)})"
         )
 
@@ -50,7 +50,7 @@ class Progress:
         self.display.work(self.what, self.done, self.total, _rate(self.done, self.seconds))
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 

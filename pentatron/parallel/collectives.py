@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.errors import AgreedError, UserError, file_sentence
 from pentatron.parallel.waiting import Cause, Waits
 from pentatron.parallel.whereabouts import Call
 
@@ -257,7 +257,7 @@ def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | No
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            problem = f"{error.filename or 'a file'}: {error.strerror or error}"
+            problem = file_sentence(error)
     raise_together(problem, group)
     return value
 

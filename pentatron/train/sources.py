@@ -36,17 +36,17 @@ class Source:
         """Where configuration and tokenizer files of Hugging Face lie, if there are any."""
         return self.folder if self.is_huggingface else self.folder / FOLDER_NAME
 
-    def architecture(self) -> Mapping[str, Any]:
-        """Our settings of its model, by name."""
+    def architecture(self, is_own: bool = False) -> Mapping[str, Any]:
+        """Our settings of its model, by name. `is_own`: these are the steps of the run that asks, which it may leave behind."""
         if self.is_huggingface:
             with open_folder(self.folder) as folder:
                 return settings_in(folder)
-        found, _ = self.newest_step(verify=False, set_aside=False)
+        found, _ = self.newest_step(verify=False, set_aside=False, is_own=is_own)
         assert found is not None, "a source has steps"
         return saved_settings(found)
 
     def newest_step(
-        self, verify: bool, set_aside: bool, check: Check = verify_files
+        self, verify: bool, set_aside: bool, check: Check = verify_files, is_own: bool = False
     ) -> tuple[Found | None, list[str]]:
         """The newest valid step, or the one that is named, and a sentence about each one that is not valid. `check` compares sums.
 
@@ -61,7 +61,11 @@ class Source:
         if found is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
             # A run's own steps are the ones that may be set aside; what it was told to load, it cannot begin anew.
-            instead = "train anew with --fresh" if set_aside else "name another folder, or one step of a run"
+            instead = (
+                "train anew with --fresh"
+                if set_aside or is_own
+                else "name another folder, or one step of a run"
+            )
             raise UserError(
                 f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or {instead}"
             )

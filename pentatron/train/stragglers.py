@@ -29,7 +29,8 @@ class Stragglers:
             return []
         lines = []
         for rank, own in enumerate(busy):
-            usual = statistics.median(self._like(rank, busy))
+            like, whose, advice = self._like(rank, busy)
+            usual = statistics.median(like)
             if own < max(_TIMES * usual, usual + _LEAST_SECONDS):
                 self._slow_for[rank] = 0
                 self._told.discard(rank)
@@ -38,12 +39,19 @@ class Stragglers:
             if self._slow_for[rank] >= _STEPS and rank not in self._told:
                 self._told.add(rank)
                 lines.append(
-                    f"straggler: rank {rank} was busy for {1000 * own:.0f} ms in step {step}, ranks like it for {1000 * usual:.0f} ms, and so in "
-                    f"the last {_STEPS} steps that were measured; look at its GPU, its cores and the data it reads"
+                    f"straggler: rank {rank} was busy for {1000 * own:.0f} ms in step {step}, {whose} for {1000 * usual:.0f} ms, and so in "
+                    f"the last {_STEPS} steps that were measured; {advice}"
                 )
         return lines
 
-    def _like(self, rank: int, busy: Sequence[float]) -> list[float]:
+    def _like(self, rank: int, busy: Sequence[float]) -> tuple[list[float], str, str]:
+        """What to compare a rank with, how to call it, and where to look: alone in its stage, it may just have more to compute."""
         others = [other for other in range(len(busy)) if other != rank]
         same = [other for other in others if self._stages[other] == self._stages[rank]]
-        return [busy[other] for other in same or others]
+        look = "look at its GPU, its cores and the data it reads"
+        if same:
+            return [busy[other] for other in same], "ranks like it", look
+        share = (
+            "`pentatron layout` with the same settings shows whether its stage has more to compute; if not, "
+        )
+        return [busy[other] for other in others], "ranks of other stages", share + look

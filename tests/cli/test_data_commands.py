@@ -1,6 +1,8 @@
 """`pentatron prepare` and `pentatron data`: flags, sentences, summaries and exit codes."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +207,25 @@ def test_what_cannot_be_written_is_a_sentence(pairs: list[Path], capsys: pytest.
         assert main(["data", *words]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words[1].removesuffix("/out") in err
+
+
+def test_a_full_disk_is_a_sentence_with_the_way_out(
+    pairs: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        # As a write that fails says it: of no file by name.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pentatron.data.merge.merge", full)
+    assert main(["data", "merge", f"{pairs[0]}c", str(pairs[0]), str(pairs[1])]) == 2
+    assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
+
+
+def test_an_input_without_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    words = f"--input {tmp_path / 'empty.jsonl'} --output-prefix {tmp_path / 'out'} --tokenizer-type ByteTokenizer"
+    assert main(["prepare", *words.split()]) == 0
+    assert "out_text_document: no document, as the input holds no text" in capsys.readouterr().out
 
 
 def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,3 +150,23 @@ def test_a_split_without_documents_is_an_error_that_says_so(tmp_path: Path) -> N
         ValueError, match=r"--split 969,30,1 leaves no document .*\(10 sequences\) to the valid set"
     ):
         open_splits(tmp_path / "x", "969,30,1", (5, 5, 5), 8, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("documents", "sentence"),
+    [
+        (0, r"x holds no document; prepare it again"),
+        (
+            1,
+            r"\(1 sequence\) to the valid set; train on all of it with --split 1,0,0, or .* --text-documents",
+        ),
+        (10, r"\(10 sequences\) to the valid set; give it a larger share, or 0 to do without"),
+    ],
+)
+def test_the_way_out_of_such_a_split_is_one_that_helps(tmp_path: Path, documents: int, sentence: str) -> None:
+    write(tmp_path / "x", random_documents(documents, 40))
+    with pytest.raises(ValueError, match=sentence):
+        open_splits(tmp_path / "x", "969,30,1", (5, 5, 5), 8, seed=3)
+    if documents == 1:
+        train, *others = open_splits(tmp_path / "x", "1,0,0", (5, 5, 5), 8, seed=3)
+        assert train is not None and others == [None, None]

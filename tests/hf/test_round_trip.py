@@ -239,7 +239,9 @@ def disk_of(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fails_is_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fails_is_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
         disk_of(20_000),
         pytest.raises(UserError, match=r"could not be written .*MiB free.*nothing was left"),
@@ -250,10 +252,13 @@ def test_a_disk_that_fails_is_a_sentence(folder: Path, tmp_path: Path) -> None:
         convert(folder, tmp_path / "file" / "ours")
     assert names(tmp_path) == ["file"]
     with (
-        pytest.raises(UserError, match=r"would take 1,000,000,000.0 GB"),
+        pytest.raises(UserError, match=r"would take 1,000,000,000.00 GB"),
         new_folder(tmp_path / "large", 10**18),
     ):
         pass
+    monkeypatch.setattr("pentatron.hf.new_folder._free", lambda path: 700_000)
+    with pytest.raises(UserError, match=r"would take 1.2 MB and 0.7 MB are free"):
+        new_folder(tmp_path / "small", 1_200_000).__enter__()
 
 
 def test_what_exists_is_not_touched(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
 import datetime
+import errno
+import os
 import time
 
 import pytest
@@ -93,6 +95,14 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert world.is_first
     assert largest(3, world.everyone) == 3
     assert on_some_ranks(True, lambda: 7, world.everyone) == 7
+
+
+def test_a_full_disk_is_told_with_the_way_out_where_no_file_is_named() -> None:
+    def fails() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room"):
+        on_some_ranks(True, fails, single_process().everyone)
 
 
 def test_cuda_that_is_not_there_is_refused() -> None:

@@ -264,6 +264,16 @@ def test_a_run_goes_on_without_its_architecture_being_said_again(
     assert not [notice for notice in settings.notices if notice.startswith("architecture")], "nothing is new"
 
 
+def test_a_run_whose_steps_are_all_damaged_may_be_begun_anew(copied: Path, tmp_path: Path) -> None:
+    """Another run that loads them has nothing to gain from that."""
+    for manifest in copied.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(UserError, match=r"is usable .*--fresh"):
+        prepared(copied, "--train-iters 4")
+    with pytest.raises(UserError, match=r"is usable .*name another folder"):
+        prepared(tmp_path / "other", f"--train-iters 4 --load {copied}")
+
+
 def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,7 +313,7 @@ def test_the_base_in_the_runs_own_folder_is_begun_from_once_and_never_deleted(co
     for name in ("step-00000003", "step-00000004-again1"):
         (own / name / "manifest.json").unlink()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"no checkpoint in .* is usable"):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is usable .*--fresh"):
             train(copied, f"{words} --train-iters 4")
 
 

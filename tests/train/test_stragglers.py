@@ -52,3 +52,13 @@ def test_stages_are_compared_with_their_like_and_one_slow_step_is_nothing() -> N
     slow, fast = report(0.1, 0.1, 0.9), report(0.1, 0.1, 0.1)
     told = [bool(again.look(n, r)) for n, r in enumerate([slow, slow, slow, slow, fast, slow, slow, slow])]
     assert told == [False, False, True, False, False, False, False, True]
+
+
+def test_a_rank_alone_in_its_stage_may_just_have_more_to_compute() -> None:
+    """Its stage, not its machine, is the likely reason: there is no rank like it to compare with."""
+    alone, slow = Stragglers(Grid(pipeline=2)), report(0.1, 0.5)
+    (line,) = [line for step in range(4) for line in alone.look(step, slow)]
+    assert "ranks of other stages for 100 ms" in line and "`pentatron layout`" in line
+    beside, slow = Stragglers(Grid(pipeline=2, data=2)), report(0.1, 0.5, 0.1, 0.1)
+    (line,) = [line for step in range(4) for line in beside.look(step, slow)]
+    assert "ranks like it for 100 ms" in line and "layout" not in line
