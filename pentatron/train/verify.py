@@ -12,6 +12,7 @@ import torch
 
 from pentatron.config.draft import Facts
 from pentatron.config.errors import ConfigError
+from pentatron.config.graph_rules import WANTED
 from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
 from pentatron.nn.balance import loss_weights
@@ -45,6 +46,7 @@ _LEFT_OUT: dict[str, Any] = {
     "attention_backend": "auto",
     "cross_entropy_fusion_impl": "auto",
     "compile": "off",
+    "cuda_graphs": "off",
 }
 _DIVISION = (
     "pipeline_model_parallel_layout",
@@ -217,6 +219,10 @@ def left_out(config: RunConfig) -> list[str]:
         found.append("fp8 is left out: what it rounds depends on the layout")
     if config.model.attention_dropout > 0:
         found.append("attention dropout is left out: what it drops depends on the layout")
+    if config.kernels.compile == "on":
+        found.append("the compiler is left out: where it rounds depends on the layout")
+    if WANTED[config.kernels.cuda_graphs] == "on":
+        found.append("CUDA graphs are left out: the comparison runs on a CPU")
     return found
 
 

@@ -1,6 +1,7 @@
 """The small twin of a layout keeps what matters of it, and the verdict on it is right."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -160,10 +161,12 @@ def test_settings_survive_the_way_to_the_ranks(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_left_out_and_said() -> None:
-    words = "--bf16 --fp8 e4m3 --attention-dropout 0.1"
+    words = "--bf16 --fp8 e4m3 --attention-dropout 0.1 --compile on --cuda-graphs on"
     config = twin(words)
+    assert config.kernels.compile == config.kernels.cuda_graphs == "off"
     assert not config.precision.bf16 and config.precision.fp8_format is None
     assert config.model.attention_dropout == 0
     notes = left_out(describe(words.split()).config)
-    assert [note.split(" is left out")[0] for note in notes] == ["bf16", "fp8", "attention dropout"]
+    said = [re.split(" (?:is|are) left out", note)[0] for note in notes]
+    assert said == ["bf16", "fp8", "attention dropout", "the compiler", "CUDA graphs"]
     assert left_out(describe([]).config) == []
