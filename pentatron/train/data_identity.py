@@ -65,7 +65,13 @@ class DataIdentity:
 
     @classmethod
     def from_json(cls, fingerprint: str, files: Sequence[Mapping[str, Any]]) -> "DataIdentity":
-        return cls(fingerprint, tuple(FileIdentity(**file) for file in files))
+        try:
+            return cls(fingerprint, tuple(FileIdentity(**file) for file in files))
+        except TypeError as error:
+            raise UserError(
+                f"what the checkpoint says of its data cannot be read ({error}); go on from another step, or take the weights alone with "
+                f"--finetune"
+            ) from None
 
     def files_as_json(self) -> list[dict[str, Any]]:
         return [asdict(file) for file in self.files]

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pentatron.config.errors import UserError
 from pentatron.config.output import CheckpointConfig
 from pentatron.config.run import RunConfig, build, table
 from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
@@ -44,7 +45,13 @@ class Schedule:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Schedule":
-        return cls(LearningRate(**saved["learning_rate"]), WeightDecay(**saved["weight_decay"]))
+        try:
+            return cls(LearningRate(**saved["learning_rate"]), WeightDecay(**saved["weight_decay"]))
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"the checkpoint's schedule cannot be read ({type(error).__name__}: {error}); go on from another step, or take the weights "
+                f"alone with --finetune"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,6 +7,17 @@ from typing import Any
 from pentatron.config.errors import UserError
 
 
+# What collections have in them, as far as numbers of the run depend on it.
+_WITHIN: dict[str, Any] = {
+    "ordered_for": 0,
+    "valid_ordered_for": 0,
+    "drawn": 0,
+    "loss_scaling": 0.0,
+    "data_files": {},
+    "schedule": {},
+}
+
+
 @dataclass
 class TrainState:
     """Everything besides tensors that a resumed run must know."""
@@ -61,6 +72,8 @@ class TrainState:
         known = {name: value for name, value in saved.items() if name in fresh}
         for name, value in known.items():
             _require_kind(name, value, fresh[name])
+            for inner in _inner_values(value) if name in _WITHIN else ():
+                _require_kind(name, inner, _WITHIN[name])
         state = cls(**known)
         if "scheduled_samples" not in saved:
             # Checkpoints that do not say so were made when no step was ever skipped.
@@ -73,10 +86,16 @@ class TrainState:
         return asdict(self)
 
 
+def _inner_values(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
 def _require_kind(name: str, value: Any, like: Any) -> None:
     """Of the state in a checkpoint, which somebody may have edited: a count that is a text fails steps later, and elsewhere."""
     kind = (int, float) if isinstance(like, float) else type(like)
-    if not isinstance(value, kind) or isinstance(value, bool) or (type(value) is int and value < 0):
+    if not isinstance(value, kind) or isinstance(value, bool) or (type(like) is int and value < 0):
         raise UserError(
             f"the checkpoint says {name} {value!r:.60}, which cannot be; go on from another step, or take the weights alone with --finetune"
         )

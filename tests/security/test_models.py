@@ -13,12 +13,15 @@ from pentatron.cli.main import main
 from pentatron.config.errors import UserError
 from pentatron.data.chat_template import find_chat_template, special_tokens
 from pentatron.data.tokenizer import FileTokenizer
+from pentatron.train.data_identity import DataIdentity
+from pentatron.train.schedules import Schedule
 from pentatron.train.state import TrainState
 from tests.checkpoint.test_damage import rewrite
 from tests.data.test_chat_template import TALK, template
 from tests.hf.support import save, theirs
 from tests.hf.test_folder import change_config
 from tests.security.canary import pickled, refused, run
+from tests.support import resolved
 
 CODE = "import pathlib; pathlib.Path({canary!r}).touch()\n"
 
@@ -141,12 +144,23 @@ def test_settings_of_a_step_are_data(
 
 
 @pytest.mark.parametrize(
-    "state", [{"step": "3"}, {"consumed_samples": -1}, {"drawn": []}, {"flops": "x"}, {"ordered_for": 3}, {"step": True}]
+    "state", [{"step": "3"}, {"consumed_samples": -1}, {"drawn": []}, {"flops": "x"}, {"ordered_for": 3}, {"step": True},
+              {"ordered_for": ["3"]}, {"valid_ordered_for": [-3]}, {"drawn": {"a": "b"}}, {"loss_scaling": {"scale": None}},
+              {"data_files": ["a"]}, {"schedule": {"learning_rate": 3}}]
 )  # fmt: skip
 def test_a_state_of_another_kind_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="which cannot be"):
         TrainState.from_json(state)
     assert TrainState.from_json({"count_update": 1, "step": 3}).step == 3, "what is not known is left alone"
+    # Overflows beyond those that are waited for.
+    assert TrainState.from_json({"loss_scaling": {"overflows_left": -2}}).loss_scaling["overflows_left"] == -2
+
+
+def test_a_schedule_or_files_of_another_kind_are_refused() -> None:
+    with pytest.raises(UserError, match="schedule cannot be read .*weight_decay"):
+        Schedule.from_json({"learning_rate": Schedule.of(resolved().config).to_json()["learning_rate"]})
+    with pytest.raises(UserError, match="of its data cannot be read .*made_up"):
+        DataIdentity.from_json("x", [{"made_up": 3}])
 
 
 TEMPLATES = {
