@@ -6,7 +6,6 @@ from typing import Any
 
 from pentatron.config.errors import UserError
 
-
 # What collections have in them, as far as numbers of the run depend on it.
 _WITHIN: dict[str, Any] = {
     "ordered_for": 0,
