@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pentatron.bench.candidates import Candidate
 from pentatron.bench.measure import Measured
+from pentatron.config.counted import in_digits
 from pentatron.config.run import RunConfig
 from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 
@@ -140,7 +141,7 @@ class Table:
             f"{max(m.memory_bytes) / _MIB:>8,.0f}",
             f"{_percent(m.communication_share):>6}",
             *([f"{'-' if m.utilisation is None else f'{m.utilisation:.0f}%':>5}"] if self.on_gpu else []),
-            f"{'-' if row.teraflops is None else f'{row.teraflops:.3g}':>8}",
+            f"{'-' if row.teraflops is None else in_digits(row.teraflops):>8}",
             f"{_percent(row.mfu):>6}",
         ]
         return "  ".join([name, *cells])

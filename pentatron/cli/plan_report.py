@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.cli.plan_words import command_block, words_of
+from pentatron.config.counted import in_digits
 from pentatron.plan.advice import TRADE_OFFS, Advice, advise
 from pentatron.plan.devices import in_words
 from pentatron.plan.experts import by_expert_size
@@ -114,7 +115,7 @@ def _model(report: Report) -> str:
 def _billions(count: float) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if count >= size:
-            return f"{count / size:.4g} {unit}"
+            return f"{in_digits(count / size, 4)} {unit}"
     return f"{count:.0f}"
 
 
@@ -223,7 +224,7 @@ def speed_of(layout: Layout) -> tuple[float, float]:
 def _seconds(seconds: float) -> str:
     if not seconds:
         return "0 s"
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{in_digits(seconds * 1000)} ms" if seconds < 1 else f"{in_digits(seconds)} s"
 
 
 def _bar(share: float) -> str:

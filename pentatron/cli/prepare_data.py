@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
-from pentatron.config.counted import counted
+from pentatron.config.counted import counted, in_digits
 from pentatron.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def _short(number: float) -> str:
     """Few enough characters for a terminal of eighty."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
+            return f"{in_digits(number / size)} {unit}"
     return f"{number:.0f}"
 
 

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+from pentatron.config.counted import in_digits
+
 Point = tuple[float, float]
 
 _BLANK = 0x2800
@@ -85,7 +87,7 @@ def _letter(filled: set[tuple[int, int]], column: int, row: int, braille: bool) 
 
 
 def _number(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return in_digits(value)
 
 
 def _step(value: float) -> str:

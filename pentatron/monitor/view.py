@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pentatron.config.counted import in_digits
 from pentatron.config.printable import one_line, printable
 from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.monitor.following import Followed
@@ -110,7 +111,7 @@ def _speed(seen: Followed, screen: Screen) -> list[str]:
     parts.append(f"{1000 * seconds / len(rows):,.0f} ms a step")
     if "teraflops_per_device" in last:
         rate = statistics.mean(row.get("teraflops_per_device", 0.0) for row in rows)
-        parts.append(f"{rate:.3g} TFLOP/s per process")
+        parts.append(f"{in_digits(rate)} TFLOP/s per process")
     lines = [f"speed         {'  '.join(parts)}"]
     if "gradient_norm" in last and "learning_rate" in last:
         lines.append(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from pentatron.config.counted import in_digits
 from pentatron.config.errors import UserError
 from pentatron.monitor.peaks import Peak, peak_of
 
@@ -74,5 +75,5 @@ def in_words(count: float) -> str:
     """Bytes with three digits or so: `71.3 GiB`."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}" if count / size < 1000 else f"{count / size:.0f} {unit}"
+            return f"{in_digits(count / size)} {unit}"
     return f"{count:.0f} B"

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pentatron.config.batch_sizes import size_problem
+from pentatron.config.counted import in_digits
 from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.monitor.curve import loss_curve
@@ -76,7 +77,7 @@ def _sizes(config: RunConfig, number_of: Callable[[int], int]) -> str:
 def _count(number: int) -> str:
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
+            return f"{in_digits(number / size)} {unit}"
     return str(number)
 
 
