@@ -58,6 +58,7 @@ _OPTIONS: dict[str, Any] = {
     "list": False,
     "find-micro-batch": False,
 }
+_BENCH = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, own=tuple(_OPTIONS))
 _AXES = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",
@@ -112,7 +113,7 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _given_batches(settings: Sequence[str]) -> dict[str, bool]:
-    draft = gather(settings, dataclasses.replace(TRAIN, default_preset=None))
+    draft = gather(settings, _BENCH)
     names = ("micro_batch_size", "global_batch_size", *_OTHER_BATCHES)
     return {name: draft.given(name) for name in names}
 
@@ -121,7 +122,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
     """Also the number of experts, and the axes whose size was given."""
     import torch
 
-    plain = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, resumes=False)
+    plain = dataclasses.replace(_BENCH, resumes=False)
     draft = gather(settings, plain)
     for name, instead in (("train_iters", "--steps and --warmup"), ("run_dir", "--out")):
         if draft.given(name):

@@ -175,12 +175,15 @@ def _export_found(
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
     from pentatron.hf.verify import compare_logits
     from pentatron.monitor.display import open_display
+    from pentatron.train.text_source import tokenizer_place
 
     lines = [*notes, *_about_dtype(found, chosen.dtype)]
     if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, chosen.tokenizer)):
-        lines.append(
-            "note: no tokenizer came with this model, so the folder has none; --tokenizer DIR adds one"
+        place = tokenizer_place(found.folder, found.manifest.config)
+        adds = (
+            f"--tokenizer {place} adds the one it was trained with" if place else "--tokenizer DIR adds one"
         )
+        lines.append(f"note: no tokenizer came with this model, so the folder has none; {adds}")
 
     def judge(made: Path) -> None:
         display.work("comparing with transformers", 0, 1)

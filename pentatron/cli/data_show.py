@@ -48,6 +48,7 @@ SHOW = EntryPoint(
     name="pentatron data show",
     summary="Show the samples of a run.",
     defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
+    own=("index", "part", "json"),
 )
 PARTS = ("train", "valid", "test")
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")

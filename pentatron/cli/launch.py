@@ -174,7 +174,8 @@ def _arrange(
     if problems:
         raise ConfigError(problems)
     cores = job.cpus or os.cpu_count() or 1
-    prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
+    named = dataclasses.replace(entry, own=(*_COMMON, *_SLURM))
+    prepared = prepare(settings, named, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
     if job.restarts and config.run.fresh:
         raise UserError("--max-restarts: with --fresh every restart would start anew; leave one of them out")

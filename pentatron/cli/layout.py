@@ -13,7 +13,7 @@ from pentatron.cli.loaded import learn_from_named
 from pentatron.cli.terminal import paint, say
 from pentatron.cli.timeline import picture, rows
 from pentatron.config.draft import Draft, Facts
-from pentatron.config.entry import LAYOUT
+from pentatron.config.entry import LAYOUT, EntryPoint
 from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned, is_flag
 from pentatron.config.resolve import gather, resolve
@@ -90,9 +90,9 @@ def _has_colours() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-def describe(words: Sequence[str]) -> Report:
+def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:
     """The layout that the words ask for; raises every problem at once."""
-    draft = gather(words, LAYOUT)
+    draft = gather(words, entry)
     facts = _facts(draft)
     known = learn_from_named(draft, facts) or draft["preset"] is not None
     stands_in = not known and _stand_in(draft)

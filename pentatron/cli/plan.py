@@ -56,6 +56,7 @@ PLAN = EntryPoint(
         "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
     },
     defaults={"dataset_size": 1000, "train_iters": 1},
+    own=("gpus", "gpu", "gpu-memory", "host-memory", "gpus-per-machine", "efficiency", "top", "json"),
 )
 _MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
 _BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")

@@ -1,5 +1,6 @@
 """`pentatron config` and `pentatron presets`."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def config_command(words: Sequence[str]) -> int:
         return 0
     as_json, everything = "--json" in words, "--all" in words
     entry, settings = _entry([w for w in words if w not in ("--json", "--all")])
-    prepared = prepare(settings, entry)
+    prepared = prepare(settings, dataclasses.replace(entry, own=("all", "json", "as")))
     if as_json:
         _print_json(prepared)
     else:

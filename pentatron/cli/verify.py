@@ -1,5 +1,6 @@
 """`pentatron verify`: whether a layout computes the same numbers as one process."""
 
+import dataclasses
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pentatron.cli.environment import announce_worker, find_worker, prepare_for_workers
 from pentatron.cli.layout import describe
 from pentatron.cli.terminal import complain, say
+from pentatron.config.entry import LAYOUT
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.limits import not_available
 from pentatron.config.run import RunConfig
@@ -37,6 +39,7 @@ _MOST_PROCESSES = 16
 _MOST_ROWS = 8
 _TIMEOUT_MINUTES = 5.0
 _WORKER = "--worker"
+VERIFY = dataclasses.replace(LAYOUT, name="pentatron verify", own=("json", "everything", "shrink-data"))
 _RESTART = ("-m", "pentatron", "verify")
 
 
@@ -47,9 +50,9 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
         return 0
     if _WORKER in words:
         return _work(Path(words[-1]))
-    own = ("--json", "--everything", "--shrink-data")
     as_json = "--json" in words
-    wanted = describe([w for w in words if w not in own]).config
+    own = [f"--{name}" for name in VERIFY.own]
+    wanted = describe([w for w in words if w not in own], VERIFY).config
     config = _small(wanted, "--shrink-data" in words)
     if not as_json:
         from pentatron.train.verify import left_out

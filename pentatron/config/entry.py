@@ -4,7 +4,7 @@
 project, so the entry point decides; `pentatron train` asks for the unambiguous flags instead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ class EntryPoint:
     refused: Mapping[str, str] = field(default_factory=dict)
     default_preset: str | None = None
     resumes: bool = True
+    # Flags that the program takes for itself beside the settings: whoever misspells one is to hear of it.
+    own: Sequence[str] = ()
 
 
 _SMALL_MODEL = {"vocab_size": 8192, "num_layers": 4, "hidden_size": 256, "seq_length": 256}
@@ -102,6 +104,7 @@ LAYOUT = EntryPoint(
     summary="Show which rank does what under the same settings as `pentatron train`. Nothing is started.",
     refused=TRAIN.refused,
     defaults={"dataset_size": 1000, "vocab_size": 32768, "train_iters": 1},
+    own=("draw", "all", "json"),
 )
 
 ENTRY_POINTS = {

@@ -58,7 +58,7 @@ class FlagTable:
         typed = word.split("=", 1)[0]
         if refusal := self.refusal(word):
             return f"{typed} is ambiguous here: {refusal}"
-        guess = did_you_mean(normal(word), self._by_flag, "--")
+        guess = did_you_mean(normal(word), [*self.entry.own, *self._by_flag], "--")
         return f"unknown flag {typed}{guess}; {self.entry.name} --help lists them all"
 
 

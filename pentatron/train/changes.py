@@ -70,9 +70,11 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig) -> Changes:
     acting = [d for d in different if d not in free and d not in layout]
     told = _layout_line(saved, config, layout)
     if acting:
+        drawing = [table()[d.name].flag for d in acting if d.name in _DRAW_THE_ORDER]
         order = (
-            "; they draw the order of samples, so that from here on it may be another one"
-            if any(d.name in _DRAW_THE_ORDER for d in acting)
+            f"; {' and '.join(drawing)} {'draw' if len(drawing) > 1 else 'draws'} the order of samples, so that from here on "
+            "it may be another one"
+            if drawing
             else ""
         )
         told.append(f"settings that are not the checkpoint's: {_listed(acting)}{order}")

@@ -151,7 +151,23 @@ def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
 
 
+def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """Where the tokenizer lies that a step was trained with; None where nothing is there, or no file was needed."""
+    named = config.get("data", {}).get("tokenizer_model")
+    places = [*_kept_tokenizers(folder, config), *([Path(named)] if named else [])]
+    return next((place for place in places if place.exists()), None)
+
+
 def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
+    for path in _kept_tokenizers(folder, config):
+        if path.exists():
+            return FileTokenizer(path)
+    data = _section(DataConfig, _tuples(config.get("data", {})))
+    return configured_tokenizer(data, config["model"]["vocab_size"])
+
+
+def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:
+    """Where a run keeps a tokenizer that it was given with a model, or has made."""
     checkpoints = folder.parent
     candidates = [checkpoints / FOLDER_NAME / "tokenizer.json"]
     if checkpoints == checkpoints_of(checkpoints.parent):
@@ -160,11 +176,7 @@ def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | N
     saved_to, run = (config.get(section, {}).get(name) for section, name in _SAYS_WHERE)
     if saved_to and run and Path(saved_to).resolve() == checkpoints.resolve():
         candidates.append(Path(run) / "data" / "tokenizer.json")
-    for path in candidates:
-        if path.exists():
-            return FileTokenizer(path)
-    data = _section(DataConfig, _tuples(config.get("data", {})))
-    return configured_tokenizer(data, config["model"]["vocab_size"])
+    return candidates
 
 
 def _stop_tokens(folder: Path) -> frozenset[int]:

@@ -97,8 +97,16 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["export", str(step), str(tmp_path / "back")]) == 0
     said = capsys.readouterr().out
     assert "note: the weights are written as bf16, which the run computed with (--dtype fp32 writes" in said
-    assert "note: no tokenizer came with this model" in said
+    assert (
+        "note: no tokenizer came with this model, so the folder has none; --tokenizer DIR adds one\n" in said
+    )
     assert same(tensors(tmp_path / "back"), tensors(folder))
+    (tmp_path / "words.json").write_text("{}")
+    manifest["config"].setdefault("data", {})["tokenizer_model"] = str(tmp_path / "words.json")
+    (step / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+    assert main(["export", str(step), str(tmp_path / "again")]) == 0
+    named = f"; --tokenizer {tmp_path / 'words.json'} adds the one it was trained with\n"
+    assert named in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

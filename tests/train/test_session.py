@@ -264,7 +264,9 @@ def test_a_changed_seed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run(tmp_path / "a", "--seed 7")
     shown = capsys.readouterr().out
     assert "--seed 7 (was 1234)" in shown
-    assert "they draw the order of samples, so that from here on it may be another one" in shown
+    assert "; --seed draws the order of samples, so that from here on it may be another one" in shown
+    run(tmp_path / "a", "--lr 0.5 --seed 8 --seq-length 8")
+    assert "; --seed and --seq-length draw the order of samples" in capsys.readouterr().out, "--lr does not"
 
 
 def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
