@@ -3,6 +3,7 @@
 import csv
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -13,11 +14,21 @@ from pentatron.monitor.ranks import gpu_utilisation
 
 
 class MemorySampler:
-    """Writes a line every `interval` seconds until it is closed: seconds since the start, bytes, the GPU's load."""
+    """Writes a line every `interval` seconds until it is closed: seconds since the start, bytes, the GPU's load.
 
-    def __init__(self, path: Path, device: torch.device, interval: float) -> None:
+    A disk that is full ends no run: lines are missing then, and `tell` gets a sentence at the end.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        interval: float,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.device, self.interval = path, device, interval
+        self.path, self.device, self.interval, self.tell = path, device, interval, tell
+        self._problem: OSError | None = None
         self.peak: dict[str, int] = {}
         self._began = time.monotonic()
         self._ended = threading.Event()
@@ -39,8 +50,16 @@ class MemorySampler:
         figures = memory_now(self.device)
         self.peak = {name: max(value, self.peak.get(name, 0)) for name, value in figures.items()}
         load = [gpu_utilisation(self.device)] if self._knows_load else []
-        self._rows.writerow([f"{time.monotonic() - self._began:.3f}", *figures.values(), *load])
-        self._file.flush()
+        self._attempt(
+            lambda: self._rows.writerow([f"{time.monotonic() - self._began:.3f}", *figures.values(), *load])
+        )
+        self._attempt(self._file.flush)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._problem = error
 
     def close(self) -> None:
         if self._ended.is_set():
@@ -48,4 +67,8 @@ class MemorySampler:
         self._ended.set()
         self._thread.join()
         self._sample()
-        self._file.close()
+        self._attempt(self._file.close)
+        if self._problem is not None:
+            self.tell(
+                f"warning: {self.path} lacks lines, which could not be written ({self._problem.strerror or self._problem})"
+            )

@@ -326,7 +326,8 @@ def _open_output(
     config = resolved.config
     if config.log.monitor_memory_continuously:
         samples = folder.path / "memory" / f"rank-{world.everyone.rank:05d}.csv"
-        sampler = MemorySampler(samples, world.device, config.log.memory_monitor_interval)
+        interval = config.log.memory_monitor_interval
+        sampler = MemorySampler(samples, world.device, interval, display.say)
         cleanup.callback(sampler.close)
     if not world.is_first:
         return Output(display)

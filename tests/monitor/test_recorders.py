@@ -189,3 +189,13 @@ def test_settings_are_listed_as_megatron_lists_them() -> None:
         "without regard to case"
     )
     assert block[1] == "  adam_eps " + "." * 40 + " 1e-08"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_samples_that_cannot_be_written_end_nothing_and_are_told_of() -> None:
+    told: list[str] = []
+    sampler = MemorySampler(Path("/dev/full"), torch.device("cpu"), 0.01, told.append)
+    time.sleep(0.05)
+    assert sampler._thread.is_alive(), "there may be room later"
+    sampler.close()
+    assert told == ["warning: /dev/full lacks lines, which could not be written (No space left on device)"]
