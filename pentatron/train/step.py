@@ -90,7 +90,9 @@ class _UnderWay:
         """Waits for the numbers, and for nothing that was begun after them."""
         told = self._told.wait()
         tokens, loss, squared_norm = told[:3].tolist()
-        return Computed(loss, math.sqrt(squared_norm) / self.scale, int(tokens), told[3:], self.own_loss)
+        # A program's own mask may be none; then the loss is none either, which is what is told.
+        counted = int(tokens) if math.isfinite(tokens) else 0
+        return Computed(loss, math.sqrt(squared_norm) / self.scale, counted, told[3:], self.own_loss)
 
 
 def compute_gradients(

@@ -15,6 +15,7 @@ import pentatron.train.health as health_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError, BadNumbers
+from pentatron.data.synthetic import SyntheticDataset
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.following import Follower
 from pentatron.nn.attention import SelfAttention
@@ -163,6 +164,24 @@ def test_a_bad_weight_comes_before_all_it_does(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(trainer_module, "train_step", damaging)
     with pytest.raises(BadNumbers, match=r"begins with the weight layers\.0\.mlp\.\S+ on rank 0\."):
         run(tmp_path / "a")
+
+
+def test_a_mask_that_is_no_number_is_followed_to_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a dataset of the user's own may have one."""
+    as_it_is = SyntheticDataset.__getitem__
+
+    def masked(samples: SyntheticDataset, index: int) -> Any:
+        sample = as_it_is(samples, index)
+        return {**sample, "loss_mask": sample["loss_mask"] * (math.nan if index == 7 else 1.0)}
+
+    monkeypatch.setattr(SyntheticDataset, "__getitem__", masked)
+    with pytest.raises(
+        BadNumbers, match=r"the loss is nan .* begins with the loss on rank 0, stage 0"
+    ) as error:
+        run(tmp_path / "a", "--dataset-size 8")
+    assert error.value.exit_code == BadNumbers.REPRODUCIBLE
 
 
 def test_without_the_second_look_the_run_just_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
