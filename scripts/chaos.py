@@ -136,7 +136,7 @@ def _report(campaign: Campaign, steps: int, wall: float, useful: float) -> None:
     launchers = [kill for kill in kills if kill.victims.startswith("the launcher")]
     print(
         f"\nof them {len(launchers)} of the launcher; it was started again {campaign.launchers_killed} times after that, and "
-        f"{campaign.gave_up} times after it had given up (two starts in a row without a new checkpoint)"
+        f"{campaign.gave_up} times after it had given up"
     )
     cost = (wall - useful) / len(kills)
     print(

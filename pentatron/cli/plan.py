@@ -18,6 +18,7 @@ from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned, is_flag, normal
+from pentatron.config.graph_rules import WANTED
 from pentatron.config.loaded import adopt
 from pentatron.config.parsing import parse_json
 from pentatron.config.resolve import foreseen, gather
@@ -239,6 +240,8 @@ def _complete(draft: Draft, device: Device, world: int) -> list[str]:
             f"--fp8 {draft['fp8_format']} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
             "leave it out"
         )
+    if WANTED.get(draft["cuda_graphs"]) == "on" and not device.is_gpu:
+        raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):
         known = (

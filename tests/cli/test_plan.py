@@ -338,3 +338,12 @@ def test_fp8_is_not_planned_where_there_is_none() -> None:
     ):
         plan(f"{words} a100")
     assert plan(f"{words} h100")
+
+
+def test_cuda_graphs_are_not_planned_on_a_cpu() -> None:
+    words = f"{SMALL} --gpus 1 --cuda-graphs on --gpu"
+    with pytest.raises(
+        UserError, match="--cuda-graphs on needs a GPU, and CPU process is none; leave it out"
+    ):
+        plan(f"{words} cpu")
+    assert plan(f"{words} h100").shown.largest.graphs > 0
