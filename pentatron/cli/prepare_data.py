@@ -201,8 +201,8 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
                 say(f"  {line}")
     for prefix in job.outputs:
         lengths = document_lengths(IndexedDataset(prefix))
-        if not lengths.documents:
-            say(f"\n{prefix}: no document, as the input holds no text; there is nothing in it to train on")
+        if not lengths.tokens:
+            say(f"\n{prefix}: no token, as the input holds no text; there is nothing in it to train on")
             continue
         mean = lengths.tokens / lengths.documents
         say(

@@ -148,10 +148,7 @@ def documents_of(source: IndexedDataset, split: str) -> tuple[range | None, ...]
 def require_documents(source: IndexedDataset, documents: range, split: str, name: str) -> None:
     if len(documents):
         return
-    if not len(source):
-        raise UserError(
-            f"{source.prefix} holds no document; prepare it again, from files that hold some text"
-        )
+    require_text(source)
     if len(source) == 1:
         # No shares divide it: a text file is one document unless it is prepared as several.
         way_out = (
@@ -164,6 +161,11 @@ def require_documents(source: IndexedDataset, documents: range, split: str, name
         f"--split {split} leaves no document of {source.prefix} ({counted(len(source), 'sequence')}) to the {name} "
         f"set; {way_out}"
     )
+
+
+def require_text(source: IndexedDataset) -> None:
+    if not len(source):
+        raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
 
 
 def open_splits(

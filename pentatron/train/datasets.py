@@ -17,7 +17,7 @@ from pentatron.data.blending import Member, SampleRecipe, build_blend
 from pentatron.data.boundaries import Boundaries, Sample, boundaries_of
 from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpus
 from pentatron.data.epochs import EpochShuffle
-from pentatron.data.gpt_dataset import documents_of, require_documents
+from pentatron.data.gpt_dataset import documents_of, require_documents, require_text
 from pentatron.data.index_cache import IndexCache
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import refuse_other_tokenizer
@@ -231,6 +231,7 @@ def _share(split: str, name: str) -> float:
 
 def _part(source: IndexedDataset, split: str | None, name: str, boundaries: Boundaries | None) -> Member:
     if split is None:
+        require_text(source)
         return Member(source, range(len(source)), boundaries)
     documents = documents_of(source, split)[SPLIT_NAMES.index(name)]
     assert documents is not None

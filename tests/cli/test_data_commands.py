@@ -222,10 +222,11 @@ def test_a_full_disk_is_a_sentence_with_the_way_out(
 
 
 def test_an_input_without_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    words = f"--input {tmp_path / 'empty.jsonl'} --output-prefix {tmp_path / 'out'} --tokenizer-type ByteTokenizer"
-    assert main(["prepare", *words.split()]) == 0
-    assert "out_text_document: no document, as the input holds no text" in capsys.readouterr().out
+    for name, content in (("empty", ""), ("blank", '{"text": ""}\n')):
+        (tmp_path / f"{name}.jsonl").write_text(content)
+        words = f"--input {tmp_path / name}.jsonl --output-prefix {tmp_path / name} --tokenizer-type ByteTokenizer"
+        assert main(["prepare", *words.split()]) == 0
+        assert f"{name}_text_document: no token, as the input holds no text" in capsys.readouterr().out
 
 
 def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def test_a_split_without_documents_is_an_error_that_says_so(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("documents", "sentence"),
     [
-        (0, r"x holds no document; prepare it again"),
+        (0, r"x holds no text; prepare it again"),
         (
             1,
             r"\(1 sequence\) to the valid set; train on all of it with --split 1,0,0, or .* --text-documents",

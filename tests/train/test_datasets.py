@@ -111,6 +111,10 @@ def test_files_of_its_own_to_test_with(prefix: Path) -> None:
     assert opened("").identity == opened(f"--test-data-path {other}").identity
     with pytest.raises(UserError, match=r"no data file .*absent"):
         opened("--test-data-path absent")
+    with IndexedDatasetWriter(prefix.parent / "empty", "uint16"):
+        pass
+    with pytest.raises(UserError, match=r"empty holds no text; prepare it again"):
+        opened(f"--train-data-path {prefix.parent / 'empty'} --valid-data-path {prefix}")
     with pytest.raises(UserError, match="--test-data-path needs --train-data-path"):
         opened(f"--test-data-path {other} --data-path {prefix} --train-data-path=")
 
