@@ -93,7 +93,10 @@ def draw_curve(folder: RunFolder) -> None:
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """How far the loss fell, a taste of the model, and where everything lies."""
-    every = [row for row in read_metrics(folder.metrics) if not row.get("left_out")]
+    known = list(read_metrics(folder.metrics))
+    every = [row for row in known if not row.get("left_out")]
+    if known and not every:
+        output.say("finished, but every step was left out (--iterations-to-skip), so nothing was trained")
     rows = [row for row in every if not row.get("skipped")]
     if every and not rows:
         output.say(

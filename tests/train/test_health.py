@@ -326,6 +326,13 @@ def test_a_run_of_skipped_steps_says_why(
     )
 
 
+def test_a_run_that_left_all_its_steps_out_says_so(tmp_path: Path) -> None:
+    run(tmp_path / "a", "--iterations-to-skip 1 2 3 4 5 6")
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert "finished, but every step was left out (--iterations-to-skip), so nothing was trained\n" in log
+    assert "finished: loss" not in log
+
+
 def test_nothing_stands_out_from_what_was_not_watched(tmp_path: Path) -> None:
     """A checkpoint that knows of no largest loss, as older ones."""
     settings = resolved(f"{RUN} --run-dir {tmp_path} --check-for-spiky-loss --check-for-large-grads").config
