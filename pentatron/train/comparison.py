@@ -27,7 +27,7 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    # "gradients 1", "gradients 5", "weights": fragments that cover each logical tensor once over the world.
+    # "gradients 1", "gradients 5" or of whatever step is the last, "weights": fragments that cover each logical tensor once over the world.
     fragments: dict[str, list[Sent]] = field(default_factory=dict)
     validation: float = 0.0
     # Of every weight rectangle this rank holds, owned or not: where it is, and a digest of its bytes.
@@ -75,7 +75,8 @@ def gaps(found: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
         judged += _numbers(f"loss on rank {rank}", seen.losses, reference.losses)
         judged += _numbers(f"gradient norm on rank {rank}", seen.norms, reference.norms)
         judged += _numbers(f"validation on rank {rank}", [seen.validation], [reference.validation])
-    for step, tolerance in GRADIENTS.items():
+    last = len(reference.losses)
+    for step, tolerance in ((1, GRADIENTS[1]), (last, GRADIENTS[STEPS])):
         kind = f"gradients {step}"
         judged += _tensors(kind, gathered(found, kind), gathered([reference], kind), tolerance)
     weights, expected = gathered(found, "weights"), gathered([reference], "weights")

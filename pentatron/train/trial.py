@@ -76,14 +76,14 @@ def reveal(model: ParallelModel) -> None:
 def follow(
     config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first_step: int = 0
 ) -> Trajectory:
-    """Trains `STEPS` steps from `first_step` on."""
+    """Trains as many steps as the run is long, from `first_step` on."""
     found = Trajectory()
-    batch = config.train.global_batch_size
-    assert batch is not None
+    batch, steps = config.train.global_batch_size, config.train.train_iters
+    assert batch is not None and steps is not None
     rate, scaler = learning_rate(config), LossScaler(config.precision)
     batches = micro_batches(config, world, first_step * batch)
-    for step in range(first_step, first_step + STEPS):
-        if step in (0, STEPS - 1):
+    for step in range(first_step, first_step + steps):
+        if step in (0, steps - 1):
             keep_gradients(optimizer, found, f"gradients {step + 1}")
         chunk = list(itertools.islice(batches, config.accumulation))
         scale = scaler.scale

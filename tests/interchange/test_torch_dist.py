@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -21,34 +20,15 @@ from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import Found
 from pentatron.hf.verify import _ours
 from pentatron.interchange.found import read_megatron
-from pentatron.interchange.store import store_for
 from pentatron.interchange.torch_dist import open_torch_dist
-from pentatron.optim.build import build_optimizer
-from pentatron.parallel.pieces import Fragment
-from pentatron.parallel.world import connect
-from pentatron.train.parallel_model import build_parallel_model
-from pentatron.train.random_state import random_state
 from pentatron.train.router_loads import kept_by_routers, loads_of
-from pentatron.train.state import TrainState
 from tests.harness import run_distributed
 from tests.interchange.megatron_core_process import FAMILIES, LENGTH, TOKENS, VOCABULARY
-from tests.support import LLAMA, resolved
+from tests.interchange.on_ranks import save_on_a_rank
 from tests.train.test_loaded import losses, train_on_a_rank
 
 PROCESS = Path(__file__).with_name("megatron_core_process.py")
 TIMEOUT = 240.0
-SHAPE = f"--vocab-size {VOCABULARY} --seq-length {LENGTH} --ckpt-format torch_dist --init-method-std 0.2"
-MODERN = f"{LLAMA} --group-query-attention --num-query-groups 2 --norm-epsilon 1e-6 --untie-embeddings-and-output-weights"
-MIXTURE = (
-    f"{MODERN} --ffn-hidden-size 64 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-dtype fp32 "
-    "--moe-shared-expert-intermediate-size 40 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-)
-OURS = {
-    "gpt": "--ffn-hidden-size 128",
-    "qwen": f"{MODERN} --ffn-hidden-size 64 --add-qkv-bias --qk-layernorm",
-    "mixture": MIXTURE,
-    "pattern": f"{MIXTURE} --moe-layer-freq [0,1]",
-}
 # What megatron-core calls the parts of a layer, in its modules; written down here once more, apart from the tables.
 PARTS = {
     "input_layernorm": "input_norm",
@@ -111,33 +91,6 @@ def our_logits(found: Found) -> Tensor:
     )
     with torch.no_grad():
         return model(TOKENS, torch.arange(LENGTH).expand_as(TOKENS))[..., :VOCABULARY]
-
-
-def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
-    """What a run saves after its first step, without one: moments of some values, routers that have counted."""
-    for family, folder in families.items():
-        settings = resolved(f"{SHAPE} {OURS[family]} {layout} --save {folder}", dist.get_world_size())
-        config, rank = settings.config, dist.get_rank()
-        world = connect(config.grid, rank, rank, torch.device("cpu"))
-        model = build_parallel_model(config, world)
-        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, torch.float32)
-        for fragment in optimizer.fragments(owned_only=False):
-            if not fragment.tensor.startswith("weights/"):
-                fragment.values.copy_(numbers(fragment))
-        for fragment in model.routers.fragments(owned_only=False):
-            fragment.values.copy_(numbers(fragment))
-        optimizer.loaded(5)
-        fragments = [*optimizer.fragments(owned_only=True), *model.routers.fragments(owned_only=True)]
-        state = TrainState(step=5, consumed_samples=40, updates=5).to_json()
-        store_for(config).save(5, fragments, random_state(world), state, config.nested(), world.everyone)
-
-
-def numbers(fragment: Fragment) -> Tensor:
-    """Others for every tensor and every element, the same in every layout."""
-    generator = torch.Generator().manual_seed(sum(map(ord, fragment.tensor)))
-    values = torch.rand(fragment.shape, generator=generator)
-    at = tuple(slice(i, i + n) for i, n in zip(fragment.start, fragment.values.shape))
-    return values[at]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from pentatron.train.parallel_model import ParallelModel, build_parallel_model
 from pentatron.train.step import validation_loss
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, Layout
-from tests.parity.test_parity import TIMEOUT, on_one_process, reference, spread
+from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread
 from tests.parity.trajectory import here, on_a_rank
 from tests.support import resolved
 
@@ -99,7 +99,7 @@ def with_a_mistake(words: str, mistake: str) -> Trajectory:
 def test_mistakes_are_caught(mistake: str) -> None:
     (found,) = (pair for pair in LAYOUTS if pair[0].name == MISTAKES[mistake][1])
     layout, family = found
-    words = layout.command(family)
+    words = f"{layout.command(family)} {SHORT}"
     ranks = run_distributed(with_a_mistake, layout.ranks, timeout=TIMEOUT, words=words, mistake=mistake)
     assert failures(gaps(ranks, reference(layout, family))) != []
 

@@ -10,7 +10,7 @@ from pentatron.nn.attention_blocks import Block
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
 from tests.harness import run_distributed
 from tests.parity.cases import Layout
-from tests.parity.test_parity import TIMEOUT, on_one_process, reference, spread
+from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread
 from tests.parity.trajectory import on_a_rank
 
 LLAMA3 = "--rope-scaling-type llama3 --rope-scaling-original-max-position-embeddings 8"
@@ -75,7 +75,7 @@ def with_a_mistake(words: str, mistake: str) -> Trajectory:
 )
 def test_mistakes_are_caught(mistake: str, name: str) -> None:
     (layout,) = (layout for layout in LAYOUTS if layout.name == name)
-    words = layout.command("llama")
+    words = f"{layout.command('llama')} {SHORT}"
     ranks = run_distributed(with_a_mistake, layout.ranks, timeout=TIMEOUT, words=words, mistake=mistake)
     assert failures(gaps(ranks, reference(layout, "llama"))) != []
 
@@ -84,5 +84,5 @@ def test_mistakes_are_caught(mistake: str, name: str) -> None:
 def test_a_feature_that_is_left_out_is_seen(feature: str) -> None:
     plain = Layout("", 1, "")
     with_it = Layout("", 1, "", both=feature)
-    expected = on_one_process(with_it.alone("llama"))
+    expected = on_one_process(f"{with_it.alone('llama')} {SHORT}")
     assert failures(gaps([reference(plain, "llama")], expected)) != []

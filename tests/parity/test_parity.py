@@ -1,40 +1,16 @@
 """Layouts against one process: enough of them here for every pair of traits to meet, all of them with all families in `make parity`."""
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
 import pytest
 
-from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
-from tests.harness import run_distributed
+from pentatron.train.comparison import disagreements, failures, gaps
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
 from tests.parity.mixtures import MIXTURE_LAYOUTS
-from tests.parity.trajectory import on_a_rank, run
+from tests.parity.net import BY_NAME, named, reference, spread
 from tests.support import resolved
-
-TIMEOUT = 180.0
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
-MIXTURES_BY_NAME = {layout.name: layout for layout in MIXTURE_LAYOUTS}
-
-
-def named(layout: str, family: str) -> Layout:
-    return (MIXTURES_BY_NAME if family in MIXTURES else BY_NAME)[layout]
-
-
-@functools.cache
-def on_one_process(words: str) -> Trajectory:
-    return run(words, 1)
-
-
-def reference(layout: Layout, family: str) -> Trajectory:
-    """The same on one process."""
-    return on_one_process(layout.alone(family))
-
-
-def spread(layout: Layout, family: str, bug: str = "") -> list[Trajectory]:
-    return run_distributed(on_a_rank, layout.ranks, timeout=TIMEOUT, words=layout.command(family), bug=bug)
 
 
 def in_turn(layouts: Sequence[Layout], families: Iterable[str]) -> list[tuple[str, str]]:

@@ -372,8 +372,12 @@ def parameters_of(config: RunConfig, rank: int) -> float:
     ],
 )
 def test_bytes_per_rank_are_those_of_the_formulas(ranks: int, words: str, precision: str) -> None:
-    command = f"{LARGE} {words} {precision} --ddp-bucket-size {BUCKET} --global-batch-size 8"
+    command = f"{LARGE} {words} {precision} --ddp-bucket-size {BUCKET}"
+    # Two micro-batches: what is held does not grow with more of them.
+    batch = 2 * resolved(f"{command} --global-batch-size 8", ranks).config.grid.data
+    command = f"{command} --global-batch-size {batch}"
     config = resolved(command, ranks).config
+    assert config.accumulation == 2
     zero, replicas = config.parallel.zero_stage, config.grid.data * config.grid.context
     shares = replicas if zero else 1
     for rank, held in enumerate(run_distributed(bytes_on_a_rank, ranks, words=command)):
