@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from pentatron.cli.device_memory import check_room
@@ -245,16 +246,17 @@ def _what_next(config: RunConfig, folder: RunFolder) -> None:
     program = _program(Path(sys.argv[0]))
     ideas = []
     if folder.sample.exists():
-        ideas.append((f'{program} generate {folder.path} "import "', "continue a text of yours"))
+        ideas.append((f'{program} generate {quote(str(folder.path))} "import "', "continue a text of yours"))
     elif config.checkpoint.load and config.checkpoint.save and Path(config.checkpoint.save).exists():
         # Not the run's folder: the checkpoints may be kept elsewhere.
-        saved = os.path.relpath(config.checkpoint.save)
+        saved = quote(os.path.relpath(config.checkpoint.save))
         if config.data.tokenizer_model is not None:
             ideas.append((f'{program} generate {saved} "Once upon a time"', "continue a text of yours"))
-        ideas.append((f"{program} export {saved} exported/{folder.path.name}", "a Hugging Face folder of it"))
+        exported = quote(f"exported/{folder.path.name}")
+        ideas.append((f"{program} export {saved} {exported}", "a Hugging Face folder of it"))
     ideas.append((f"{program} train --help", "every setting, by group"))
     if config.data.corpus is not None:
-        wider = f"{program} train --run-dir {folder.path}-wide --hidden-size 256"
+        wider = f"{program} train --run-dir {quote(f'{folder.path}-wide')} --hidden-size 256"
         ideas.append((wider, "another run beside this one"))
     width = max(len(command) for command, _ in ideas)
     say("\nwhat to try next:")

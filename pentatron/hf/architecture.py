@@ -30,6 +30,8 @@ _SCALINGS = frozenset[str]().union(*map(scaling_settings, SCALINGS))
 _MOST_LAYERS = 100_000
 # The classes of transformers have numbers of their own for tokens that are not given.
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+# How alike a family must look to be taken for a misspelt one: Mamba is no Llama.
+_MISSPELT = 0.8
 _BIASES = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
 
 
@@ -41,7 +43,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     known = ", ".join(FAMILIES)
     if found is None:
         raise UserError(f"config.json has no model_type; write which it is: {known}")
-    close = difflib.get_close_matches(str(found), FAMILIES, n=1)
+    close = difflib.get_close_matches(str(found), FAMILIES, n=1, cutoff=_MISSPELT)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise UserError(f"config.json has model_type {found!r}, but the families known here are {known}{hint}")
 

@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.main import guarded, main
+from pentatron.cli.prepare import prepare
+from pentatron.cli.train import _what_next
+from pentatron.config.entry import TRAIN
+from pentatron.train.run_folder import RunFolder
 from tests.harness import distributed, run_distributed
 from tests.harness.forked import Command
 
@@ -121,6 +125,25 @@ def test_generate_continues_a_prompt(demo: Path, capsys: pytest.CaptureFixture[s
     assert out.startswith("import ") and len(out) > len("import \n")
     assert main(words) == 0
     assert capsys.readouterr().out == out, "one seed, one text"
+
+
+def test_commands_to_copy_hold_any_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a run" / "checkpoints").mkdir(parents=True)
+    words = [
+        "--run-dir",
+        "a run",
+        *"--vocab-size 50 --corpus python --train-iters 1 --nproc-per-node 1".split(),
+    ]
+    config = prepare(words, TRAIN).resolved.config
+    _what_next(config, RunFolder(Path("a run")))
+    said = capsys.readouterr().out
+    assert "export 'a run/checkpoints' 'exported/a run' " in said and "--run-dir 'a run-wide' " in said
+    (tmp_path / "a run" / "sample.txt").touch()
+    _what_next(config, RunFolder(Path("a run")))
+    assert "generate 'a run' \"import \"" in capsys.readouterr().out
 
 
 def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_losses(

@@ -228,6 +228,7 @@ def test_all_problems_come_at_once() -> None:
         ({}, "no model_type"),
         ({"model_type": "qwen_2"}, "did you mean qwen2?"),
         ({"model_type": "bert"}, "known here are gpt2"),
+        ({"model_type": "mamba"}, "qwen2_moe, qwen3_moe<end>"),
         ({"model_type": ["llama"]}, "known here are gpt2"),
     ],
 )
@@ -236,7 +237,7 @@ def test_unknown_families_are_refused_with_those_that_are_known(
 ) -> None:
     with pytest.raises(UserError) as error:
         settings_of(config)
-    assert sentence in str(error.value) and "qwen3_moe" in str(error.value)
+    assert sentence in f"{error.value}<end>" and "qwen3_moe" in str(error.value)
 
 
 @pytest.mark.parametrize(
