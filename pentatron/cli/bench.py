@@ -235,10 +235,11 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
         say(
             "GPU utilisation was not measured: torch asks the driver through a library (pip install nvidia-ml-py)"
         )
-    say(
-        f"results: {sweep.folder.summary}; pictures: {', '.join(file.name for file in pictures) or 'none'} beside it "
-        f"(again with: cd {sweep.folder.path} && python plot_results.py)"
+    drawn = (
+        f"; pictures: {', '.join(file.name for file in pictures)} beside it (again with: cd {sweep.folder.path} && "
+        "python plot_results.py)"
     )
+    say(f"results: {sweep.folder.summary}{drawn if pictures else ''}")
     if interrupted:
         return _STOPPED
     return 0 if any(row.status == "ok" for row in rows) else 1

@@ -277,4 +277,6 @@ def _how_to_start(job: Job, kind: str, file: Path) -> str:
         return f"submit it with: sbatch {file}"
     if job.nodes == 1:
         return f"start it with: bash {file}"
-    return f"start it on every machine: bash {file} 0, ..., bash {file} {job.nodes - 1}"
+    where = "" if job.address else ", with MASTER_ADDR exported there as the address of the first"
+    between = " and" if job.nodes == 2 else ", ...,"
+    return f"start it on every machine{where}: bash {file} 0{between} bash {file} {job.nodes - 1}"

@@ -142,3 +142,11 @@ def test_what_a_benchmark_decides_itself_is_refused(
 ) -> None:
     assert main(["bench", "--list", "--device", "cpu", flag, "7"]) == 2
     assert f"{flag} is not the user's to say in a benchmark; use {instead}" in capsys.readouterr().err
+
+
+def test_where_no_layout_can_run_no_pictures_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--nproc-per-node 2 --device cpu --hidden-size 64 --num-attention-heads 3 --steps 1"
+    assert main(["bench", *words.split(), "--out", str(tmp_path / "out")]) == 1
+    assert f"results: {tmp_path / 'out' / 'summary.csv'}\n" in capsys.readouterr().out

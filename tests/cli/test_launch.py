@@ -94,6 +94,23 @@ def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFi
     assert subprocess.run(["bash", "-n", "try.sbatch"], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--nodes 2 --master-addr host", "on every machine: bash job.sh 0 and bash job.sh 1\n"),
+        ("--nodes 4 --master-addr host", "on every machine: bash job.sh 0, ..., bash job.sh 3\n"),
+        ("--nodes 2", "with MASTER_ADDR exported there as the address of the first: bash job.sh 0 and"),
+    ],
+)
+def test_how_to_start_it_is_said_in_full(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    """The script refuses to run without an address; whoever reads this line should not have to find that out."""
+    asked = f"torchrun {words} --gpus-per-node 2 --write job.sh"
+    assert main(["launch", *asked.split(), *MODEL]) == 0
+    assert sentence in capsys.readouterr().out
+
+
 def test_a_container_sees_the_folder_it_works_in(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "slurm", *CLUSTER, "--container-image", "image:1", *MODEL]
     assert main(words) == 0
