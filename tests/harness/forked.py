@@ -4,16 +4,20 @@ All but the start is the product's: a launcher that runs in such a process forks
 the child of whoever started it. For processes that have no process group and no threads: see `distributed(process_group=False)`.
 """
 
+import atexit
 import contextlib
+import faulthandler
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -56,7 +60,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 3600)
+        deadline = time.monotonic() + (3600 if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0)
@@ -140,21 +144,42 @@ def fork(live: Callable[[], int], session: bool = False) -> int:
 
 
 def _end(live: Callable[[], int]) -> NoReturn:
-    """Of what is registered for the end of a process nothing is run: the parent's temporary folders are among it."""
+    """Nobody comes out of here: whatever goes wrong on the way, this process must not go on as a second one of its parent's."""
+    status = 1
+    try:
+        status = _lived(live)
+    finally:
+        os._exit(status)
+
+
+def _lived(live: Callable[[], int]) -> int:
+    """What an interpreter does around a program, without what the parent has registered: its temporary folders are among it."""
+    atexit._clear()
+    faulthandler.disable()
+    faulthandler.unregister(signal.SIGQUIT)
     code: Any = 1
+    interrupted = False
     try:
         code = live()
     except SystemExit as end:
         code = end.code
-        if isinstance(code, str):
+        if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)
+        interrupted = isinstance(error, KeyboardInterrupt)
+    # Threads are waited for; in this order.
+    threading._shutdown()  # type: ignore[attr-defined]
+    multiprocessing_util._run_finalizers()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):
+            stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code or 0
 
 
 def _as_worker(words: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -191,7 +191,7 @@ def test_settings_are_listed_as_megatron_lists_them() -> None:
     assert block[1] == "  adam_eps " + "." * 40 + " 1e-08"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="a device of Linux")
 def test_samples_that_cannot_be_written_end_nothing_and_are_told_of() -> None:
     told: list[str] = []
     sampler = MemorySampler(Path("/dev/full"), torch.device("cpu"), 0.01, told.append)

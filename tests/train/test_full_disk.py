@@ -29,7 +29,7 @@ class Failing(Recorder):
         raise OSError(28, "No space left on device")
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
+@pytest.mark.skipif(not FULL.is_char_device(), reason="a device of Linux")
 def test_lines_that_cannot_be_written_are_told_of_once() -> None:
     display = Said()
     output = Output(display, FULL.open("w", encoding="utf-8"), [Failing()])
