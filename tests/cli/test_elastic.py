@@ -11,9 +11,11 @@ from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
-from tests.cli.test_train import finish, losses, start
+from tests.cli.test_train import forked, losses
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --dataset-size 64 --lr 1e-2 --device cpu"
+# The names and defaults of pretrain_gpt.py.
+ENTRY = "from pentatron.cli.main import run_entry\nfrom pentatron.config.entry import PRETRAIN_GPT\nrun_entry(PRETRAIN_GPT)\n"
 RUN = f"{TINY} --train-iters 6 --eval-interval 0 --sample-tokens 0"
 
 
@@ -38,8 +40,12 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
     """One command on two processes, then on one: of a rank it says the same, of a step it would not; but the run keeps its own."""
     words = "--micro-batch-size 2 --lr-decay-style constant"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    spread = f"pretrain_gpt.py {RUN} --nproc-per-node 2 --threads-per-process 1 --run-dir {cut} {words} --exit-interval 3"
-    code, _, err = finish(start(*spread.split()))
+    script = tmp_path / "pretrain.py"
+    script.write_text(ENTRY)
+    spread = (
+        f"{script} {RUN} --nproc-per-node 2 --threads-per-process 1 --run-dir {cut} {words} --exit-interval 3"
+    )
+    code, _, err = forked(*spread.split())
     assert code == 0, err
     alone(whole, "--global-batch-size 4 --lr-decay-style constant")
     capsys.readouterr()

@@ -160,7 +160,7 @@ def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_los
     assert f"stopped by Ctrl-C after step {last}; its checkpoint is saved" in out
     assert err == "Ctrl-C: the run ends after this step; once more ends it at once\n", err
     assert len(losses(folder)) < 60, "too fast to interrupt: make the run longer"
-    code, out, err = finish(start(*command))
+    code, out, err = forked(*command)
     assert code == 0, err
     assert "resuming at step" in out
     assert losses(folder) == losses(demo)

@@ -16,7 +16,7 @@ from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import World
-from pentatron.train.comparison import STEPS, Sent
+from pentatron.train.comparison import Sent
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from pentatron.train.trial import micro_batches, reveal, sent
@@ -27,6 +27,8 @@ from tests.parity.trajectory import here
 from tests.support import resolved
 
 SAVED_AFTER = 2
+# The state is compared bit for bit; of the steps that follow, the third shows what two updates made of it.
+AFTERWARDS = 3
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Continued:
 
 def words_of(layout: Layout, family: str) -> str:
     """Layouts differ in what both runs share (dropout, number of layers); here all have the plain architecture."""
-    longer = f"--train-iters {SAVED_AFTER + STEPS}"
+    longer = f"--train-iters {SAVED_AFTER + AFTERWARDS}"
     words = f"{SHAPE} {(FAMILIES | MIXTURES)[family]} {layout.words} {longer}"
     # One micro-batch a step: schedules and accumulation are not what is tested here. One schedule needs several.
     replicas = resolved(f"{words} --micro-batch-size 1", layout.ranks).config.grid.data
@@ -77,17 +79,17 @@ def _go_on(
 
 
 def save_on_a_rank(words: str, folder: Path) -> Continued:
-    """Two steps, a checkpoint, and five steps more."""
+    """Two steps, a checkpoint, and three steps more."""
     config, world, model, optimizer = _build(words)
     _go_on(config, world, model, optimizer, 0, SAVED_AFTER)
     store = CheckpointStore(folder, keep=None)
     store.save(SAVED_AFTER, _kept(model, optimizer), {}, {}, config.nested(), world.everyone)
     state = sent(_kept(model, optimizer))
-    return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, STEPS))
+    return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, AFTERWARDS))
 
 
 def load_on_a_rank(words: str, folder: Path, bug: str = "") -> Continued:
-    """The checkpoint in this layout, as it arrives, and the same five steps."""
+    """The checkpoint in this layout, as it arrives, and the same three steps."""
     plant(bug)
     config, world, model, optimizer = _build(words)
     found, complaints = CheckpointStore(folder, keep=None).newest_valid(verify=True, set_aside=False)
@@ -95,7 +97,7 @@ def load_on_a_rank(words: str, folder: Path, bug: str = "") -> Continued:
     load_fragments(found.folder, found.manifest, _kept(model, optimizer, owned_only=False))
     optimizer.loaded(SAVED_AFTER)
     state = sent(_kept(model, optimizer))
-    return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, STEPS))
+    return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, AFTERWARDS))
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ RAMP = "--rampup-batch-size 4 4 16 --global-batch-size 8"
 WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 # (name, ranks, words); the first few are a part of every test run.
 OFTEN = (
-    ("tp2 fp16 ramp", 2, f"--tp_size 2 --sequence-parallel {FP16} {RAMP}"),
-    ("pp2 zero-bubble bf16", 2, "--pp_size 2 --pipeline-schedule zero-bubble --bf16"),
+    ("tp2 fp16 ramp", 2, f"--num-layers 2 --tp_size 2 --sequence-parallel {FP16} {RAMP}"),
+    ("pp2 zero-bubble bf16", 2, "--num-layers 2 --pp_size 2 --pipeline-schedule zero-bubble --bf16"),
 )
 SELDOM = (
     ("alone", 1, ""),
