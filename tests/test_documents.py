@@ -8,6 +8,8 @@ import pytest
 
 from pentatron.cli.launch import USAGE
 from pentatron.cli.main import main
+from pentatron.config.entry import TRAIN
+from pentatron.config.resolve import gather
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
@@ -121,3 +123,25 @@ def test_the_methods_are_compared() -> None:
         "ZeRO-2": ["medium", "medium"], "ZeRO-3": ["high", "very high"],
     }  # fmt: skip
     assert {name: cells[2:] for name, cells in table.items() if name in expected} == expected
+
+
+def train_commands() -> list[str]:
+    """Those that a reader would type; of one with `...` something is left out."""
+    pages = [*PAGES, *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/LOG.md"})]
+    lines = [
+        line
+        for page in pages
+        for block in blocks(page)
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("pentatron train ") and "--help" not in line and "..." not in line
+    ]
+    return sorted(set(lines))
+
+
+@pytest.mark.parametrize("command", train_commands())
+def test_training_commands_name_data_and_length(command: str) -> None:
+    """Or leave both to the demo: without them nothing would start."""
+    draft = gather(shlex.split(command, comments=True)[2:], TRAIN)
+    assert not draft.wrong
+    assert any(draft[name] for name in ("data_path", "corpus", "mock_data", "dataset_size")), "no data"
+    assert draft["train_iters"] is not None, "no length"
