@@ -148,11 +148,11 @@ class Times:
     cpu: list[float] = dataclasses.field(default_factory=list)
 
 
-def in_turns(steps: list[Step], rounds: int, count: int) -> list[Times]:
-    """After two steps that do not count."""
+def in_turns(steps: list[Step], rounds: int, count: int, warm: int = 2) -> list[Times]:
+    """After some steps that do not count."""
     times = [Times() for _ in steps]
     for step in steps:
-        for _ in range(2):
+        for _ in range(warm):
             step()
     for number in range(rounds):
         order = list(range(len(steps)))

@@ -3,19 +3,23 @@
 A model of a preset's shape with random weights is saved by `transformers`, loaded by both, and continues the same prompts of
 different lengths. In fp32 the tokens must be the same; in bf16 a tie may fall either way, so the first difference is shown.
 
-    python bench/generate.py [--preset qwen2.5-0.5b] [--layers 24] [--dtype bfloat16] [--batch 8] [--tokens 128] [--device cuda]
+Both run in turns, every other round beginning with the other one. The ratios are those of the median round: by the clock, and in CPU seconds of
+all threads, which other work on the machine disturbs less. Rates are those of the median runs.
+
+    python bench/generate.py [--preset qwen2.5-0.5b] [--layers 24] [--flags "--vocab-size 8192"] [--dtype bfloat16] [--batch 8]
+        [--tokens 128] [--device cuda] [--threads 1] [--rounds 5]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from bench.cpu import in_turns  # noqa: E402
 from pentatron.cli.prepare import prepare  # noqa: E402
 from pentatron.config.entry import TRAIN  # noqa: E402
 from pentatron.hf.architecture import config_of  # noqa: E402
@@ -39,7 +44,7 @@ def prompts_of(count: int, vocabulary: int) -> list[list[int]]:
     return [torch.randint(0, vocabulary, (16 + 3 * n,), generator=draw).tolist() for n in range(count)]
 
 
-def save_model(folder: Path, preset: str, layers: int | None, dtype: torch.dtype, device: str) -> None:
+def save_model(folder: Path, preset: str, more: Sequence[str], dtype: torch.dtype, device: str) -> None:
     words = [
         "--preset",
         preset,
@@ -51,7 +56,7 @@ def save_model(folder: Path, preset: str, layers: int | None, dtype: torch.dtype
         "--device",
         "cpu",
     ]
-    config = prepare([*words, *(["--num-layers", str(layers)] if layers else [])], TRAIN).resolved.config
+    config = prepare([*words, *more], TRAIN).resolved.config
     written = config_of(config.model, config.moe)
     torch.manual_seed(0)
     with torch.device(device):
@@ -59,28 +64,19 @@ def save_model(folder: Path, preset: str, layers: int | None, dtype: torch.dtype
     model.save_pretrained(folder)
 
 
-def timed(work: Callable[[], list[list[int]]], device: str) -> tuple[list[list[int]], float]:
-    """The second of two runs."""
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    found = work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return found, time.perf_counter() - started
+Texts = list[list[int]]
 
 
 def theirs(
     folder: Path, prompts: Sequence[Sequence[int]], count: int, dtype: torch.dtype, device: str
-) -> Any:
+) -> Callable[[], Texts]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     longest = max(map(len, prompts))
     # Filled up in front, as that library wants it.
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
 
-    def work() -> list[list[int]]:
+    def work() -> Texts:
         made = model.generate(
             ids,
             attention_mask=mask,
@@ -89,26 +85,28 @@ def theirs(
             do_sample=False,
             pad_token_id=0,
         )
-        found: list[list[int]] = made[:, longest:].tolist()
+        found: Texts = made[:, longest:].tolist()
         return found
 
-    return timed(work, device)
+    return work
 
 
-def ours(folder: Path, prompts: Sequence[Sequence[int]], count: int, dtype: torch.dtype, device: str) -> Any:
+def ours(
+    folder: Path, prompts: Sequence[Sequence[int]], count: int, dtype: torch.dtype, device: str
+) -> Callable[[], Texts]:
     source = open_source(folder)
     world = single_process(torch.device(device))
     config = settings_of(source, Ranks())
     model = speaking(load_stages(source, config, world, dtype), config, world)
 
-    def work() -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in prompts]
+    def work() -> Texts:
+        found: Texts = [[] for _ in prompts]
         for made in generate(model, prompts, count, Sampling(temperature=0.0)):
             if made.choice is not None:
                 found[made.number].append(made.choice.token)
         return found
 
-    return timed(work, device)
+    return work
 
 
 def main() -> int:
@@ -121,16 +119,28 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--flags", default="", help="more words for the model, as pentatron train knows them")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    more = [*(["--num-layers", str(options.layers)] if options.layers else []), *shlex.split(options.flags)]
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        save_model(folder, options.preset, options.layers, dtype, options.device)
+        save_model(folder, options.preset, more, dtype, options.device)
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         prompts = prompts_of(options.batch, vocabulary)
         arguments = (folder, prompts, options.tokens, dtype, options.device)
-        expected, their_time = theirs(*arguments)
-        found, our_time = ours(*arguments)
+        contestants = [ours(*arguments), theirs(*arguments)]
+    found, expected = (work() for work in contestants)
+    # A run ends with tokens in host memory, so that a GPU has nothing left to do.
+    times = in_turns(contestants, options.rounds, 1, warm=1)
+    by_clock, by_cpu = (
+        sorted(their / our for our, their in zip(*both))
+        for both in ([t.wall for t in times], [t.cpu for t in times])
+    )
+    our_time, their_time = (statistics.median(t.wall) for t in times)
     agreed = [
         next((i for i, (a, b) in enumerate(zip(f, e)) if a != b), len(e)) for f, e in zip(found, expected)
     ]
@@ -140,11 +150,14 @@ def main() -> int:
             {
                 **{
                     name: getattr(options, name)
-                    for name in ("preset", "layers", "dtype", "batch", "tokens", "device")
+                    for name in ("preset", "layers", "flags", "dtype", "batch", "tokens", "device", "threads")
                 },
                 "ours_tokens_per_s": round(total / our_time, 1),
                 "transformers_tokens_per_s": round(total / their_time, 1),
-                "ratio": round(their_time / our_time, 3),
+                "ratio": round(statistics.median(by_clock), 3),
+                "rounds": [round(by_clock[0], 3), round(by_clock[-1], 3)],
+                "cpu_ratio": round(statistics.median(by_cpu), 3),
+                "cpu_rounds": [round(by_cpu[0], 3), round(by_cpu[-1], 3)],
                 "equal_tokens": sum(agreed),
                 "of": total,
             }

@@ -16,7 +16,7 @@ from pentatron.config.errors import AgreedError, UserError
 from pentatron.layout.actions import Schedule
 from pentatron.layout.schedules import forward_schedule, looped_placement
 from pentatron.models.causal_lm import CausalLM
-from pentatron.models.sampling import Choice, Sampling, choose
+from pentatron.models.sampling import Choice, Sampling, choices
 from pentatron.nn.kv_cache import KVCache, Pass, can_keep, keeping
 from pentatron.parallel.collectives import all_gather_into, broadcast_, gather_objects
 from pentatron.parallel.executor import Executor
@@ -207,10 +207,11 @@ def _choices(
     if logits_BV is not None:
         of_all_BV = _whole_vocabulary(logits_BV, model)
         if world.everyone.rank == model.chooser:
-            for place, row in enumerate(rows):
-                if of_all_BV[row].isfinite().all():
-                    choice = choose(of_all_BV[row], sampling, generators[row])
-                    told[place] = torch.tensor((choice.token, choice.logprob), dtype=torch.float64)
+            wanted_BV = of_all_BV if len(rows) == len(of_all_BV) else of_all_BV[list(rows)]
+            made = choices(wanted_BV, sampling, [generators[row] for row in rows])
+            for place, choice in enumerate(made):
+                if choice is not None:
+                    told[place, 0], told[place, 1] = choice.token, choice.logprob
     broadcast_(told, world.everyone, model.chooser)
     if told[:, 0].min() < 0:
         raise AgreedError(
@@ -222,6 +223,8 @@ def _choices(
 def _whole_vocabulary(logits_BV: Tensor, model: GenerationModel) -> Tensor:
     """From every tensor rank's part, without the padding, in host memory."""
     group = model.world.tensor
+    if group.size == 1:
+        return logits_BV[:, : model.vocab_size].float().cpu()
     parts = logits_BV.new_empty(group.size, *logits_BV.shape)
     all_gather_into(parts.flatten(0, 1), logits_BV.contiguous(), group)
     return parts.movedim(0, 1).flatten(1)[:, : model.vocab_size].float().cpu()

@@ -1,9 +1,10 @@
 """Which token comes next: from the logits of a model to one choice.
 
-Everything here happens on the CPU in fp64, so that a seed gives the same text on every device and in every layout, as far as
+Everything here happens on the CPU, and draws in fp64, so that a seed gives the same text on every device and in every layout, as far as
 their logits agree.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,16 +37,38 @@ class Choice:
     logprob: float
 
 
-def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
-    logits_V = logits_V.double()
+def choices(
+    logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
+) -> list[Choice | None]:
+    """One for each row, by the row's own generator; none where the logits are not all finite numbers."""
+    # What is no number is the least and the greatest of its row.
+    greatest_B = logits_BV.amax(1)
+    finite = (greatest_B.isfinite() & logits_BV.amin(1).isfinite()).tolist()
+    made: list[Choice | None]
     if sampling.greedy:
-        token = int(logits_V.argmax())
+        made = _likeliest(logits_BV, greatest_B)
     else:
-        # Tokens stay in the order of their ids: where two are equally likely but for rounding, sorting would let the
-        # rounding decide which of them the same random number means.
-        reached_V = probabilities(logits_V, sampling).cumsum(0)
-        drawn = torch.rand(1, dtype=torch.float64, generator=generator) * reached_V[-1]
-        token = int(torch.searchsorted(reached_V, drawn, right=True))
+        made = [
+            _drawn(row, sampling, each) if fine else None
+            for row, each, fine in zip(logits_BV, generators, finite)
+        ]
+    return [choice if fine else None for choice, fine in zip(made, finite)]
+
+
+def _likeliest(logits_BV: Tensor, greatest_B: Tensor) -> list[Choice | None]:
+    """All rows at once, in the precision of the logits: a whole vocabulary in fp64 takes longer than a small model's forward."""
+    # Of the likeliest, the logarithm is that of the others' sum alone.
+    sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
+    return [Choice(*each) for each in zip(logits_BV.argmax(1).tolist(), (-sums_B.log()).tolist())]
+
+
+def _drawn(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
+    logits_V = logits_V.double()
+    # Tokens stay in the order of their ids: where two are equally likely but for rounding, sorting would let the
+    # rounding decide which of them the same random number means.
+    reached_V = probabilities(logits_V, sampling).cumsum(0)
+    drawn = torch.rand(1, dtype=torch.float64, generator=generator) * reached_V[-1]
+    token = int(torch.searchsorted(reached_V, drawn, right=True))
     return Choice(token, float(logits_V.log_softmax(0)[token]))
 
 

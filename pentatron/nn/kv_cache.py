@@ -9,6 +9,7 @@ far.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,11 @@ class Pass:
     starts: tuple[int, ...]
     length: int
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         return not any(self.starts)
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether all sequences are at the same position."""
         return len(set(self.starts)) == 1
@@ -44,15 +45,39 @@ class Pass:
 
 
 class KVCache:
-    """Which tokens the layers of a model are given now; `capacity` positions are kept of each sequence."""
+    """Which tokens the layers of a model are given now; `capacity` positions are kept of each sequence.
+
+    What follows from that is made for the first layer that asks, and once for all of them.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.now = Pass((), 0)
+        self.begin(Pass((), 0))
 
     def begin(self, now: Pass) -> None:
-        assert now.end <= self.capacity, f"position {now.end - 1} in a cache of {self.capacity}"
+        assert not now.starts or now.end <= self.capacity, (
+            f"position {now.end - 1} in a cache of {self.capacity}"
+        )
         self.now = now
+        self._slots: Tensor | None = None
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def slots(self, device: torch.device) -> Tensor:
+        """Where the tokens given now are kept, for `scatter_` along dimension 2: [B, 1, S, 1]."""
+        if self._slots is None:
+            self._slots = self.now.positions(device)[:, None, :, None]
+        return self._slots
+
+    def mask(self, first: int, window: int | None, shared: int, like: Tensor) -> Tensor | None:
+        """What is added to the scores of `shared` queries of each token for the slots from `first` on; None: nothing is hidden."""
+        if self.now.is_even and self.now.length == 1:
+            return None
+        if (window, shared) not in self._masks:
+            seen = _visible(self.now, first, window, like.device).repeat(1, 1, shared, 1)
+            # A mask of truth values is turned into this one by every attention.
+            hidden = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+            self._masks[window, shared] = hidden.masked_fill_(~seen, -torch.inf)
+        return self._masks[window, shared]
 
 
 class LayerCache:
@@ -60,22 +85,21 @@ class LayerCache:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self.keys_values: Tensor | None = None
+        self.keys_values: tuple[Tensor, Tensor] | None = None
 
     def keep(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps those of the tokens given now; returns all there are, [B, K, slots, H] each."""
-        now, fresh = self.cache.now, torch.stack((k_BKSH, v_BKSH))
+        now = self.cache.now
         if self.keys_values is None:
-            *outer, _, width = fresh.shape
-            self.keys_values = fresh.new_zeros(*outer, self.cache.capacity, width)
-        if now.is_even:
-            start = now.starts[0]
-            self.keys_values[..., start : start + now.length, :] = fresh
-        else:
-            slots = now.positions(fresh.device)[None, :, None, :, None].expand_as(fresh)
-            self.keys_values.scatter_(3, slots, fresh)
-        keys, values = self.keys_values
-        return keys, values
+            batch, heads, _, width = k_BKSH.shape
+            size = (batch, heads, self.cache.capacity, width)
+            self.keys_values = k_BKSH.new_zeros(size), v_BKSH.new_zeros(size)
+        for kept, fresh in zip(self.keys_values, (k_BKSH, v_BKSH)):
+            if now.is_even:
+                kept.narrow(2, now.starts[0], now.length).copy_(fresh)
+            else:
+                kept.scatter_(2, self.cache.slots(fresh.device).expand_as(fresh), fresh)
+        return self.keys_values
 
 
 class KeepingAttention(nn.Module):
@@ -92,7 +116,7 @@ class KeepingAttention(nn.Module):
         if self.cache.now.is_first:
             made: Tensor = self.inner(q_BNSH, k_BKSH, v_BKSH)
             return made
-        return attend_to_kept(q_BNSH, keys, values, self.cache.now, self.inner.window)
+        return attend_to_kept(q_BNSH, keys, values, self.cache, self.inner.window)
 
 
 def can_keep(layer: nn.Module) -> bool:
@@ -118,19 +142,19 @@ def keeping(layers: Iterable[nn.Module], cache: KVCache) -> Iterator[None]:
 
 
 def attend_to_kept(
-    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, now: Pass, window: int | None = None
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, cache: KVCache, window: int | None = None
 ) -> Tensor:
     """Attention of the tokens given now to all kept ones up to their own; with a window, to no more than so many before."""
+    now, (batch, heads, length, width) = cache.now, q_BNSH.shape
     first = 0 if window is None else max(0, min(now.starts) - window)
     k_BKTH, v_BKTH = (t[:, :, first : now.end] for t in (k_BKTH, v_BKTH))
-    mask = None if now.is_even and now.length == 1 else _visible(now, first, window, q_BNSH.device)
-    groups, shared = k_BKTH.shape[1], q_BNSH.shape[1] // k_BKTH.shape[1]
+    groups = k_BKTH.shape[1]
+    shared = heads // groups
     # The queries that share a key head are its queries: no kernel has to copy keys, and any of them will do.
-    q_BKRH = q_BNSH.unflatten(1, (groups, shared)).flatten(2, 3)
-    if mask is not None:
-        mask = mask.repeat(1, 1, shared, 1)
+    q_BKRH = q_BNSH.reshape(batch, groups, shared * length, width)
+    mask = cache.mask(first, window, shared, q_BNSH)
     attended = F.scaled_dot_product_attention(q_BKRH, k_BKTH, v_BKTH, attn_mask=mask)
-    return attended.unflatten(2, (shared, -1)).flatten(1, 2)
+    return attended.reshape(batch, heads, length, width)
 
 
 def _visible(now: Pass, first: int, window: int | None, device: torch.device) -> Tensor:

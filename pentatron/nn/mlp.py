@@ -54,7 +54,12 @@ class MLP(nn.Module):
         if self.fuses_gate and type(second) is RowParallelLinear and second.is_plain and by_kernel(inner):
             gated: Tensor = second(inner, gates=True)
             return gated
-        by_halves = self.gated and inner.device.type == "cpu" and not torch.compiler.is_compiling()
+        by_halves = (
+            self.gated
+            and inner.device.type == "cpu"
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
         between = _GatedByHalves.apply(inner) if by_halves else activated(inner, self.gated)
         made: Tensor = second(between)
         return made

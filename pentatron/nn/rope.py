@@ -30,7 +30,9 @@ class RotaryEmbedding(nn.Module):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads of any order of dimensions but the last, with angles that spread over them."""
-        turned, rest = x[..., : self.rotated].float(), x[..., self.rotated :]
+        # Whole heads, as most models turn, are not cut: a slice of everything takes its time too, and its gradient a copy.
+        whole = self.rotated == x.shape[-1]
+        turned = (x if whole else x[..., : self.rotated]).float()
         if self.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
             out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
@@ -38,7 +40,7 @@ class RotaryEmbedding(nn.Module):
             a, b = turned.chunk(2, dim=-1)
             out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         out = out.to(x.dtype)
-        return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+        return out if whole else torch.cat((out, x[..., self.rotated :]), dim=-1)
 
 
 def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from pentatron.kernels.products import outer_products, product, rows_times, through_fp32
+from pentatron.kernels.products import outer_products, product, rows_times, through_fp32, without_gradient
 from pentatron.parallel.grouped import GroupedRows
 
 # A stage and a micro-batch.
@@ -106,7 +105,7 @@ def linear(
 ) -> Tensor:
     """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
     if deferred is None and not through_fp32(x):
-        return F.linear(x, weight, bias)
+        return without_gradient(x, weight, bias)
     result = _Linear.apply(x, weight, bias, deferred)
     assert isinstance(result, Tensor)
     return result

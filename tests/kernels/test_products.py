@@ -1,4 +1,4 @@
-"""Products in half precision through fp32: the same but for the order of additions."""
+"""Products in half precision through fp32, and of few rows by oneDNN: the same but for the order of additions."""
 
 import pytest
 import torch
@@ -63,3 +63,47 @@ def test_what_is_quick_is_left_to_torch(half: torch.dtype, monkeypatch: pytest.M
     assert not products.through_fp32(torch.empty(64, 8, dtype=half, device="meta"))
     monkeypatch.setattr(products, "_HAS_INSTRUCTIONS", True)
     assert not products.through_fp32(many)
+
+
+@pytest.fixture
+def by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each product had that went there."""
+    real = products._ONEDNN
+    if real is None:
+        pytest.skip("torch was built without oneDNN")
+    seen: list[int] = []
+
+    def counted(rows: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(rows.shape[:-1].numel())
+        return real(rows, *rest)
+
+    monkeypatch.setattr(products, "_ONEDNN", counted)
+    monkeypatch.setattr(products, "_LARGE", 1024)
+    return seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [None, torch.linspace(-3, 3, 40)])
+def test_few_rows_times_a_large_matrix(by_onednn: list[int], bias: torch.Tensor | None) -> None:
+    torch.manual_seed(3)
+    parameter = torch.nn.Parameter(torch.randn(40, 300))
+    plain, turned = torch.randn(5, 3, 300), torch.randn(3, 5, 300).transpose(0, 1)
+    for rows in (plain, turned, torch.randn(2, 1, 600)[..., :300], plain[:1, :1], plain[:0]):
+        found = linear(rows, parameter, bias, None)
+        exact = rows.double() @ parameter.double().t() + (0 if bias is None else bias.double())
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-4)
+    assert by_onednn == [15, 15, 2, 1, 0]
+
+
+def test_other_products_are_left_to_torch(by_onednn: list[int]) -> None:
+    large, small = torch.nn.Parameter(torch.randn(40, 300)), torch.nn.Parameter(torch.randn(2, 300))
+    rows = torch.randn(5, 300)
+    gradients = torch.autograd.grad(linear(rows, large, None, None).sum(), large)
+    assert gradients[0].shape == large.shape
+    with torch.no_grad():
+        assert torch.equal(linear(rows, small, None, None), rows @ small.t())
+        many = torch.randn(64, 300)
+        assert torch.equal(linear(many, large, None, None), torch.nn.functional.linear(many, large))
+        linear(rows.bfloat16(), torch.nn.Parameter(large.bfloat16()), None, None)
+        linear(rows.double(), torch.nn.Parameter(large.double()), None, None)
+    assert by_onednn == []

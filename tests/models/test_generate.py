@@ -93,6 +93,24 @@ def test_a_window_that_is_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) 
     assert all(max(abs(a - b) for a, b in zip(*pair)) > 1e-3 for pair in zip(wrong[1], right[1]))
 
 
+def test_masks_are_made_once_for_all_layers_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(f"{FAMILIES['window in one layer']} --num-layers 6")
+    made: list[tuple[int, int | None]] = []
+    plain = kv_cache._visible
+
+    def counted(now: kv_cache.Pass, first: int, window: int | None, device: torch.device) -> torch.Tensor:
+        made.append((now.end, window))
+        return plain(now, first, window, device)
+
+    monkeypatch.setattr(kv_cache, "_visible", counted)
+    list(generate(model, RAGGED, 4, GREEDY))
+    # The first token comes from reading the prompts, whose attention is the layers' own.
+    assert sorted(made, key=str) == sorted(((end, w) for end in (10, 11, 12) for w in (2, None)), key=str)
+    made.clear()
+    list(generate(model, [RAGGED[1]] * 2, 4, GREEDY))
+    assert made == [], "sequences at the same position hide nothing"
+
+
 def test_a_draw_depends_on_seed_and_number_and_on_no_neighbour() -> None:
     model, hot = built(LLAMA), Sampling(1.5, seed=3)
     together, _ = collected(list(generate(model, RAGGED, 12, hot)), 4)

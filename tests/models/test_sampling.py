@@ -4,11 +4,17 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pentatron.models.sampling import Sampling, choose, probabilities
+from pentatron.models.sampling import Choice, Sampling, choices, probabilities
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 1.1, 0.3, -4.0, 1.9])
 # Of equal tokens at the edge of what is left out, either may stay.
 UNEQUAL = LOGITS + 0.01 * torch.arange(8)
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
+    (found,) = choices(logits[None], sampling, [generator])
+    assert found is not None
+    return found
 
 
 def theirs(sampling: Sampling) -> torch.Tensor:
@@ -57,7 +63,8 @@ def test_the_likeliest_token_and_the_models_own_probability() -> None:
     assert choice.token == 1, "the first of two equals"
     assert choice.logprob == pytest.approx(float(LOGITS.log_softmax(0)[1]))
     cold = Sampling(0.01, top_k=1)
-    assert choose(LOGITS, cold, cold.generator(0)).logprob == choice.logprob, "before temperature and top-k"
+    alike = choose(LOGITS, cold, cold.generator(0))
+    assert alike.logprob == pytest.approx(choice.logprob, abs=1e-6), "before temperature and top-k"
     assert choose(LOGITS[:2], cold, cold.generator(0)).token == 1
 
 
@@ -72,3 +79,21 @@ def test_rounding_of_the_logits_does_not_reorder_the_draws() -> None:
 
     assert drawn(LOGITS) == drawn(LOGITS + noise)
     assert drawn(LOGITS) != drawn(LOGITS.flip(0))
+
+
+def test_the_likeliest_of_a_whole_vocabulary_is_as_probable_as_in_fp64() -> None:
+    logits = 5 * torch.randn(3, 150_000, generator=torch.Generator().manual_seed(2))
+    exact = logits.double().log_softmax(1)
+    found = choices(logits, Sampling(), [Sampling().generator(row) for row in range(3)])
+    assert [choice and choice.token for choice in found] == exact.argmax(1).tolist()
+    assert [choice and choice.logprob for choice in found] == pytest.approx(exact.amax(1).tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=4)])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_a_number_that_is_none_has_no_choice(sampling: Sampling, wrong: float) -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 5] = wrong
+    found = choices(logits, sampling, [sampling.generator(0) for _ in range(3)])
+    assert found[1] is None
+    assert found[0] == found[2] == choose(LOGITS, sampling, sampling.generator(0))

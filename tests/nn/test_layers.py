@@ -59,6 +59,9 @@ def test_a_norm_in_few_passes_is_the_same_bit_for_bit(dtype: torch.dtype) -> Non
     derived = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype) * norm.weight
     found, expected = ((y, *torch.autograd.grad(y, (x, norm.weight), gradient)) for y in (norm(x), derived))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with torch.no_grad():
+        without_backward = norm(x)
+    assert torch.equal(without_backward, expected[0])
 
 
 def test_drawing_does_not_touch_the_global_generator() -> None:
