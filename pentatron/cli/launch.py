@@ -174,7 +174,7 @@ def _arrange(
     if problems:
         raise ConfigError(problems)
     cores = job.cpus or os.cpu_count() or 1
-    named = dataclasses.replace(entry, own=(*_COMMON, *_SLURM))
+    named = dataclasses.replace(entry, own=(*_COMMON, *_SLURM), own_help="pentatron launch")
     prepared = prepare(settings, named, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
     if job.restarts and config.run.fresh:

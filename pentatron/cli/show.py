@@ -47,7 +47,9 @@ def config_command(words: Sequence[str]) -> int:
         return 0
     as_json, everything = "--json" in words, "--all" in words
     entry, settings = _entry([w for w in words if w not in ("--json", "--all")])
-    prepared = prepare(settings, dataclasses.replace(entry, own=("all", "json", "as")))
+    prepared = prepare(
+        settings, dataclasses.replace(entry, own=("all", "json", "as"), own_help="pentatron config")
+    )
     if as_json:
         _print_json(prepared)
     else:

@@ -20,8 +20,10 @@ class EntryPoint:
     refused: Mapping[str, str] = field(default_factory=dict)
     default_preset: str | None = None
     resumes: bool = True
-    # Flags that the program takes for itself beside the settings: whoever misspells one is to hear of it.
+    # Flags that the program takes for itself beside the settings: whoever misspells one is to hear of it, and where they are listed, if
+    # that is another program.
     own: Sequence[str] = ()
+    own_help: str = ""
 
 
 _SMALL_MODEL = {"vocab_size": 8192, "num_layers": 4, "hidden_size": 256, "seq_length": 256}

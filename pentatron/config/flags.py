@@ -59,7 +59,9 @@ class FlagTable:
         if refusal := self.refusal(word):
             return f"{typed} is ambiguous here: {refusal}"
         guess = did_you_mean(normal(word), [*self.entry.own, *self._by_flag], "--")
-        return f"unknown flag {typed}{guess}; {self.entry.name} --help lists them all"
+        is_own = any(f"--{flag}?" in guess for flag in self.entry.own)
+        program = self.entry.own_help if is_own and self.entry.own_help else self.entry.name
+        return f"unknown flag {typed}{guess}; {program} --help lists them all"
 
 
 def normal(word: str) -> str:

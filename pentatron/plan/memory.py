@@ -62,6 +62,12 @@ def memory_of(config: RunConfig, on_gpu: bool = False) -> Memory:
     return memory_of_shape(Shape(config, on_gpu=on_gpu))
 
 
+def beside_graphs(config: RunConfig) -> int:
+    """Bytes that evaluation, the update and first gradients take beside micro-batches that are recorded as CUDA graphs."""
+    kernels = dataclasses.replace(config.kernels, cuda_graphs="on")
+    return memory_of(dataclasses.replace(config, kernels=kernels), on_gpu=True).largest.graphs
+
+
 def largest_of(shape: Shape) -> RankMemory:
     """Of the pipeline rank that needs most, without asking all of a long pipeline."""
     return max((_of_rank(shape, rank) for rank in shape.telling_ranks), key=lambda rank: rank.total)
@@ -114,7 +120,7 @@ def _rounded_before_sums(shape: Shape, gradients: int) -> int:
 def _in_evaluation(shape: Shape) -> int:
     """The most that a forward without a backward has at once: the stream, before a norm and behind it, and a layer or the logits."""
     train, size = shape.config.train, shape.config.eval_batch[1]
-    if not train.eval_iters or not train.eval_interval:
+    if not train.eval_iters or not (train.eval_interval or shape.config.data.test_data_path):
         return 0
     own = shape.alike(
         dataclasses.replace(shape.config, train=dataclasses.replace(train, micro_batch_size=size))

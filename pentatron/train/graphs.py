@@ -28,6 +28,7 @@ from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.gradients import Holder
 from pentatron.parallel.pieces import Shape
 from pentatron.plan.launches import launches_hold_up
+from pentatron.plan.memory import beside_graphs
 
 # Of the memory that is free, what a recording may take.
 _ROOM = 0.8
@@ -66,8 +67,9 @@ class CudaGraphs:
     """Graphs in one memory of their own: what one has let go is used by those after it, so they are replayed in the order in which they
     were recorded."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, beside: int = 0) -> None:
+        """`beside`: bytes that the run needs outside of its recordings, and may not have needed yet."""
+        self.device, self.beside = device, beside
         self.held = 0
         self._pool: Any = None
 
@@ -75,9 +77,12 @@ class CudaGraphs:
         needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0]
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if self._pool is not None or needed <= _ROOM * free:
+        if self._pool is not None or needed + self.beside <= _ROOM * free:
             return ""
-        return f"it would hold {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        return (
+            f"it would hold {needed / 2**30:.1f} GiB, the run needs {self.beside / 2**30:.1f} GiB beside it, and {free / 2**30:.1f} GiB "
+            f"are free"
+        )
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
@@ -329,4 +334,4 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
                 f"CUDA graphs are left out, though launching kernels takes longer than such small layers compute: {reason}",
             )
         )
-    return Recording(CudaGraphs(device), draws=draws)
+    return Recording(CudaGraphs(device, beside_graphs(config)), draws=draws)

@@ -1,7 +1,10 @@
 """What is done beside the steps, at chosen ones: profiler traces, memory snapshots, collecting garbage, comparing replicas."""
 
+import errno
 import gc
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,7 +95,7 @@ class BesideTheSteps:
         trace.stop()
         path = self.folder / "profile" / f"rank-{self.world.everyone.rank:05d}.json"
         self._write(
-            "profile", path, trace.export_chrome_trace, "open it at ui.perfetto.dev or chrome://tracing"
+            "profile", path, partial(_export, trace), "open it at ui.perfetto.dev or chrome://tracing"
         )
 
     def _write(self, what: str, path: Path, write: Callable[[str], object], hint: str) -> None:
@@ -125,3 +128,13 @@ class BesideTheSteps:
         named = Path(self.config.memory.memory_snapshot_path)
         path = named if named.is_absolute() else self.folder / named
         return path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")
+
+
+def _export(trace: Any, path: str) -> None:
+    """The profiler is silent about a file that it could not write, or not to its end."""
+    trace.export_chrome_trace(path)
+    with Path(path).open("rb") as written:
+        size = written.seek(0, os.SEEK_END)
+        written.seek(max(0, size - 16))
+        if not size or not written.read().rstrip().endswith(b"}"):
+            raise OSError(errno.EIO, "it is not whole: is the disk full?", path)

@@ -7,7 +7,7 @@ import torch
 
 from pentatron.config.batch_sizes import size_problem
 from pentatron.config.counted import in_digits
-from pentatron.config.errors import UserError
+from pentatron.config.errors import UserError, file_sentence
 from pentatron.config.run import RunConfig
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import read_metrics
@@ -137,8 +137,9 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
             trusted=config.model.spec,
         )
         sample = prompt + "".join(pieces)
-    except UserError as error:
-        output.say(f"note: there is no sample of what it writes (--sample-prompt): {error}")
+    except (UserError, OSError) as error:
+        why = file_sentence(error) if isinstance(error, OSError) else error
+        output.say(f"note: there is no sample of what it writes (--sample-prompt): {why}")
         return
     output.attempt(
         "sample.txt", lambda: folder.sample.write_text(sample + "\n", encoding="utf-8"), WITHOUT_IT

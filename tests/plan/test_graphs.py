@@ -56,6 +56,10 @@ def test_evaluation_and_update_find_no_room_in_what_is_recorded() -> None:
     on = planned(f"{GPT2} --cuda-graphs on")
     assert on.graphs == 2 * 2 * 8192 * 768 + 2 * 4096 * 50304, "the stream twice, and logits of 4096 tokens"
     assert planned(f"{GPT2} --cuda-graphs on --eval-interval 0").graphs == 0
+    # A test set that is named is evaluated at the end all the same.
+    config = configured(f"{GPT2} --cuda-graphs on --eval-interval 0")
+    named = dataclasses.replace(config, data=dataclasses.replace(config.data, test_data_path=("test",)))
+    assert memory_of(named, on_gpu=True).largest.graphs == on.graphs
     larger = f"{GPT2} --cuda-graphs on --eval-micro-batch-size 64 --eval-global-batch-size 64"
     assert planned(larger).graphs > 2 * on.graphs
     by_torch = planned(f"{GPT2} --cuda-graphs on --eval-interval 0 --no-fused-update")

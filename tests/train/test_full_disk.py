@@ -1,13 +1,17 @@
 """A disk that is full takes lines from the log, and no training."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pentatron.monitor.display import Silent
 from pentatron.monitor.recorder import Recorder
 from pentatron.parallel.world import single_process
+from pentatron.train import profiling, results
 from pentatron.train.output import Output
+from pentatron.train.run_folder import RunFolder
 from pentatron.train.session import run_training
 from tests.support import resolved
 
@@ -59,3 +63,36 @@ def test_files_beside_the_checkpoints_that_cannot_be_written_end_no_run(
         assert f"warning: {name} cannot be written (Is a directory); the run is complete without it" in told
     place = tmp_path / "profile" / "rank-00000.json"
     assert f"warning: the profile {place} cannot be written (File exists); the run does without it" in told
+
+
+@pytest.mark.parametrize("content", [None, "", '{"traceEvents": [{"ph": "X"}, {'])
+def test_a_profile_that_is_not_whole_is_no_profile(content: str | None, tmp_path: Path) -> None:
+    """The profiler itself says nothing of it."""
+    place = tmp_path / "rank-00000.json"
+
+    def export(text: str | None) -> None:
+        if text is not None:
+            place.write_text(text)
+
+    trace = SimpleNamespace(export_chrome_trace=lambda path: export(content))
+    with pytest.raises(OSError, match=r"No such file|not whole"):
+        profiling._export(trace, str(place))
+    whole = SimpleNamespace(export_chrome_trace=lambda path: export('{"traceEvents": []\n}\n'))
+    profiling._export(whole, str(place))
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_sample_fails_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **named: object) -> None:
+        raise OSError(5, "Input/output error", "weights.bin")
+
+    monkeypatch.setattr(results, "open_continuation", broken)
+    words = f"--run-dir {tmp_path} --sample-prompt a --sample-tokens 4"
+    config = resolved(words).config
+    datasets: Any = SimpleNamespace(tokenizer=object())
+    display = Said()
+    results._show_sample(config, RunFolder(tmp_path), datasets, Output(display, None, []))
+    assert display.texts == [
+        "note: there is no sample of what it writes (--sample-prompt): weights.bin: Input/output error"
+    ]

@@ -324,6 +324,21 @@ def test_what_is_left_out_is_said(words: str, reason: str) -> None:
 
 
 @pytest.mark.usefixtures("h200")
+def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that comes later finds nothing of what they hold."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 30 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 40 * 2**30))
+    for evaluated, lacking in ((8, ""), (512, "the run needs")):
+        words = f"--eval-interval 10 --eval-micro-batch-size {evaluated} --eval-global-batch-size {evaluated}"
+        recorder = recording_of(f"{GPT2.format(8)} {words}")._recorder
+        assert (
+            recorder is not None and lacking in recorder.lacks() and bool(recorder.lacks()) is bool(lacking)
+        )
+
+
+@pytest.mark.usefixtures("h200")
 def test_programs_of_users_are_not_recorded() -> None:
     (note,) = recording_of("--bf16 --cuda-graphs auto", configured=False).notes
     assert "of your own" in note
