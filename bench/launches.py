@@ -42,9 +42,11 @@ def microseconds(call: Callable[[], object], on_gpu: bool) -> float:
 
 def as_custom_op() -> Callable[..., tuple[Tensor, Tensor]]:
     @torch.library.custom_op("pentatron_bench::rounded_both", mutates_args=())
-    def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rounded(
+        matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         rows, columns = fp8._as_it_is(matrix, dtype), fp8._transposed(matrix, dtype)
-        fp8._write(matrix, rows, columns, scale, scale)
+        fp8._write(matrix, rows, columns, scale, scale if columns_scale is None else columns_scale)
         return rows, columns
 
     return rounded
@@ -63,7 +65,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         "a product in fp8": lambda: fp8.product(rows, columns, (one, one), x.dtype),
         "rounded to fp8, both ways": lambda: fp8._rounded_both(x, one, None, E4M3),
         "  its work alone": lambda: fp8._write(x, rows, columns, one, one),
-        "  as a custom_op": lambda: old(x, one, E4M3),
+        "  as a custom_op": lambda: old(x, one, None, E4M3),
         "a scale": lambda: fp8.scale_of(largest, E4M3),
     }
 

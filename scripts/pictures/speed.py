@@ -19,7 +19,9 @@ def speeds(results: Sequence[Result]) -> str:
         if "tok_s" in r:
             groups.setdefault(place_of(r), []).append((r, ratio))
     bars = [r for group in groups.values() for r, _ in group]
-    fastest, device = max(r["tok_s"] for r in bars), bars[0]["versions"]["gpu"]
+    assert bars, "nothing in bench/results was measured beside torchtitan"
+    (device,) = {r["versions"]["gpu"] for r in bars}
+    fastest = max(r["tok_s"] for r in bars)
     height = 50 + len(bars) * _BAR + len(groups) * _HEAD
     title = f"Training on one {device}: tokens a second (× torchtitan's fastest block)"
     canvas = Canvas(_LEFT + _WIDTH + _RIGHT, height, title)

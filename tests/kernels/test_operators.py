@@ -1,29 +1,35 @@
-"""Operations that compilers take as they are: what they make is what they say they make."""
+"""Operations that compilers take as they are: what they make is what they say they make. On a GPU where there is one, with its kernels."""
 
+import contextlib
+import importlib
+import pkgutil
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import pentatron
 from pentatron.kernels import fp8, gate, operators, swiglu
 from pentatron.kernels.fp8 import E4M3, E5M2
 from pentatron.nn import dropout
 
-X, ONE = torch.randn(32, 48, dtype=torch.bfloat16), torch.ones(())
-ROWS = torch.arange(64).reshape(2, 32)
-BATCH = torch.randn(2, 32, 16)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+X, ONE = torch.randn(32, 48, dtype=torch.bfloat16, device=DEVICE), torch.ones((), device=DEVICE)
+ROWS = torch.arange(64, device=DEVICE).reshape(2, 32)
+BATCH = torch.randn(2, 32, 16, device=DEVICE)
+SITE = torch.tensor(3, device=DEVICE)
 SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (fp8.scale_of, (X.abs().amax(1), E4M3)),
     (fp8._rounded_both, (X, ONE, None, E4M3)),
-    (fp8._rounded_both, (X, torch.ones(32, 1), torch.ones(48, 1), E5M2)),
+    (fp8._rounded_both, (X, torch.ones(32, 1, device=DEVICE), torch.ones(48, 1, device=DEVICE), E5M2)),
     (fp8._rounded_rows, (X, ONE, E4M3)),
     (fp8._rounded_columns, (X, ONE, E5M2)),
     (fp8._largest_of_tiles, (X,)),
     (gate.gate_backward, (X[:, :24], X)),
     (swiglu.swiglu_backward, (X[:, :24].clone(), X)),
-    (dropout._dropped_by_site, (BATCH, None, ROWS, torch.tensor(3), 0.25)),
-    (dropout._dropped_by_site, (BATCH, BATCH.clone(), ROWS, torch.tensor(3), 0.25)),
+    (dropout._dropped_by_site, (BATCH, None, ROWS, SITE, 0.25)),
+    (dropout._dropped_by_site, (BATCH, BATCH.clone(), ROWS, SITE, 0.25)),
 ]
 
 
@@ -35,6 +41,11 @@ def test_results_are_as_told_and_share_no_memory_with_what_was_given(
 
 
 def test_every_operation_is_looked_at() -> None:
+    for module in pkgutil.walk_packages(pentatron.__path__, "pentatron."):
+        # Some want packages that need not be there.
+        if not module.name.endswith("__main__"):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(module.name)
     defined = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutograd"))
     ours = {name for name in defined if name.startswith("pentatron::")}
     assert {operation.name() for operation, _ in SAMPLES} == ours - {"pentatron::wrong"}
