@@ -245,15 +245,20 @@ def _what_next(config: RunConfig, folder: RunFolder) -> None:
     """Commands to copy, with the program under the name it was called by."""
     program = _program(Path(sys.argv[0]))
     ideas = []
+    # Layers of one's own have to be named again, and cannot be exported.
+    spec = f" --spec {' '.join(map(quote, config.model.spec))}" if config.model.spec else ""
     if folder.sample.exists():
-        ideas.append((f'{program} generate {quote(str(folder.path))} "import "', "continue a text of yours"))
+        ideas.append(
+            (f'{program} generate {quote(str(folder.path))} "import "{spec}', "continue a text of yours")
+        )
     elif config.checkpoint.load and config.checkpoint.save and Path(config.checkpoint.save).exists():
         # Not the run's folder: the checkpoints may be kept elsewhere.
         saved = quote(os.path.relpath(config.checkpoint.save))
         if config.data.tokenizer_model is not None:
-            ideas.append((f'{program} generate {saved} "Once upon a time"', "continue a text of yours"))
+            ideas.append((f'{program} generate {saved} "Once upon a time"{spec}', "continue a text of yours"))
         exported = quote(f"exported/{folder.path.name}")
-        ideas.append((f"{program} export {saved} {exported}", "a Hugging Face folder of it"))
+        if not spec:
+            ideas.append((f"{program} export {saved} {exported}", "a Hugging Face folder of it"))
     ideas.append((f"{program} train --help", "every setting, by group"))
     if config.data.corpus is not None:
         wider = f"{program} train --run-dir {quote(f'{folder.path}-wide')} --hidden-size 256"

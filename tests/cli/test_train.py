@@ -1,5 +1,6 @@
 """The command as a user runs it: real processes, real signals."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -144,6 +145,15 @@ def test_commands_to_copy_hold_any_folder(
     (tmp_path / "a run" / "sample.txt").touch()
     _what_next(config, RunFolder(Path("a run")))
     assert "generate 'a run' \"import \"" in capsys.readouterr().out
+    model = dataclasses.replace(config.model, spec=("my_layers", "layer_spec"))
+    _what_next(dataclasses.replace(config, model=model), RunFolder(Path("a run")))
+    said = capsys.readouterr().out
+    assert "generate 'a run' \"import \" --spec my_layers layer_spec " in said, (
+        "such layers are never guessed"
+    )
+    (tmp_path / "a run" / "sample.txt").unlink()
+    _what_next(dataclasses.replace(config, model=model), RunFolder(Path("a run")))
+    assert "export" not in capsys.readouterr().out, "it would be refused"
 
 
 def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_losses(
