@@ -150,7 +150,9 @@ def assert_close(mine: Result, other: Result) -> None:
     assert mine[0] == pytest.approx(other[0], rel=1e-6)
     assert mine[1].keys() == other[1].keys()
     for name, gradient in mine[1].items():
-        torch.testing.assert_close(gradient, other[1][name], rtol=1e-6, atol=1e-8)
+        # Sums over micro-batches round by their largest terms, which some processors add up in another order.
+        allowed = 1e-6 * float(gradient.abs().max())
+        torch.testing.assert_close(gradient, other[1][name], rtol=1e-6, atol=allowed)
 
 
 def test_a_dropped_micro_batch_does_not_agree() -> None:
