@@ -58,7 +58,9 @@ def test_the_layout_comes_along_if_wished(
     assert prepared(tmp_path / "a", wished, world=2).config.parallel.tensor_model_parallel_size == 1
     saved = Source.architecture
     monkeypatch.setattr(
-        Source, "architecture", lambda source: {**saved(source), "tensor_model_parallel_size": 2}
+        Source,
+        "architecture",
+        lambda source, is_own=False: {**saved(source), "tensor_model_parallel_size": 2},
     )
     found = prepared(tmp_path / "a", wished, world=2)
     assert found.config.parallel.tensor_model_parallel_size == 2
