@@ -10,6 +10,7 @@ from pentatron.kernels.choice import triton_works
 _EPSILON = 1e-6
 # A CPU adds up the squares of a tensor one after the other: of millions of them a thousandth is lost in fp32. So many are added up at a time.
 _ROW = 4096
+_AT_ONCE = 64
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -38,7 +39,11 @@ def _exact_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _norm_by_rows(flat: Tensor) -> Tensor:
     whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
+    # What is rounded is turned into fp32 for it: some rows at a time, which stay in a cache.
+    some = (
+        flat[:whole].view(-1, _ROW).split(_AT_ONCE if flat.dtype != torch.float32 else max(1, whole // _ROW))
+    )
+    rows = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in some])
     rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.cat((rows, rest[None])), dtype=torch.float64).float()
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pentatron.kernels.products import outer_products, product, rows_times, through_fp32, without_gradient
+from pentatron.kernels.products import has_own_way, outer_products, product, rows_times, without_gradient
 from pentatron.parallel.grouped import GroupedRows
 
 # A stage and a micro-batch.
@@ -104,7 +104,7 @@ def linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
 ) -> Tensor:
     """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
-    if deferred is None and not through_fp32(x):
+    if deferred is None and not has_own_way(x, weight):
         return without_gradient(x, weight, bias)
     result = _Linear.apply(x, weight, bias, deferred)
     assert isinstance(result, Tensor)

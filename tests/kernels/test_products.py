@@ -1,4 +1,4 @@
-"""Products in half precision through fp32, and of few rows by oneDNN: the same but for the order of additions."""
+"""Products in half precision through fp32, and by oneDNN: the same but for the order of additions."""
 
 import pytest
 import torch
@@ -79,6 +79,7 @@ def by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(products, "_ONEDNN", counted)
     monkeypatch.setattr(products, "_LARGE", 1024)
+    monkeypatch.setattr(products, "_IS_NEGLECTED", False)
     return seen
 
 
@@ -107,3 +108,32 @@ def test_other_products_are_left_to_torch(by_onednn: list[int]) -> None:
         linear(rows.bfloat16(), torch.nn.Parameter(large.bfloat16()), None, None)
         linear(rows.double(), torch.nn.Parameter(large.double()), None, None)
     assert by_onednn == []
+
+
+def of_many_rows(bias: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """A product and its gradients."""
+    torch.manual_seed(4)
+    x = torch.randn(2, 40, 300, dtype=dtype, requires_grad=True)
+    parameter = torch.nn.Parameter(torch.randn(40, 300, dtype=dtype))
+    wanted = [x, parameter] if bias is None else [x, parameter, bias]
+    y = linear(x, parameter, bias, None)
+    return [y.detach(), *torch.autograd.grad(y, wanted, torch.randn_like(y))]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_rows_where_the_processor_is_neglected(
+    biased: bool, by_onednn: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_WORTH_IT", 1024)
+    bias = torch.linspace(-3, 3, 40).requires_grad_() if biased else None
+    monkeypatch.setattr(products, "_IS_NEGLECTED", False)
+    expected = of_many_rows(bias)
+    assert by_onednn == []
+    monkeypatch.setattr(products, "_IS_NEGLECTED", True)
+    for found, of_torch in zip(of_many_rows(bias), expected, strict=True):
+        torch.testing.assert_close(found, of_torch, rtol=1e-5, atol=1e-4)
+    # Forward and the gradient of the rows; not that of the matrix.
+    assert by_onednn == [80, 80]
+    of_many_rows(None, torch.float64)
+    linear(torch.randn(63, 300), torch.nn.Parameter(torch.randn(40, 300)), None, None)
+    assert by_onednn == [80, 80], "other numbers, too few rows"
