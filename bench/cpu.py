@@ -1,4 +1,4 @@
-"""A training step on the CPU: our model against the same one in transformers (eager), in turns.
+"""A training step on the CPU: our model against the same one in transformers (eager), each in a process of its own, in turns.
 
 Ours goes the way of `pentatron train` (its session, optimizer and trainer); the other is a Qwen2 model of the same sizes, whose weights are in the
 same precision, with fp32 state and clipping at 1.0. A round times each of them for some steps, and every other round begins with the other
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import multiprocessing
 import os
 import platform
 import shlex
@@ -148,23 +149,75 @@ class Times:
     cpu: list[float] = dataclasses.field(default_factory=list)
 
 
-def in_turns(steps: list[Step], rounds: int, count: int, warm: int = 2) -> list[Times]:
-    """After some steps that do not count."""
-    times = [Times() for _ in steps]
-    for step in steps:
-        for _ in range(warm):
+class Contestant:
+    """A process that computes steps when it is asked to: what one does to its memory is not the other's gain."""
+
+    def __init__(self, who: str, sizes: Sizes, precision: str, flags: str, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._asked, answers = context.Pipe()
+        words = (answers, who, sizes, precision, flags, threads)
+        self._process = context.Process(target=_answer, args=words, daemon=True)
+        self._process.start()
+        answers.close()
+        self.parameters: int = self._asked.recv()
+
+    def steps(self, count: int) -> tuple[float, float]:
+        """Seconds of the median step, and CPU seconds of one."""
+        self._asked.send(("steps", count))
+        wall, cpu = self._asked.recv()
+        return wall, cpu
+
+    def profile(self) -> str:
+        self._asked.send(("profile", 2))
+        return str(self._asked.recv())
+
+    def end(self) -> None:
+        self._asked.close()
+        self._process.join(10)
+        self._process.kill()
+
+
+def _answer(asked: Any, who: str, sizes: Sizes, precision: str, flags: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    with contextlib.ExitStack() as cleanup:
+        step, parameters = (
+            our_step(sizes, precision, flags, cleanup) if who == "ours" else their_step(sizes, precision)
+        )
+        asked.send(parameters)
+        with contextlib.suppress(EOFError):
+            while True:
+                what, count = asked.recv()
+                asked.send(_timed(step, count) if what == "steps" else _profiled(step, count))
+
+
+def _timed(step: Step, count: int) -> tuple[float, float]:
+    found = []
+    cpu_before = time.process_time()
+    for _ in range(count):
+        began = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found), (time.process_time() - cpu_before) / count
+
+
+def _profiled(step: Step, count: int) -> str:
+    with torch.profiler.profile() as profiler:
+        for _ in range(count):
             step()
+    return str(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=22))
+
+
+def in_turns(contestants: list[Contestant], rounds: int, count: int, warm: int = 2) -> list[Times]:
+    """After some steps that do not count."""
+    times = [Times() for _ in contestants]
+    for contestant in contestants:
+        contestant.steps(warm)
     for number in range(rounds):
-        order = list(range(len(steps)))
+        order = list(range(len(contestants)))
         for which in order if number % 2 == 0 else order[::-1]:
-            found = []
-            cpu_before = time.process_time()
-            for _ in range(count):
-                began = time.perf_counter()
-                steps[which]()
-                found.append(time.perf_counter() - began)
-            times[which].wall.append(statistics.median(found))
-            times[which].cpu.append((time.process_time() - cpu_before) / count)
+            wall, cpu = contestants[which].steps(count)
+            times[which].wall.append(wall)
+            times[which].cpu.append(cpu)
     return times
 
 
@@ -180,7 +233,6 @@ def main() -> int:
     parser.add_argument("--json", metavar="FOLDER", help="keep the result there, for docs/performance.md")
     parser.add_argument("--profile", action="store_true", help="the operations that take longest, of both")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     sizes = Sizes(layers=options.layers, sequence=options.sequence)
     import transformers
 
@@ -195,11 +247,15 @@ def main() -> int:
     good = True
     for precision in options.precision:
         with contextlib.ExitStack() as cleanup:
-            (ours, own_count), (theirs, count) = (
-                our_step(sizes, precision, options.flags, cleanup),
-                their_step(sizes, precision),
-            )
-            assert own_count == count, f"not the same model: {own_count} and {count} parameters"
+            both_sides = [
+                Contestant(who, sizes, precision, options.flags, options.threads)
+                for who in ("ours", "theirs")
+            ]
+            for contestant in both_sides:
+                cleanup.callback(contestant.end)
+            ours, theirs = both_sides
+            counts = (ours.parameters, theirs.parameters)
+            assert counts[0] == counts[1], f"not the same model: {counts[0]} and {counts[1]} parameters"
             times = in_turns([ours, theirs], options.rounds, options.steps)
             rates = [sizes.tokens / statistics.median(found.wall) for found in times]
             of_rounds, of_cpu = (
@@ -225,11 +281,7 @@ def main() -> int:
                 flush=True,
             )
             if options.profile:
-                for step in (ours, theirs):
-                    with torch.profiler.profile() as profiler:
-                        step()
-                        step()
-                    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=22))
+                print(ours.profile(), theirs.profile(), sep="\n")
     if options.json:
         keep(Path(options.json), where, rows)
     return 0 if good else 1

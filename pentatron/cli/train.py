@@ -88,6 +88,7 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
     """This process as one of the run's, on its device."""
     import torch
 
+    from pentatron.kernels.host_memory import keep_freed_memory
     from pentatron.parallel.world import choose_device, open_world, uses_nccl
 
     config = prepared.resolved.config
@@ -100,6 +101,8 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         announce_worker(worker, config.launch.init_method)
     limit_connections(config)
     device = choose_device(config.launch.device, worker.local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
     check_room(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
     place = (worker.rank, worker.local_rank, worker.local_size)
