@@ -5,7 +5,7 @@ matrices into fp32 at once and rounding the result, once, computes the same (num
 
 In fp32, a few rows times a large matrix (a token of a text times a model's weights) is a matter of reading the matrix once. oneDNN's product
 comes nearer to that than MKL's, which torch calls; it takes longer to begin, so that matrices have to be large. On AMD's processors MKL makes no
-use of their wider instructions, and oneDNN is faster by a tenth to a third with many rows too; but not where rows are what is summed over.
+use of their wider instructions, and oneDNN is faster with many rows too; but not where rows are what is summed over.
 """
 
 import platform
@@ -21,17 +21,19 @@ _HALVES = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 16
 
 
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def _has_instructions() -> bool:
     """Whether the processor multiplies bf16 itself. Others than x86, and torch where it does not say, are left to torch."""
     asked = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return not is_x86 or any(ask is None or bool(ask()) for ask in asked)
+    return not _is_x86() or any(ask is None or bool(ask()) for ask in asked)
 
 
 def _reader_of_large_matrices() -> Callable[..., Tensor] | None:
     """oneDNN's product, where torch was built with it. Others than x86 do not have MKL."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if not is_x86 or not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
+    if not _is_x86() or not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
         return None
     found: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return found
@@ -52,7 +54,7 @@ _ONEDNN = _reader_of_large_matrices()
 _IS_NEGLECTED = _is_neglected()
 # Of a matrix: less than this stays in a processor's caches.
 _LARGE = 2**21
-# Rows, up to which it was faster by a fifth and more.
+# Rows, up to which a product waits for memory more than for arithmetic.
 _MANY_ROWS = 64
 # Of a matrix that many rows are multiplied with: less is over before it has begun.
 _WORTH_IT = 2**17

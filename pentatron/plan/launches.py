@@ -1,5 +1,7 @@
 """Whether a host launches kernels as fast as a GPU computes them: where it does not, micro-batches are worth being recorded as CUDA graphs."""
 
+import dataclasses
+
 from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
 from pentatron.models.flops import step_flops
@@ -21,6 +23,11 @@ def layer_seconds(config: RunConfig, peak: float | None) -> float:
     assert config.train.micro_batch_size is not None
     flops = step_flops(config.model, config.train.micro_batch_size, config.model.seq_length, config.moe)
     return flops / config.model.num_layers / ((peak or _USUAL_PEAK) * 1e12 * _USUAL_SHARE)
+
+
+def recorded(config: RunConfig) -> RunConfig:
+    """The same run with its micro-batches recorded for certain."""
+    return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, cuda_graphs="on"))
 
 
 def would_record(config: RunConfig, peak: float | None) -> bool:

@@ -8,6 +8,7 @@ from pentatron.config.run import RunConfig
 from pentatron.layout.stages import StagePart
 from pentatron.plan import activations
 from pentatron.plan.held import Held, held, shards_parameters
+from pentatron.plan.launches import recorded
 from pentatron.plan.schedule import peak
 from pentatron.plan.shape import Shape
 
@@ -64,8 +65,7 @@ def memory_of(config: RunConfig, on_gpu: bool = False) -> Memory:
 
 def beside_graphs(config: RunConfig) -> int:
     """Bytes that evaluation, the update and first gradients take beside micro-batches that are recorded as CUDA graphs."""
-    kernels = dataclasses.replace(config.kernels, cuda_graphs="on")
-    return memory_of(dataclasses.replace(config, kernels=kernels), on_gpu=True).largest.graphs
+    return memory_of(recorded(config), on_gpu=True).largest.graphs
 
 
 def largest_of(shape: Shape) -> RankMemory:

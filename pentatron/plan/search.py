@@ -15,7 +15,7 @@ from pentatron.config.run import RunConfig, table
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device
 from pentatron.plan.held import held
-from pentatron.plan.launches import would_record
+from pentatron.plan.launches import recorded, would_record
 from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape
 from pentatron.plan.shape import Shape
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
@@ -112,8 +112,7 @@ class Layout:
         config, peak = self.config, self.device.peak(self.shape.width) / 1e12
         if not self.device.is_gpu or not would_record(config, peak):
             return None
-        kernels = dataclasses.replace(config.kernels, cuda_graphs="on")
-        found = largest_of(self.shape.alike(dataclasses.replace(config, kernels=kernels)))
+        found = largest_of(self.shape.alike(recorded(config)))
         return found if found.total <= usable(self.device) else None
 
     @property

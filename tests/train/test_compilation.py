@@ -1,7 +1,7 @@
 """Whether a run is compiled, and what is told of it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -140,11 +140,16 @@ def with_a_stubborn_stage(folder: str) -> None:
         made.give_up("WON'T CONVERT forward\nTypeError: no such kernel")
         return made
 
+    words = "--pipeline-model-parallel-size 2 --train-iters 3 --log-interval 3"
+    trained(f"{words} --run-dir {folder}", Grid(pipeline=2), compiled)
+
+
+def trained(words: str, grid: Grid, compiled: Callable[..., Compilation]) -> None:
+    """By two ranks, with something in the compiler's place."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(parallel_model, "compile_stages", compiled)
-        world = connect(Grid(pipeline=2), dist.get_rank(), dist.get_rank(), CPU)
-        words = "--pipeline-model-parallel-size 2 --train-iters 3 --log-interval 3 --no-save-checkpoints"
-        run_training(resolved(f"{LLAMA} {words} --run-dir {folder}", 2), world, True)
+        world = connect(grid, dist.get_rank(), dist.get_rank(), CPU)
+        run_training(resolved(f"{LLAMA} {words} --no-save-checkpoints", 2), world, True)
 
 
 def test_what_another_rank_does_not_compile_is_told_once_with_the_rank(tmp_path: Path) -> None:
@@ -169,11 +174,8 @@ class Late(Compilation):
 
 
 def ended_between_two_lines(folder: str) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parallel_model, "compile_stages", lambda *_: Late())
-        world = connect(Grid(data=2), dist.get_rank(), dist.get_rank(), CPU)
-        words = "--train-iters 9 --log-interval 9 --exit-interval 2 --no-save-checkpoints"
-        run_training(resolved(f"{LLAMA} {words} --run-dir {folder}", 2), world, True)
+    words = "--train-iters 9 --log-interval 9 --exit-interval 2"
+    trained(f"{words} --run-dir {folder}", Grid(data=2), lambda *_: Late())
 
 
 def test_what_is_given_up_after_the_last_line_of_a_run_is_told_at_its_end(tmp_path: Path) -> None:
