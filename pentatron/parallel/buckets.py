@@ -18,6 +18,9 @@ from pentatron.layout.ranks import Axis
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, Held, Piece, fragments_of
 
+# Of views that are looked at in parts to see whether they are one together; more would be felt when a model is made.
+_MOST_STRETCHES = 1 << 14
+
 
 @dataclass(frozen=True)
 class Span:
@@ -146,23 +149,43 @@ class Bucket:
 def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
     """Disjoint views of a flat tensor, joined where nothing but alignment lies between them.
 
-    Alignment is always zero, so sums over such runs, of squares or over ranks, are those over the views.
+    Alignment is always zero, so sums over such runs, of squares or over ranks, are those over the views. Views that only together leave nothing out,
+    such as the two halves of every expert's matrix, are joined too; else they stay as they are.
     """
-    runs: list[Tensor] = []
-    open_run: Span | None = None
-    for view in sorted(views, key=lambda v: v.storage_offset()):
-        if not view.is_contiguous():
-            open_run = None
-            runs.append(view)
-            continue
-        first = int(view.storage_offset() - flat.storage_offset())
-        last = first + view.numel()
-        if open_run is not None and first <= aligned(open_run.last):
-            first = open_run.first
-            runs.pop()
-        open_run = Span(first, last)
-        runs.append(open_run.of(flat))
-    return runs
+    origin = int(flat.storage_offset())
+    spans: list[Span] = []
+    strided: list[Tensor] = []
+    for view in views:
+        if view.is_contiguous():
+            spans.extend(_stretches(view, origin))
+        else:
+            strided.append(view)
+    if sum(view.shape[:-1].numel() for view in strided) <= _MOST_STRETCHES:
+        # Between rows of a view there may be anything but alignment.
+        together = _joined((span for view in strided for span in _stretches(view, origin)), lambda last: last)
+        if len(together) <= len(strided):
+            spans.extend(together)
+            strided = []
+    return [*(span.of(flat) for span in _joined(spans, aligned)), *strided]
+
+
+def _stretches(view: Tensor, origin: int) -> Iterator[Span]:
+    """Elements of a view that lie one after the other, by their distance from `origin`."""
+    if view.is_contiguous():
+        first = int(view.storage_offset()) - origin
+        yield Span(first, first + view.numel())
+    else:
+        for part in view:
+            yield from _stretches(part, origin)
+
+
+def _joined(spans: Iterable[Span], reaches: Callable[[int], int]) -> list[Span]:
+    """In the order of their elements. `reaches`: where the next one may begin, from where one ends."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.first):
+        begins = found.pop().first if found and span.first <= reaches(found[-1].last) else span.first
+        found.append(Span(begins, span.last))
+    return found
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

@@ -140,6 +140,28 @@ def test_views_are_joined_across_alignment_and_nothing_else() -> None:
     ]
 
 
+def test_views_that_are_whole_together_are_one_run() -> None:
+    """The gates of all experts lie between the other halves of their matrices."""
+    flat = torch.arange(100.0)
+    experts = flat[8:80].view(4, 6, 3)
+    gates, others = experts[:, :2], experts[:, 2:]
+    assert not gates.is_contiguous() and not others.is_contiguous()
+    runs = in_few_runs(flat, [others, flat[0:7], gates, flat[80:81]])
+    assert [(r.storage_offset(), r.numel()) for r in runs] == [(0, 81)], "and with what lies beside them"
+    for kept, count in (
+        ([gates, others[:3]], 1),
+        ([gates, others[1:]], 2),
+        # Nothing is joined of rows that have other elements between them, even fewer than alignment has.
+        ([experts[:, :, :2]], 1),
+        ([gates], 1),
+        ([gates, experts[:, 3:]], 2),
+    ):
+        found = in_few_runs(flat, kept)
+        assert len(found) == count
+        elements, expected = (torch.cat([t.flatten() for t in some]).sort()[0] for some in (found, kept))
+        assert torch.equal(elements, expected)
+
+
 def test_pieces_of_a_span_are_the_parameters_elements() -> None:
     model = fill(Prescribed({"w": ((4, 6), rows((9, 6), (5, 0, 2, (), ()), (1, 3, 1, (), ())))}))
     plan = plans(held_parameters(model), 100)[0]

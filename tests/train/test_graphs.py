@@ -303,7 +303,12 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
     for words in (GPT2.format(8).replace("auto", "off"), GPT2.format(8).replace("auto", "none")):
         assert recording_of(words)._recorder is None
     assert recording_of(GPT2.format(8), CPU)._recorder is None
-    assert recording_of(f"{GPT2.format(8)} --fp8 hybrid")._recorder is not None
+    # There is more to launch in fp8, and less to compute.
+    for size, records in ((8, True), (32, True), (128, False)):
+        words = (
+            f"{GPT2.format(size).replace('--global-batch-size 64', '--global-batch-size 128')} --fp8 hybrid"
+        )
+        assert (recording_of(words)._recorder is not None) is records
 
 
 @pytest.mark.usefixtures("h200")
