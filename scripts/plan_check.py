@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -69,7 +70,7 @@ def on_a_cpu(only: str) -> int:
 
 def on_a_gpu(only: str, folder: str | None = None) -> int:
     """Each case in a process of its own, as nothing of another may be left in its memory. `folder`: where the numbers are kept, in bytes."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     wanted = {name: words for name, words in on_gpu.CASES.items() if only in name}
     if not wanted:
         return nothing(only, list(on_gpu.CASES))
@@ -108,16 +109,20 @@ def on_a_gpu(only: str, folder: str | None = None) -> int:
             + f"   {layer / 2**20:.0f} / {found['layer'] / 2**20:.0f} ({layer / found['layer'] - 1:+.1%})",
             flush=True,
         )
-    if folder is not None:
-        file = Path(folder) / "plan_check.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["python", "scripts/plan_check.py", *sys.argv[1:]])
-        told = {"kind": "plan", "command": command, "allowed": ALLOWED, "rows": rows}
-        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        if folder is not None:
+            keep(Path(folder), rows)
     print(
         f"\nthe largest difference of a peak is {worst:.2%}, {ALLOWED:.0%} are allowed: {'agree' if worst <= ALLOWED else 'DISAGREE'}"
     )
     return int(worst > ALLOWED)
+
+
+def keep(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """After every case: what is broken off has measured something."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "scripts/plan_check.py", *sys.argv[1:]])
+    told = {"kind": "plan", "command": command, "allowed": ALLOWED, "rows": rows}
+    (folder / "plan_check.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
