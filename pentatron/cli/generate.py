@@ -222,7 +222,10 @@ def _ids(text: str) -> list[int]:
 def _launch(request: Request, restart: Sequence[str]) -> int:
     """Starts the ranks; whatever they would refuse is refused here, seconds earlier and once."""
     from pentatron.launch.local import run_workers
+    from pentatron.parallel.world import require_gpu
 
+    if request.options["device"] == "cuda":
+        require_gpu()
     _open(request)
     world = _ranks(request).world_size
     prepare_for_workers(_threads(request, world))

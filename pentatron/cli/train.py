@@ -199,6 +199,10 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: Entry
     assert config.launch.max_restarts is not None
     folder = RunFolder(Path(config.run.run_dir))
     # The workers would find out as well, seconds later and each by itself.
+    if config.launch.device == "cuda":
+        from pentatron.parallel.world import require_gpu
+
+        require_gpu()
     folder.create()
     variables = prepare_for_workers(config.launch.threads_per_process)
     inherited = f" with {', '.join(variables)}" if variables else ""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pentatron import __version__
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
@@ -103,10 +103,19 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
-        )
+        # Those of one machine would all say the same; the first of them says it.
+        raise _without_gpu(UserError if local_rank == 0 else AgreedError)
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def require_gpu() -> None:
+    """For who starts the ranks: refuses what they would all refuse. Devices are counted, and none of them is opened."""
+    if torch.cuda.device_count() == 0:
+        raise _without_gpu(UserError)
+
+
+def _without_gpu(kind: type[UserError]) -> UserError:
+    return kind("--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
 
 
 def uses_nccl(device: torch.device, local_processes: int) -> bool:

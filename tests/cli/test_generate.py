@@ -231,3 +231,12 @@ def test_what_is_refused(words: str, sentence: str, run: Path, capsys: pytest.Ca
     assert guarded(lambda: generate_command(given)) == 2
     out, err = capsys.readouterr()
     assert sentence in err and not out
+
+
+def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("pentatron.launch.local.run_workers", None)
+    assert guarded(lambda: generate_command([str(folder), "import", "--tp", "2", "--device", "cuda"])) == 2
+    assert capsys.readouterr().err.count("torch sees no GPU here") == 1

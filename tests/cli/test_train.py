@@ -270,6 +270,18 @@ def test_what_only_a_worker_finds_wrong_is_one_sentence_too(
     assert sentence in said
 
 
+def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("pentatron.launch.local.run_workers", None)
+    words = ["train", "--device", "cuda", "--nproc-per-node", "4", "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert err.count("torch sees no GPU here") == 1 and "starting" not in out
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.config.errors import UserError
+from pentatron.config.errors import AgreedError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.collectives import (
     all_reduce_,
@@ -108,6 +108,10 @@ def test_a_full_disk_is_told_with_the_way_out_where_no_file_is_named() -> None:
 def test_cuda_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(UserError, match="--device cpu"):
+    with pytest.raises(UserError, match="--device cpu") as of_first:
         choose_device("cuda", 0)
+    assert not isinstance(of_first.value, AgreedError)
+    # One that the others of the machine leave to the first.
+    with pytest.raises(AgreedError):
+        choose_device("cuda", 1)
     assert choose_device("auto", 3) == CPU
