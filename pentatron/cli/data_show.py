@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pentatron.cli.epoch import learn_epoch
 from pentatron.cli.loaded import learn_from_named
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
 from pentatron.cli.terminal import say
@@ -147,6 +148,7 @@ def _resolve(words: Sequence[str], options: dict[str, Any], stop: int) -> Resolv
     learn_from_named(draft, facts)
     if draft["vocab_size"] is None and names_files(draft) and "vocab_size" not in draft.wrong:
         draft.values["vocab_size"] = Assigned(ANY_TOKEN, "default")
+    learn_epoch(draft)
     _set_length(draft, stop)
     if options["part"] == "train":
         draft.values["eval_iters"] = Assigned(0, "default")

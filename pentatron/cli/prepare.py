@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
+from pentatron.cli.epoch import learn_epoch
 from pentatron.cli.loaded import learn_from_loaded, use_hub_folder
 from pentatron.cli.supervised import goes_on, this_worker
 from pentatron.config.draft import Draft, Facts
@@ -45,6 +46,7 @@ def prepare(words: Sequence[str], entry: EntryPoint, planned: Facts | None = Non
     # As a run does: who names something to load wants to go on from it.
     afresh = draft["fresh"] or not (entry.resumes or draft.given("load"))
     learn_from_loaded(draft, facts, afresh)
+    learn_epoch(draft)
     return Prepared(resolve(draft, facts), facts, worker)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pentatron.config.data_sources import NAMED, Blend, names_files
+from pentatron.config.data_sources import NAMED, Blend, names_files, without_epochs
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.errors import UserError
 from pentatron.config.run import table
@@ -32,9 +32,10 @@ def _other_data(draft: Draft, facts: Facts) -> str:
 
 
 def _unknown_epochs(draft: Draft, facts: Facts) -> str:
-    if draft.is_synthetic:
+    if draft.is_synthetic or draft.epoch is not None:
         return ""
-    return f"the length of an epoch is not known before the data is read; --train-iters {draft['train_iters']} decides"
+    why = without_epochs(draft) or "the data is not read here"
+    return f"{why}; --train-iters {draft['train_iters']} decides"
 
 
 def _eval_interval(draft: Draft, facts: Facts) -> str:

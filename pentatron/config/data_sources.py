@@ -58,6 +58,20 @@ def names_files(values: Mapping[str, Any] | Draft) -> str:
     return next((table()[name].flag for name in NAMED[:2] if values[name]), "")
 
 
+def without_epochs(values: Mapping[str, Any] | Draft) -> str:
+    """Why nobody can say, before a run starts, how many samples one pass over its data has; empty if the files tell."""
+    if values["sft"]:
+        return "how many sequences conversations make is known when they have been tokenized"
+    if values["corpus"]:
+        return "the corpus is tokenized by the run itself"
+    if values["mock_data"]:
+        return "mock data has no epochs"
+    blend = Blend.parse(values["data_path"] or values["train_data_path"] or ("",))
+    if blend.weights is not None and len(blend.prefixes) > 1:
+        return "data with weights is drawn by its shares and has no epochs"
+    return ""
+
+
 def read_data_files(draft: Draft) -> None:
     """Puts the words of --data-args-path, --per-split-data-args-path and --data-path-config where they would be written."""
     files = (

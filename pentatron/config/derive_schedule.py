@@ -75,8 +75,7 @@ def settle_stepwise_batch(draft: Draft) -> list[str]:
 
 def derive_length(draft: Draft) -> list[str]:
     plan = plan_so_far(draft)
-    problems = _samples(draft, plan)
-    _epochs(draft, plan)
+    problems = _samples(draft, plan) + _epochs(draft, plan)
     problems += _decay(draft)
     if draft["min_lr"] > draft["lr"] and not draft.given("min_lr"):
         draft.derive("min_lr", draft["lr"] / 10, f"a tenth of --lr; the preset has {draft['min_lr']}")
@@ -106,16 +105,35 @@ def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
     return []
 
 
-def _epochs(draft: Draft, plan: BatchPlan | None) -> None:
+def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
     """The nearer of two limits ends the run; a number of steps nobody typed is no limit."""
-    if draft["epochs"] is None or not draft.is_synthetic or plan is None:
-        return
+    epochs = draft["epochs"]
+    if epochs is None or plan is None:
+        return []
+    if draft.is_synthetic:
+        _end_first(draft, *_of_made_samples(epochs, draft["dataset_size"], plan))
+    elif draft.epoch is not None:
+        limit, in_words = plan.steps_within(epochs * draft.epoch), f"{epochs} epochs of {draft.epoch} samples"
+        if limit == 0:
+            draft.wrong["epochs"] = (
+                f"--epochs {epochs}: {in_words} are fewer than the {plan.size_at(0)} samples of the first step; give more "
+                f"epochs, or a smaller batch"
+            )
+            return [draft.wrong["epochs"]]
+        _end_first(draft, limit, in_words)
+    return []
+
+
+def _of_made_samples(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]:
+    """Steps, and where they come from."""
     if plan.is_constant:
-        per_epoch = max(1, draft["dataset_size"] // plan.size_at(0))
-        limit, in_words = draft["epochs"] * per_epoch, f"{draft['epochs']} epochs of {per_epoch} steps"
-    else:
-        limit = max(1, plan.steps_within(draft["epochs"] * draft["dataset_size"]))
-        in_words = f"{draft['epochs']} epochs ({limit} steps of changing size)"
+        per_epoch = max(1, size // plan.size_at(0))
+        return epochs * per_epoch, f"{epochs} epochs of {per_epoch} steps"
+    limit = max(1, plan.steps_within(epochs * size))
+    return limit, f"{epochs} epochs ({limit} steps of changing size)"
+
+
+def _end_first(draft: Draft, limit: int, in_words: str) -> None:
     steps, by_samples = draft["train_iters"], draft["train_samples"] is not None
     if steps is None or not (draft.given("train_iters") or by_samples):
         draft.derive("train_iters", limit, in_words)

@@ -25,11 +25,15 @@ class Facts:
 
 @dataclass
 class Draft:
-    """`wrong` holds a sentence for every setting whose value cannot be used, whatever the others are."""
+    """`wrong` holds a sentence for every setting whose value cannot be used, whatever the others are.
+
+    `epoch`: the samples of one pass over the files of the training data, where `--epochs` asks and they were read.
+    """
 
     values: dict[str, Assigned]
     notices: list[str] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
+    epoch: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value

@@ -100,7 +100,9 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     if problems:
         raise ConfigError(problems)
     notices = notices_for(draft, facts)
-    without_gpu = Draft({**draft.values, "device": Assigned("cpu", draft.source("device"))})
+    without_gpu = Draft(
+        {**draft.values, "device": Assigned("cpu", draft.source("device"))}, epoch=draft.epoch
+    )
     on_a_cpu = [told for told in notices_for(without_gpu, facts) if told not in notices]
     told = [*draft.notices, *missing, *notices]
     return Resolved(build(values), sources, told, on_a_cpu if draft["device"] == "auto" else ())
@@ -108,7 +110,7 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
 
 def foreseen(draft: Draft, facts: Facts) -> dict[str, Any]:
     """What the values would become if nothing more were learned; the draft stays as it is."""
-    copy = Draft(dict(draft.values), wrong=dict(draft.wrong))
+    copy = Draft(dict(draft.values), wrong=dict(draft.wrong), epoch=draft.epoch)
     _set_aside_wrong_values(copy)
     derive(copy, facts)
     return {name: assigned.value for name, assigned in copy.values.items()}

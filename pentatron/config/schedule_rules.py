@@ -1,6 +1,8 @@
 """Rules about batch sizes that change, the length of a run and its schedules."""
 
+from pentatron.config.data_sources import without_epochs
 from pentatron.config.draft import Facts
+from pentatron.config.errors import UserError
 from pentatron.config.layout_rules import Rule, Values
 from pentatron.config.schedule import Spans, plan_of, spans_of
 from pentatron.layout.batch_plan import BatchPlan
@@ -22,10 +24,12 @@ def _how_long(v: Values, facts: Facts) -> str | None:
     if v["train_iters"] is not None or v["train_samples"] is not None:
         return None
     if v["epochs"] is not None:
-        return (
-            f"how many steps --epochs {v['epochs']} are is known for synthetic samples (--dataset-size) only; "
-            f"give --train-iters instead"
-        )
+        try:
+            why = without_epochs(v)
+        except UserError:
+            # Another rule is about the words that name data.
+            return None
+        return f"how many steps --epochs {v['epochs']} are is not known: {why or 'no data is read'}; give --train-iters instead"
     return "the length of the run is unknown; give --train-iters"
 
 

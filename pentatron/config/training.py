@@ -107,7 +107,8 @@ class TrainConfig:
     train_iters: int | None = setting(None, "optimizer steps", also="--train-steps --max_steps")
     train_samples: int | None = setting(None, "samples, instead of optimizer steps")
     epochs: int | None = setting(
-        None, "passes over synthetic samples (--dataset-size); training ends at the first limit reached"
+        None,
+        "passes over the training data, in whole steps; the nearer of this and --train-iters ends the run",
     )
     eval_interval: int = setting(1000, "steps between validations (0: never)")
     eval_iters: int = setting(10, "validation steps each time (0: never validate)")

@@ -528,7 +528,10 @@ def test_what_a_line_looks_like() -> None:
         "--init-method tcp://a:1: torchrun has said where to meet (MASTER_ADDR), which counts"
     ]
     assert notices("--epochs 3", least=FILES) == [
-        "--epochs 3: the length of an epoch is not known before the data is read; --train-iters 10 decides"
+        "--epochs 3: the data is not read here; --train-iters 10 decides"
+    ]
+    assert notices("--epochs 3 --data-path 2 a 1 b", least="--vocab-size 100 --train-iters 10") == [
+        "--epochs 3: data with weights is drawn by its shares and has no epochs; --train-iters 10 decides"
     ]
 
 

@@ -320,7 +320,15 @@ MISSING: list[tuple[str, str, str, str]] = [
     ("_how_long", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
      "--train-iters 3"),
     ("_how_long", "--mock-data --vocab-size 5 --epochs 2",
-     "how many steps --epochs 2 are is known for synthetic samples (--dataset-size) only; give --train-iters instead",
+     "how many steps --epochs 2 are is not known: mock data has no epochs; give --train-iters instead",
+     "--train-iters 3"),
+    ("_how_long", "--data-path 0.5 a 0.5 b --vocab-size 5 --epochs 2",
+     "how many steps --epochs 2 are is not known: data with weights is drawn by its shares and has no epochs; give "
+     "--train-iters instead",
+     "--train-iters 3"),
+    ("_how_long", "--sft --data-path a.jsonl --tokenizer-type NullTokenizer --vocab-size 5 --epochs 2",
+     "how many steps --epochs 2 are is not known: how many sequences conversations make is known when they have been "
+     "tokenized; give --train-iters instead",
      "--train-iters 3"),
 ]  # fmt: skip
 

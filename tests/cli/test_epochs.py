@@ -1,0 +1,121 @@
+"""`--epochs` over files: the number of steps comes from their index, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pentatron.cli.main import main
+from pentatron.cli.prepare import Prepared, prepare
+from pentatron.config.entry import TRAIN
+from pentatron.config.errors import ConfigError
+from pentatron.data.gpt_dataset import GPTDataset
+from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.monitor.display import Silent
+from pentatron.parallel.world import single_process
+from pentatron.train.datasets import arrange, open_data
+from pentatron.train.state import TrainState
+
+SHAPE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --device cpu --nproc-per-node 1"
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> tuple[Path, Path]:
+    """20 documents of 10 tokens, and 10 of 5: 24 and 6 sequences of 8."""
+    for name, documents, tokens in (("a", 20, 10), ("b", 10, 5)):
+        with IndexedDatasetWriter(tmp_path / name, "uint16") as writer:
+            for number in range(documents):
+                writer.add_document([number] * tokens)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def prepared(words: str) -> Prepared:
+    return prepare(f"{SHAPE} {words}".split(), TRAIN)
+
+
+def steps(words: str) -> int | None:
+    return prepared(words).resolved.config.train.train_iters
+
+
+def problems(words: str) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        prepared(words)
+    return list(refused.value.problems)
+
+
+def test_an_epoch_is_the_whole_sequences_of_the_training_share(pairs: tuple[Path, Path]) -> None:
+    one, other = pairs
+    assert steps(f"--data-path {one} --split 1,0,0 --global-batch-size 4 --epochs 1") == 6
+    assert steps(f"--data-path {one} --split 1,0,0 --global-batch-size 5 --epochs 3") == 14, "72 samples"
+    assert steps(f"--data-path {one} --split 1,1,0 --global-batch-size 4 --epochs 3") == 9, "12 of a half"
+    assert steps(f"--data-path {one} {other} --split 1,0,0 --global-batch-size 4 --epochs 2") == 15
+    assert steps(f"--train-data-path {other} --global-batch-size 2 --epochs 2") == 6
+    assert steps(f"--data-path 1.0 {one} --split 1,0,0 --global-batch-size 4 --epochs 1") == 6, (
+        "one has no share"
+    )
+    ramp = "--rampup-batch-size 2 2 8 --global-batch-size 4"
+    assert steps(f"--data-path {one} --split 1,0,0 {ramp} --epochs 1") == 8, "4 × 2 and 4 × 4 samples"
+
+
+def test_the_nearer_of_two_limits(pairs: tuple[Path, Path]) -> None:
+    words = f"--data-path {pairs[0]} --split 1,0,0 --global-batch-size 4 --epochs 2"
+    found = prepared(f"{words} --train-iters 100").resolved
+    assert found.config.train.train_iters == 12
+    assert (
+        "training stops after 12 steps: 2 epochs of 24 samples end before --train-iters 100" in found.notices
+    )
+    found = prepared(f"{words} --train-iters 5").resolved
+    assert found.config.train.train_iters == 5
+    assert (
+        "training stops after 5 steps: --train-iters ends it before 2 epochs of 24 samples" in found.notices
+    )
+    assert prepared(words).resolved.sources["train_iters"] == "derived: 2 epochs of 24 samples"
+    assert not any("--epochs" in notice for notice in prepared(words).resolved.notices)
+
+
+def test_every_document_is_read_as_often_as_epochs_say(pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    """The order that is built holds just these epochs, and the run reads all of it."""
+    config = prepared(
+        f"--data-path {pairs[0]} --split 1,0,0 --global-batch-size 4 --epochs 3 --eval-iters 0"
+    ).resolved.config
+    world = single_process(torch.device("cpu"))
+    opened = open_data(config, world, tmp_path, Silent())
+    train = arrange(opened, config, world, TrainState(), tmp_path, Silent()).train
+    assert isinstance(train, GPTDataset)
+    assert train.index.epochs == 3 and not train.index.separate_final_epoch
+    assert config.spans.total == 72 and len(train) == 74, "sequences run on over the ends of epochs"
+
+
+def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    one, other = pairs
+    words = f"--data-path {one} --split 1,0,0 --global-batch-size 64 --epochs 2"
+    assert problems(words) == [
+        "--epochs 2: 2 epochs of 24 samples are fewer than the 64 samples of the first step; give more epochs, or a smaller "
+        "batch"
+    ]
+    assert problems(f"--data-path {tmp_path}/none --global-batch-size 4 --epochs 2") == [
+        f"no data file {tmp_path}/none.idx; give the prefix of a prepared .bin/.idx pair without its ending"
+    ]
+    assert problems(f"--data-path 1 {one} 2 {other} --global-batch-size 4 --epochs 2") == [
+        "how many steps --epochs 2 are is not known: data with weights is drawn by its shares and has no epochs; give "
+        "--train-iters instead"
+    ]
+    assert problems(f"--data-path {other} --split 1,0,0 --seq-length 64 --epochs 2") == [
+        "sequences 0 to 10 hold 50 tokens where 65 are needed; use more data or another --split"
+    ]
+
+
+def test_a_run_ends_with_its_epochs(pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        f"{SHAPE} --data-path {pairs[0]} --split 1,0,0 --global-batch-size 4 --epochs 1 --no-save-checkpoints"
+    )
+    assert main(["train", *words.split(), "--run-dir", str(pairs[0].parent / "run")]) == 0
+    assert "step     6/6" in capsys.readouterr().out
+
+
+def test_shown_samples_are_those_of_the_epochs(
+    pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--data-path {pairs[0]} --split 1,0,0 --seq-length 8 --epochs 2"
+    assert main(["data", "show", *words.split()]) == 0
+    assert "samples of a run that reads 48 of them" in capsys.readouterr().out
