@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence, Sized
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pentatron.cli.epoch import learn_epoch
 from pentatron.cli.loaded import learn_from_named
@@ -80,11 +80,22 @@ def show(words: Sequence[str]) -> int:
         display.say(f"note: {notice}")
     with tempfile.TemporaryDirectory() as folder:
         opened = open_data(config, world, Path(folder), display)
-        datasets = arrange(opened, config, world, TrainState(), Path(folder), display)
+        try:
+            datasets = arrange(opened, config, world, TrainState(), Path(folder), display)
+        except MemoryError:
+            raise UserError(
+                f"an order of {config.spans.total} samples does not fit into this machine's memory; give a smaller --index, or "
+                f"the length of the run (--train-iters, --train-samples)"
+            ) from None
         chosen = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options["part"]]
         if chosen is None:
             raise UserError(_nothing_there(config.data, options["part"], datasets.untested))
-        samples = dict(_read(chosen, first, stop, is_wish=bool(options["index"])))
+        there = _how_many(chosen, config.spans.total if options["part"] == "train" else None)
+        if there is not None and stop > there.number and options["index"]:
+            raise UserError(
+                f"{there.sentence}, so --index can go from 0 to {there.number - 1}, not '{options['index']}'"
+            )
+        samples = {i: chosen[i] for i in range(first, stop if there is None else min(stop, there.number))}
     if options["json"]:
         say(json.dumps([{"index": i, **_as_json(sample)} for i, sample in samples.items()]))
     else:
@@ -132,7 +143,9 @@ def _range(written: str) -> tuple[int, int]:
         end = int(stop) if colon else begin + 1
     except ValueError:
         begin, end = 0, 0
-    if not 0 <= begin < end:
+    if begin < 0 or end < 0:
+        raise UserError(f"--index counts samples from 0 on, as in 0:8 or 3; '{written}' is before the first")
+    if begin >= end:
         raise UserError(f"--index wants samples such as 0:8 or 3, not '{written}'")
     return begin, end
 
@@ -161,12 +174,17 @@ def _set_length(draft: Draft, stop: int) -> None:
         draft.values["train_iters"] = Assigned(stop, "default")
 
 
-def _read(source: "SampleSource", first: int, stop: int, is_wish: bool) -> "Iterator[tuple[int, Sample]]":
+class _There(NamedTuple):
+    number: int
+    sentence: str
+
+
+def _how_many(source: "SampleSource", read: int | None) -> _There | None:
+    """How many samples can be shown, and in words; None where there is no end. `read`: by the whole run."""
     known = len(source) if isinstance(source, Sized) else None
-    if known is not None and stop > known and is_wish:
-        raise UserError(f"there are {known} samples, so --index can go up to {known}, not {stop}")
-    for index in range(first, stop if known is None else min(stop, known)):
-        yield index, source[index]
+    if read is not None and (known is None or read < known):
+        return _There(read, f"a run of this length (--train-iters, --train-samples) reads {read} samples")
+    return None if known is None else _There(known, f"there are {known} samples")
 
 
 def _as_json(sample: "Sample") -> dict[str, list[int]]:

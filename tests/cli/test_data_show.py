@@ -98,11 +98,31 @@ def test_text_marks_what_is_not_learned(
     assert rest.startswith("yes<|im_end|>\n⟦ token 0 × ")
 
 
+def test_no_more_is_shown_than_the_run_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--dataset-size 5 --vocab-size 9 --seq-length 4 --train-samples 3 --json"
+    assert main(["data", "show", *words.split()]) == 0
+    assert [sample["index"] for sample in json.loads(capsys.readouterr().out)] == [0, 1, 2]
+
+
 def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = f"--data-path {prefix} --seq-length 16 --split 1 --vocab-size 257"
+    synthetic = "--dataset-size 5 --vocab-size 9 --seq-length 16 --global-batch-size 4"
     for words, message in (
         (f"{data} --index 8:3", "--index wants samples such as 0:8 or 3, not '8:3'"),
-        (f"{data} --index 0:99999 --train-samples 10", "so --index can go up to"),
+        (f"{data} --index=-1", "--index counts samples from 0 on, as in 0:8 or 3; '-1' is before the first"),
+        (
+            f"{data} --index 0:11 --train-samples 10",
+            "reads 10 samples, so --index can go from 0 to 9, not '0:11'",
+        ),
+        (
+            f"{synthetic} --index 12 --train-iters 3",
+            "reads 12 samples, so --index can go from 0 to 11, not '12'",
+        ),
+        (f"{data} --split 1,1 --part valid --index 99999", "samples, so --index can go from 0 to "),
+        (
+            f"{data} --index {10**16}",
+            "samples does not fit into this machine's memory; give a smaller --index",
+        ),
         (f"{data} --train-samples 3 --global-batch-size 4", "fewer than the 4 samples of the first step"),
         (f"{data} --train-samples x", "--train-samples wants a whole number"),
         (f"{data} --part valid", "there is nothing to validate with"),
