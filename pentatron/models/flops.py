@@ -2,6 +2,7 @@
 
 from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import inner_widths, moe_layers
+from pentatron.config.windows import window_of, windowed_layers
 
 _MULTIPLY_ADD_FORWARD_BACKWARD = 6  # 2 per multiply-add, once forward and twice backward
 
@@ -9,7 +10,7 @@ _MULTIPLY_ADD_FORWARD_BACKWARD = 6  # 2 per multiply-add, once forward and twice
 def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoEConfig = NO_EXPERTS) -> float:
     """FLOPs of one step over `batch` sequences; no recompute, embedding, router, softmax or norm is counted.
 
-    Attention counts as if every layer saw the whole sequence: a window (`--window-size`) is not subtracted.
+    Attention counts what a layer's window lets a token see. Where documents end is data, so masks between them are not subtracted.
     """
     assert config.num_attention_heads and config.num_query_groups and config.kv_channels
     assert config.ffn_hidden_size and config.padded_vocab_size
@@ -20,5 +21,16 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
     mlps = hidden * inner_widths({**vars(config), **vars(moe)}, sparse) * matrices
     projections = hidden * (attended + keys_and_values) + attended * hidden
     per_token = mlps + config.num_layers * projections + hidden * config.padded_vocab_size
-    per_token_pair = config.num_layers * attended
-    return _MULTIPLY_ADD_FORWARD_BACKWARD * batch * sequence * (per_token + sequence * per_token_pair)
+    return (
+        _MULTIPLY_ADD_FORWARD_BACKWARD * batch * (sequence * per_token + _pairs(config, sequence) * attended)
+    )
+
+
+def _pairs(config: TransformerConfig, sequence: int) -> int:
+    """Twice the pairs of tokens that all layers compare in a sequence: once for the weights, once for what they weigh."""
+    layers, before = config.num_layers, window_of(config.window_size, None, 1, 1)
+    if before is None:
+        return layers * sequence * sequence
+    windows, seen = sum(windowed_layers(config.window_attn_skip_freq, layers)), min(before + 1, sequence)
+    # A band of this width below the diagonal; the first tokens have less behind them.
+    return (layers - windows) * sequence * sequence + windows * seen * (2 * sequence - seen)

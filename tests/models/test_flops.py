@@ -26,3 +26,29 @@ def shape(preset: str, words: str = "") -> RunConfig:
 def test_published_check_values(preset: str, words: str, batch: int, sequence: int, expected: float) -> None:
     config = shape(preset, words)
     assert f"{step_flops(config.model, batch, sequence, config.moe):.6e}" == f"{expected:.6e}"
+
+
+def attention(words: str, sequence: int) -> float:
+    """FLOPs of attention alone in units of one layer that sees everything."""
+    with_it, width = shape("llama3-8b", f"--num-layers 4 {words}").model, 32 * 128
+    everything = shape("llama3-8b", "--num-layers 4").model
+    left_out = step_flops(everything, 2, sequence) - step_flops(with_it, 2, sequence)
+    return 4 - left_out / (6 * 2 * sequence * sequence * width)
+
+
+def test_a_window_counts_what_it_lets_through() -> None:
+    """A band of W tokens out of S is W · (2 S - W) of S² pairs, counted one by one here."""
+    for before in (0, 7, 100):
+        seen = [min(before + 1, place + 1) for place in range(256)]
+        assert attention(f"--window-size {before},0", 256) == pytest.approx(
+            4 * sum(seen) / sum(range(257)), rel=0.01
+        )
+    assert attention("--window-size 255,0", 256) == 4
+    assert attention("--window-size 10000,0", 256) == 4
+    assert attention("--window-size=-1,0", 256) == 4
+
+
+def test_layers_without_a_window_count_whole() -> None:
+    one = attention("--window-size 63,0", 256) / 4
+    assert attention("--window-size 63,0 --window-attn-skip-freq 2", 256) == 2 + 2 * one
+    assert attention("--window-size 63,0 --window-attn-skip-freq [1,1,0,1]", 256) == 1 + 3 * one
