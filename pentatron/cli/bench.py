@@ -21,7 +21,7 @@ from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
 from pentatron.config.entry import TRAIN
 from pentatron.config.errors import UserError
-from pentatron.config.flags import is_flag, normal
+from pentatron.config.flags import is_flag, normal, parse_flags
 from pentatron.config.resolve import gather
 from pentatron.config.run import table
 
@@ -79,6 +79,8 @@ def bench_command(words: Sequence[str]) -> int:
     if find_worker(os.environ) is not None:
         raise UserError("pentatron bench starts its processes itself; run it without a launcher")
     own, settings = _divided(words)
+    # A misspelt flag comes first: it may be the one that was meant.
+    parse_flags(settings, _BENCH)
     options, _ = read_options(own, _OPTIONS, "pentatron bench")
     if options["steps"] < 1 or options["warmup"] < 0 or not 0 < options["layout-timeout"] < math.inf:
         raise UserError("--steps must be 1 or more, --warmup 0 or more and --layout-timeout above 0")

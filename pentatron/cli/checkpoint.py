@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from pentatron.cli.options import read_options
 from pentatron.cli.terminal import remark, say
 from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
-from pentatron.config.flags import did_you_mean
+from pentatron.config.flags import did_you_mean, is_flag, parse_flags
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.checking import Problem
@@ -197,10 +198,13 @@ def _diff(words: Sequence[str]) -> int:
 
 
 def _reshard(words: Sequence[str]) -> int:
-    plain = [word for word in words[:2] if not word.startswith("-")]
+    from pentatron.train.resharding import ENTRY
+
+    plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
+    rest, own = _own_options(words[len(plain) :])
+    parse_flags(rest, ENTRY)
     if len(plain) < 2:
         raise UserError("say what to rewrite, and where, first: pentatron checkpoint reshard STEP OUT [...]")
-    rest, own = _own_options(words[2:])
     source, out = Path(plain[0]), Path(plain[1])
     return until_stopped(out, lambda: _run_reshard(source, out, rest, own))
 

@@ -17,7 +17,7 @@ from pentatron.config.data_sources import names_files, read_data_files
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
-from pentatron.config.flags import Assigned, normal
+from pentatron.config.flags import Assigned, normal, parse_flags
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
 
@@ -131,6 +131,8 @@ def _own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             options[name] = value
         else:
             rest.append(word)
+    # A misspelt flag comes first: it may be the one that was meant.
+    parse_flags(rest, SHOW)
     if options["part"] not in PARTS:
         raise UserError(f"--part wants one of {', '.join(PARTS)}, not '{options['part']}'")
     return options, rest

@@ -15,7 +15,7 @@ from pentatron.cli.terminal import say
 from pentatron.config.draft import Facts
 from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.config.errors import ConfigError, UserError
-from pentatron.config.flags import did_you_mean, is_flag, normal
+from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
 from pentatron.config.redaction import redacted
 from pentatron.config.run import RunConfig
 from pentatron.launch.job import Job, problems_of
@@ -80,6 +80,9 @@ def launch_command(words: Sequence[str]) -> int:
         rest, passed = rest[:place], rest[place + 1 :]
     options, settings = _divide(rest, kind)
     entry, program = _program(options["script"])
+    entry = dataclasses.replace(entry, own=(*_COMMON, *_SLURM), own_help="pentatron launch")
+    # A misspelt flag comes first: it may be the one whose value is missing.
+    parse_flags(settings, entry)
     job, config, notes = _arrange(kind, options, settings, entry, [*program, *settings, *passed])
     equation = _equation(job, config)
     make = batch_script if kind == "slurm" else node_script
@@ -174,8 +177,7 @@ def _arrange(
     if problems:
         raise ConfigError(problems)
     cores = job.cpus or os.cpu_count() or 1
-    named = dataclasses.replace(entry, own=(*_COMMON, *_SLURM), own_help="pentatron launch")
-    prepared = prepare(settings, named, Facts(job.world_size, job.processes, cores, "torchrun", True))
+    prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
     if job.restarts and config.run.fresh:
         raise UserError("--max-restarts: with --fresh every restart would start anew; leave one of them out")

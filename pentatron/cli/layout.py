@@ -15,7 +15,7 @@ from pentatron.cli.timeline import picture, rows
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import LAYOUT, EntryPoint
 from pentatron.config.errors import UserError
-from pentatron.config.flags import Assigned, is_flag
+from pentatron.config.flags import Assigned, is_flag, parse_flags
 from pentatron.config.resolve import gather, resolve
 from pentatron.layout.stages import written_stages
 
@@ -70,6 +70,8 @@ def _draw_option(words: Sequence[str]) -> tuple[bool, Path | None, list[str]]:
     name = word.partition("=")[2]
     if not name and place < len(rest) and not is_flag(rest[place]):
         name = rest.pop(place)
+    # A misspelt flag comes first: what follows it was not meant for this one.
+    parse_flags(rest, LAYOUT)
     if name and not name.endswith(_PICTURE):
         raise UserError(f"--draw wants the name of a picture that ends in {_PICTURE}, not '{name}'")
     return True, Path(name) if name else None, rest

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import did_you_mean, is_flag, normal
 
 
@@ -20,31 +20,46 @@ def read_options(
     """
     options: dict[str, Any] = dict(defaults)
     plain: list[str] = []
+    problems: list[str] = []
     queue = list(words)
     while queue:
         word = queue.pop(0)
         if word == "--":
-            return options, [*plain, *queue]
+            plain += queue
+            break
         if not is_flag(word):
             plain.append(word)
             continue
         name = (also or {}).get(normal(word), normal(word))
         if name not in options:
-            raise UserError(
-                f"unknown flag {word}{did_you_mean(name, options, '--')}; {command} --help lists them"
-            )
-        if defaults[name] is False:
-            if "=" in word:
-                raise UserError(f"--{name} takes no value")
-            options[name] = True
-        elif isinstance(defaults[name], tuple):
-            options[name] = (word.partition("=")[2],) if "=" in word else _until_option(queue)
-            if not any(options[name]):
-                raise UserError(f"--{name} wants a value")
-        else:
-            written = word.partition("=")[2] or (queue.pop(0) if queue else "")
-            options[name] = _value(name, defaults[name], written)
+            typed = word.partition("=")[0]
+            guess = did_you_mean(name, options, "--")
+            problems.append(f"unknown flag {typed}{guess}; {command} --help lists them")
+            continue
+        try:
+            options[name] = _read(name, defaults[name], word, queue, [*options, *(also or {})])
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
     return options, plain
+
+
+def _read(name: str, default: Any, word: str, queue: list[str], known: Sequence[str]) -> Any:
+    """The value of one option; consumes its words from the queue."""
+    _, equals, written = word.partition("=")
+    if default is False:
+        if equals:
+            raise UserError(f"--{name} takes no value")
+        return True
+    if isinstance(default, tuple):
+        words = (written,) if equals else _until_option(queue)
+        if not any(words):
+            raise UserError(f"--{name} wants a value")
+        return words
+    # A value may begin with dashes, as options of another program do; one of our own has its own meaning.
+    is_next = queue and not (is_flag(queue[0]) and "=" not in queue[0] and normal(queue[0]) in known)
+    return _value(name, default, written if equals else queue.pop(0) if is_next else "")
 
 
 def _until_option(queue: list[str]) -> tuple[str, ...]:
@@ -62,4 +77,5 @@ def _value(name: str, default: int | float | str, written: str) -> int | float |
         return kind(written)
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
-        raise UserError(f"--{name} wants {wanted}, not '{written}'") from None
+        found = f", not '{written}'" if written else ""
+        raise UserError(f"--{name} wants {wanted}{found}") from None

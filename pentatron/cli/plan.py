@@ -17,7 +17,7 @@ from pentatron.cli.terminal import say
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
-from pentatron.config.flags import Assigned, is_flag, normal
+from pentatron.config.flags import Assigned, is_flag, normal, parse_flags
 from pentatron.config.graph_rules import WANTED
 from pentatron.config.loaded import adopt
 from pentatron.config.parsing import parse_json
@@ -129,6 +129,7 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
 def _read(words: Sequence[str]) -> tuple[_Options, list[str]]:
     """The options of this command, and the other words."""
     options, rest = _Options(), []
+    written: dict[str, str] = {}
     takes: dict[str, Callable[[str], Any]] = {
         "gpus": int,
         "gpu": str,
@@ -148,10 +149,13 @@ def _read(words: Sequence[str]) -> tuple[_Options, list[str]]:
         if name == "json":
             options.as_json = True
         elif name in takes:
-            written = word.partition("=")[2] or (queue.pop(0) if queue else "")
-            setattr(options, names.get(name, name), _converted(name, written, takes[name]))
+            written[name] = word.partition("=")[2] or (queue.pop(0) if queue else "")
         else:
             rest.append(word)
+    # A misspelt flag comes first: it may be the one that was meant.
+    parse_flags(rest, PLAN)
+    for name, text in written.items():
+        setattr(options, names.get(name, name), _converted(name, text, takes[name]))
     for name in ("gpus", "per_machine", "top"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise UserError(

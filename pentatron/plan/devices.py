@@ -65,8 +65,9 @@ DEVICES = {
 def device_named(name: str) -> Device:
     found = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
     if found is None:
+        number = f" (a number of GPUs is --gpus {name})" if name.isdecimal() else ""
         raise UserError(
-            f"--gpu {name} is not known here; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"
+            f"--gpu {name} is not known here{number}; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"
         )
     return found
 

@@ -173,6 +173,17 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("bench --step 3", "unknown flag --step (did you mean --steps?); pentatron bench --help"),
         ("bench --find-microbatch", "unknown flag --find-microbatch (did you mean --find-micro-batch?); pentatron bench --help"),
         ("launch slurm --nodez 2 --gpus-per-node 8", "unknown flag --nodez (did you mean --nodes?)"),
+        # Before a value that is missing, as it may be the misspelt one, and before values that are wrong.
+        ("launch slurm --nodes 2 --gpu-per-node 8", "unknown flag --gpu-per-node (did you mean --gpus-per-node?); pentatron launch --help"),
+        ("plan --gpus x --prest llama3-8b", "unknown flag --prest (did you mean --preset?)"),
+        ("layout --draw x --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
+        ("data show --part x --data-pth y", "unknown flag --data-pth (did you mean --data-path?)"),
+        ("bench --steps 0 --prest demo", "unknown flag --prest (did you mean --preset?)"),
+        ("checkpoint reshard --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
+        ("plan --preset llama3-8b --gpu 8", "--gpu 8 is not known here (a number of GPUs is --gpus 8); use one of"),
+        ("prepare --output-prefix --overwrite", "--output-prefix wants a value"),
+        ("prepare --output-prefix= --overwrite", "--output-prefix wants a value"),
+        ("monitor --interval", "--interval wants a number"),
         ("data show --indx 3", "unknown flag --indx (did you mean --index?); pentatron data show --help"),
         ("config --al", "unknown flag --al (did you mean --all?)"),
         ("train --lr x", "--lr wants a number, not 'x'"),
@@ -191,6 +202,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.startswith(f"pentatron: {sentence}")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_mistakes_of_a_small_command_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--workers", "x", "--output-prefx=o"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  1. --workers wants a whole number, not 'x'",
+        "  2. unknown flag --output-prefx (did you mean --output-prefix?); pentatron prepare --help lists them",
+    ]
 
 
 def test_as_a_process_a_mistake_has_no_traceback() -> None:
