@@ -70,7 +70,7 @@ def our_step(world: World, kind: str, virtual: int) -> Callable[[], object]:
     rank, ranks = world.pipeline.rank, world.pipeline.size
     schedule = training_schedule(kind, ranks, virtual, MICRO_BATCHES)
     trivial = Trivial({s: Scale() for s in schedule.placement.stages_of(rank)}, ranks * virtual - 1)
-    executor = Executor(open_messages(world), rank, torch.float32, CPU)
+    executor = Executor(open_messages(world, schedule.placement), rank, torch.float32, CPU)
     return lambda: executor.train(schedule, trivial, trivial)
 
 

@@ -52,8 +52,9 @@ def generation_model(
 ) -> GenerationModel:
     """One stage on each pipeline rank. Every rank of the world must call this: it may make process groups."""
     weight = next(next(iter(stages.values())).parameters())
-    executor = Executor(open_messages(world), world.at.pipeline, weight.dtype, world.device)
     schedule = forward_schedule(looped_placement(world.grid.pipeline, 1), 1)
+    messages = open_messages(world, schedule.placement)
+    executor = Executor(messages, world.at.pipeline, weight.dtype, world.device)
     return GenerationModel(stages, world, executor, schedule, hidden_size, vocab_size, positions)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.layout.actions import Action, Kind, Schedule
+from pentatron.layout.actions import Action, Kind, Placement, Schedule
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Shape
 from pentatron.parallel.whereabouts import Call
@@ -29,6 +29,8 @@ from pentatron.parallel.world import World
 Parcel = tuple[bool, int, int]
 # A one-way channel: whether it carries gradients, and whether it leads to the higher rank.
 Channel = tuple[bool, bool]
+# Whether it is gradients that take it, the pipeline rank they come from, and the one they go to.
+Route = tuple[bool, int, int]
 
 SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
@@ -191,15 +193,15 @@ def _start_receive(buffer: Tensor, process_group: Any, peer: int, tag: int) -> d
     return work
 
 
-def open_messages(world: World) -> Messages:
-    """Every rank of the world must call this: it may make process groups."""
+def open_messages(world: World, placement: Placement) -> Messages:
+    """`placement`: of all schedules that are to run. Every rank of the world must call this: it may make process groups."""
     if world.pipeline.size > 1 and world.device.type == "cuda" and not world.pipeline.through_host:
-        return Messages(world.pipeline, open_channels(world))
+        return Messages(world.pipeline, open_channels(world, placement))
     return Messages(world.pipeline)
 
 
-def open_channels(world: World) -> dict[Channel, Any]:
-    """One process group for each one-way channel, with the connections of neighbours made.
+def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:
+    """One process group for each one-way channel, with all connections made that messages will need.
 
     NCCL connects two ranks at their first message and both wait for it. Left to the schedule, where receives are posted
     ahead, ranks would wait in a circle; so all connect here, in one order.
@@ -210,25 +212,29 @@ def open_channels(world: World) -> dict[Channel, Any]:
             process_group = dist.new_group(list(members), timeout=world.timeout)
             if world.everyone.rank in members:
                 channels[channel] = process_group
-    for gradient in (False, True):
-        _connect_neighbours(channels, gradient, world.pipeline, world.device)
+    for route in routes(placement):
+        _connect(channels, route, world.pipeline, world.device)
     return channels
 
 
-def _connect_neighbours(
-    channels: Mapping[Channel, Any], gradient: bool, group: Group, device: torch.device
-) -> None:
-    """Sends one element from every rank to the next, from the last to the first as well; gradients the other way."""
-    # Pairs that begin at even places first: they share no rank, so they connect at the same time.
-    for rank in (*range(0, group.size, 2), *range(1, group.size, 2)):
-        following = (rank + 1) % group.size
-        sender, receiver = (following, rank) if gradient else (rank, following)
-        channel = channels[gradient, receiver > sender]
-        element = torch.zeros(1, device=device)
-        if group.rank == sender:
-            dist.send(element, group=channel, group_dst=receiver)
-        elif group.rank == receiver:
-            dist.recv(element, group=channel, group_src=sender)
+def routes(placement: Placement) -> list[Route]:
+    """The ways that messages take, in an order in which pairs that share no rank follow each other: they connect at the same time."""
+    found: set[Route] = set()
+    for one, next_one in itertools.pairwise(placement.rank_of):
+        if one != next_one:
+            found |= {(False, one, next_one), (True, next_one, one)}
+    return sorted(found, key=lambda route: (route[0], route[1] > route[2], min(route[1:]) % 2, route))
+
+
+def _connect(channels: Mapping[Channel, Any], route: Route, group: Group, device: torch.device) -> None:
+    """Sends one element."""
+    gradient, sender, receiver = route
+    channel = channels[gradient, receiver > sender]
+    element = torch.zeros(1, device=device)
+    if group.rank == sender:
+        dist.send(element, group=channel, group_dst=receiver)
+    elif group.rank == receiver:
+        dist.recv(element, group=channel, group_src=sender)
 
 
 def deliveries(schedule: Schedule, rank: int) -> dict[Parcel, list[Parcel]]:

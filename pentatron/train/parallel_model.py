@@ -104,7 +104,12 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     compilation = compile_stages(config, world.device, world.whereabouts, stages.values())
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     executor = Executor(
-        open_messages(world), world.at.pipeline, model_dtype(config), world.device, deferred, timers
+        open_messages(world, config.placement),
+        world.at.pipeline,
+        model_dtype(config),
+        world.device,
+        deferred,
+        timers,
     )
     routers = RouterLoads(config, world, stages)
     recording = record_steps(config, world.device, configured=type(program) is Program)

@@ -192,7 +192,7 @@ def in_pipeline(
     optimizer = torch.optim.AdamW(named(stages).values(), lr=0.01)
     # By its module, so that a bug planted there takes effect.
     executor = executor_module.Executor(
-        messages or open_messages(world), world.pipeline.rank, dtype, world.device, deferred
+        messages or open_messages(world, placement), world.pipeline.rank, dtype, world.device, deferred
     )
     for step, now in enumerate(lengths):
         program, record = Program(stages, last_stage, now, step, dtype, world.device), Record()

@@ -39,7 +39,7 @@ def train(
     rank = world.pipeline.rank
     schedule = training_schedule("1f1b", world.pipeline.size, 1, 4)
     program = program_type(stages or {rank: build_stage(rank)}, world.pipeline.size - 1, lengths, 0)
-    executor = executor_module.Executor(open_messages(world), rank, torch.float32, CPU)
+    executor = executor_module.Executor(open_messages(world, schedule.placement), rank, torch.float32, CPU)
     executor.train(schedule, program, Record())
     return program
 

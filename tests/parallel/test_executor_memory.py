@@ -88,7 +88,7 @@ def measured(kind: str, virtual: int, bug: str = "") -> dict[str, int]:
     schedule = training_schedule(kind, ranks, virtual, MICRO_BATCHES)
     deferred = DeferredGradients()
     stages = {s: build_stage(s, deferred=deferred) for s in schedule.placement.stages_of(rank)}
-    messages = open_messages(world)
+    messages = open_messages(world, schedule.placement)
     program = WatchedProgram(stages, schedule.placement.stages - 1, (3,) * MICRO_BATCHES, 0)
     program.watch(messages, deferred)
     sink = WatchedSink(program)

@@ -61,10 +61,9 @@ def gradients_of(program: Program) -> Gradients:
 def ours(world: World, kind: str, virtual: int) -> Result:
     deferred = DeferredGradients() if kind in HALVING else None
     program = program_of(world, kind, virtual, deferred)
-    executor = executor_module.Executor(
-        open_messages(world), world.pipeline.rank, torch.float32, CPU, deferred
-    )
     schedule = training_schedule(kind, world.pipeline.size, virtual, MICRO_BATCHES)
+    messages = open_messages(world, schedule.placement)
+    executor = executor_module.Executor(messages, world.pipeline.rank, torch.float32, CPU, deferred)
     return float(executor.train(schedule, program, Record())), gradients_of(program)
 
 

@@ -9,16 +9,25 @@ import torch.distributed as dist
 
 from pentatron.layout.actions import Action, Kind, Schedule
 from pentatron.layout.ranks import Grid
-from pentatron.layout.schedules import forward_schedule, looped_placement, training_schedule
+from pentatron.layout.schedules import (
+    KINDS,
+    forward_schedule,
+    looped_placement,
+    placement_for,
+    training_schedule,
+)
 from pentatron.parallel.messages import (
     MOST_MICRO_BATCHES,
     MOST_STAGES,
+    SENDS,
     Messages,
     Parcel,
     announced,
     deliveries,
     open_channels,
     open_messages,
+    parcel_of,
+    routes,
     tag_of,
 )
 from pentatron.parallel.world import connect
@@ -42,7 +51,12 @@ def values_of(action: Action) -> torch.Tensor:
 def received_backwards(tagged: bool = True, own_channels: bool = False) -> bool:
     """Rank 0 sends three messages, rank 1 asks for the gradient first; whether each one got what it asked for."""
     world = pipeline_world()
-    messages = Messages(world.pipeline, open_channels(world)) if own_channels else open_messages(world)
+    placement = looped_placement(2, 2)
+    messages = (
+        Messages(world.pipeline, open_channels(world, placement))
+        if own_channels
+        else open_messages(world, placement)
+    )
     if not tagged:
         forget_tags()
     if world.pipeline.rank == 0:
@@ -94,16 +108,18 @@ LENGTHS = ((3, 1, 2, 5, 4, 2),)
 def in_order_only(kind: str, virtual: int) -> Found:
     """A step in which nothing but the order of the messages on each one-way channel tells them apart."""
     world = pipeline_world()
-    messages = Messages(world.pipeline, open_channels(world))
-    forget_tags()
     ranks = world.pipeline.size
+    placement = placement_for(kind, ranks, virtual)
+    messages = Messages(world.pipeline, open_channels(world, placement))
+    forget_tags()
     training = [training_schedule(kind, ranks, virtual, len(now)) for now in LENGTHS]
-    evaluation = forward_schedule(looped_placement(ranks, virtual), len(LENGTHS[0]))
+    evaluation = forward_schedule(placement, len(LENGTHS[0]))
     return in_pipeline(world, training, evaluation, LENGTHS, messages=messages)
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "virtual"), [("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 4, 2)]
+    ("kind", "ranks", "virtual"),
+    [("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 4, 2), ("zbv", 3, 2), ("dualpipev", 3, 2)],
 )
 def test_the_order_on_each_channel_is_enough(kind: str, ranks: int, virtual: int) -> None:
     assert_same(
@@ -116,12 +132,42 @@ def test_the_order_on_each_channel_is_enough(kind: str, ranks: int, virtual: int
 def test_channels_join_the_ranks_of_one_pipeline() -> None:
     rank = dist.get_rank()
     world = connect(Grid(tensor=2, pipeline=2), rank, rank, CPU)
-    channels = open_channels(world)
+    channels = open_channels(world, looped_placement(2, 1))
     assert set(channels) == set(itertools.product((False, True), repeat=2))
     assert len(set(map(id, channels.values()))) == 4
     for process_group in channels.values():
         assert dist.get_process_group_ranks(process_group) == [rank % 2, rank % 2 + 2]
-    assert open_messages(world)._channels == {}, "gloo has tags and needs no channels"
+    assert open_messages(world, looped_placement(2, 1))._channels == {}, "gloo has tags and needs no channels"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", range(2, 7))
+def test_every_message_finds_its_ranks_connected(kind: str, ranks: int) -> None:
+    """NCCL would connect them at their first message, where both wait while others wait for them."""
+    virtual = 1 if kind in ("gpipe", "1f1b") else 2
+    training = training_schedule(kind, ranks, virtual, 2 * ranks)
+    placement = training.placement
+    taken = {
+        (parcel[0], sender, receiver)
+        for schedule in (training, forward_schedule(placement, 2 * ranks))
+        for rank, actions in enumerate(schedule.actions)
+        for action in actions
+        if action.peer is not None
+        for parcel in [parcel_of(action)]
+        for sender, receiver in [(rank, action.peer) if action.kind in SENDS else (action.peer, rank)]
+    }
+    connected = routes(placement)
+    assert set(connected) == taken and len(connected) == len(taken), "each once, and no more"
+
+
+def test_ranks_connect_in_few_rounds() -> None:
+    """A pair waits only for those before it that share a rank with it; so their number does not grow with the pipeline."""
+    for ranks in (4, 8, 16, 64):
+        for placement in (looped_placement(ranks, 2), placement_for("zbv", ranks, 2)):
+            free = dict.fromkeys(range(ranks), 0)
+            for _, sender, receiver in routes(placement):
+                free[sender] = free[receiver] = 1 + max(free[sender], free[receiver])
+            assert max(free.values()) <= 8
 
 
 def test_a_reply_proves_that_a_message_arrived() -> None:
@@ -187,7 +233,7 @@ def simulate(schedule: Schedule) -> dict[Parcel, set[Parcel]]:
 
 @distributed(world=2)
 def test_sizes_are_agreed_on() -> None:
-    messages = open_messages(pipeline_world())
+    messages = open_messages(pipeline_world(), looped_placement(2, 1))
     peer = 1 - dist.get_rank()
     shapes = [(3, 2, 5), (1, 2, 5)]
     same = announced(shapes, torch.float32)
@@ -214,7 +260,7 @@ def through_host() -> bool:
     rank = dist.get_rank()
     world = connect(Grid(pipeline=2), rank, 0, device)
     assert world.pipeline.through_host
-    messages = open_messages(world)
+    messages = open_messages(world, looped_placement(2, 1))
     sent = torch.arange(6.0, device=device).view(2, 3).t().bfloat16()
     messages.post_send(sent, 1 - rank, Action(Kind.SEND_ACTIVATION, rank, 3, 1 - rank))
     arrival = messages.post_receive(
