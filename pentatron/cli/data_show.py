@@ -68,17 +68,19 @@ def show(words: Sequence[str]) -> int:
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
     from pentatron.train.datasets import arrange, open_data
+    from pentatron.train.epoch_length import settle_epochs
     from pentatron.train.state import TrainState
 
     options, settings = _own_options(words)
     first, stop = _range(options["index"] or FIRST_SAMPLES)
-    resolved = _resolve(settings, options, stop)
-    config, world = resolved.config, single_process(torch.device("cpu"))
+    resolved, world = _resolve(settings, options, stop), single_process(torch.device("cpu"))
     # What is printed must stay readable by machines.
     display = PlainLines(sys.stderr)
-    for notice in resolved.notices:
-        display.say(f"note: {notice}")
     with tempfile.TemporaryDirectory() as folder:
+        resolved = settle_epochs(resolved, world, Path(folder), display)
+        config = resolved.config
+        for notice in resolved.notices:
+            display.say(f"note: {notice}")
         opened = open_data(config, world, Path(folder), display)
         try:
             datasets = arrange(opened, config, world, TrainState(), Path(folder), display)

@@ -1,6 +1,5 @@
 """`pentatron train`, and every guide's training script."""
 
-import dataclasses
 import os
 import shutil
 import sys
@@ -146,7 +145,7 @@ def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Res
     said = dict(os.environ)
     with joined_world(prepared, worker) as world:
         notes = variable_notes(said, world.device, worker)
-        yield world, dataclasses.replace(prepared.resolved, notices=[*prepared.resolved.notices, *notes])
+        yield world, prepared.resolved.telling(notes)
 
 
 def launching_agent() -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pentatron.config.data_sources import NAMED, Blend, names_files, without_epochs
+from pentatron.config.data_sources import NAMED, Blend, counted_by_the_run, names_files, without_epochs
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.errors import UserError
 from pentatron.config.run import table
@@ -34,6 +34,8 @@ def _other_data(draft: Draft, facts: Facts) -> str:
 def _unknown_epochs(draft: Draft, facts: Facts) -> str:
     if draft.is_synthetic or draft.epoch is not None:
         return ""
+    if counted_by_the_run(draft):
+        return "how many steps they are is known when the run has tokenized its data"
     why = without_epochs(draft) or "the data is not read here"
     return f"{why}; --train-iters {draft['train_iters']} decides"
 

@@ -58,12 +58,15 @@ def names_files(values: Mapping[str, Any] | Draft) -> str:
     return next((table()[name].flag for name in NAMED[:2] if values[name]), "")
 
 
+def counted_by_the_run(values: Mapping[str, Any] | Draft) -> bool:
+    """Whether how many samples one pass over the data has is known only when the run has tokenized it."""
+    return bool(values["sft"] or values["corpus"])
+
+
 def without_epochs(values: Mapping[str, Any] | Draft) -> str:
-    """Why nobody can say, before a run starts, how many samples one pass over its data has; empty if the files tell."""
-    if values["sft"]:
-        return "how many sequences conversations make is known when they have been tokenized"
-    if values["corpus"]:
-        return "the corpus is tokenized by the run itself"
+    """Why nobody can say how many samples one pass over the data has; empty if somebody can."""
+    if counted_by_the_run(values):
+        return ""
     if values["mock_data"]:
         return "mock data has no epochs"
     blend = Blend.parse(values["data_path"] or values["train_data_path"] or ("",))

@@ -27,7 +27,7 @@ class Facts:
 class Draft:
     """`wrong` holds a sentence for every setting whose value cannot be used, whatever the others are.
 
-    `epoch`: the samples of one pass over the files of the training data, where `--epochs` asks and they were read.
+    `epoch`: the samples of one pass over the training data, where `--epochs` asks and files were read for it.
     """
 
     values: dict[str, Assigned]

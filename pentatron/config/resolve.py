@@ -1,7 +1,7 @@
 """From preset, file and flags to one frozen configuration that knows where every value came from."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pentatron.config.data_sources import read_data_files
@@ -28,16 +28,29 @@ _REPLACES_DEMO = (
 @dataclass(frozen=True)
 class Resolved:
     """A configuration, the origin of each value, and what the user should be told; `on_a_cpu`: also, if that is what
-    `--device auto` turns out to be."""
+    `--device auto` turns out to be.
+
+    `with_epoch` resolves the same words again, for a pass over the data of so many samples: where the run itself tokenizes its data,
+    the length of a run with `--epochs` is not known before.
+    """
 
     config: RunConfig
     sources: Mapping[str, str]
     notices: Sequence[str]
+    with_epoch: "Callable[[int], Resolved]"
     on_a_cpu: Sequence[str] = ()
 
     def given(self, name: str) -> bool:
         """Whether the user wrote this value, rather than inheriting it."""
         return is_written(self.sources[name])
+
+    def telling(self, notes: Sequence[str]) -> "Resolved":
+        """The same with more to tell."""
+        return replace(
+            self,
+            notices=[*self.notices, *notes],
+            with_epoch=lambda samples: self.with_epoch(samples).telling(notes),
+        )
 
 
 def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
@@ -90,6 +103,7 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
 
     Without `built_only` a feature that is still missing is no problem but a notice, for who only looks.
     """
+    before = Draft(dict(draft.values), list(draft.notices), dict(draft.wrong))
     problems = _set_aside_wrong_values(draft)
     problems += derive(draft, facts)
     values: dict[str, Any] = {name: assigned.value for name, assigned in draft.values.items()}
@@ -105,7 +119,13 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     )
     on_a_cpu = [told for told in notices_for(without_gpu, facts) if told not in notices]
     told = [*draft.notices, *missing, *notices]
-    return Resolved(build(values), sources, told, on_a_cpu if draft["device"] == "auto" else ())
+    return Resolved(
+        build(values),
+        sources,
+        told,
+        lambda samples: resolve(replace(before, epoch=samples), facts, built_only),
+        on_a_cpu if draft["device"] == "auto" else (),
+    )
 
 
 def foreseen(draft: Draft, facts: Facts) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Rules about batch sizes that change, the length of a run and its schedules."""
 
-from pentatron.config.data_sources import without_epochs
+from pentatron.config.data_sources import counted_by_the_run, without_epochs
 from pentatron.config.draft import Facts
 from pentatron.config.errors import UserError
 from pentatron.config.layout_rules import Rule, Values
@@ -24,6 +24,8 @@ def _how_long(v: Values, facts: Facts) -> str | None:
     if v["train_iters"] is not None or v["train_samples"] is not None:
         return None
     if v["epochs"] is not None:
+        if counted_by_the_run(v):
+            return None
         try:
             why = without_epochs(v)
         except UserError:

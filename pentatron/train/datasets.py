@@ -15,7 +15,6 @@ from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.blending import Member, SampleRecipe, build_blend
 from pentatron.data.boundaries import Boundaries, Sample, boundaries_of
-from pentatron.data.corpus import PreparedCorpus, Progress, prepare_python_corpus
 from pentatron.data.epochs import EpochShuffle
 from pentatron.data.gpt_dataset import documents_of, require_documents, require_text
 from pentatron.data.index_cache import IndexCache
@@ -28,6 +27,7 @@ from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.train.corpus import prepare_corpus
 from pentatron.train.data_identity import DataIdentity, FileIdentity, require_same_data
 from pentatron.train.sft import build_conversations
 from pentatron.train.state import TrainState
@@ -111,7 +111,11 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
     if data.sft:
         return _open_conversations(config, world, data_folder, display)
     if data.corpus is not None:
-        prepared = _prepare_corpus(config, world, data_folder, display)
+        prepared = prepare_corpus(config, world, data_folder, display)
+        display.say(
+            f"corpus: Python's standard library, {prepared.documents} files, {prepared.bytes / 1e6:.1f} MB, "
+            f"{prepared.tokens:,} tokens, vocabulary {config.model.vocab_size}"
+        )
         tokenizer = FileTokenizer(prepared.tokenizer_path)
         blend = Blend((str(prepared.prefix),))
         identity = DataIdentity(f"python corpus {prepared.fingerprint}")
@@ -276,14 +280,9 @@ def _laid_out(
 
 
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
-    tokenizer = on_some_ranks(
-        True, lambda: configured_tokenizer(config.data, config.model.vocab_size), world.everyone
-    )
-    assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
-    cache = config.data.data_cache_path
-    place = folder if cache is None else Path(cache)
+    tokenizer = tokenizer_of_conversations(config, world)
     wanted = wanted_samples(config)
-    found = build_conversations(config, tokenizer, world, place, display, wanted.valid > 0, wanted.test > 0)
+    found = build_conversations(config, tokenizer, world, folder, display, wanted.valid > 0, wanted.test > 0)
     parts = Parts(found.train, found.valid, found.test)
     names = config.data.data_path
     return OpenedData(
@@ -372,6 +371,15 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
     return known.eod
 
 
+def tokenizer_of_conversations(config: RunConfig, world: World) -> Tokenizer:
+    """Every rank must ask: what one of them cannot read, all tell."""
+    tokenizer = on_some_ranks(
+        True, lambda: configured_tokenizer(config.data, config.model.vocab_size), world.everyone
+    )
+    assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
+    return tokenizer
+
+
 def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     """The tokenizer the user named, if any."""
     named = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
@@ -380,20 +388,3 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer 
     return load_tokenizer(
         data.tokenizer_type, data.tokenizer_model, vocab_size, data.vocab_file, data.merge_file
     )
-
-
-def _prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
-    """The first rank of every machine prepares; the others wait and then find it ready."""
-    vocabulary = config.model.vocab_size
-    assert vocabulary is not None
-
-    def prepare(progress: Progress | None = None) -> PreparedCorpus:
-        return prepare_python_corpus(folder, vocabulary, config.data.corpus_bytes, progress)
-
-    first_here = world.local_rank == 0
-    prepared = on_some_ranks(first_here, lambda: prepare(display.work), world.everyone) or prepare()
-    display.say(
-        f"corpus: Python's standard library, {prepared.documents} files, {prepared.bytes / 1e6:.1f} MB, "
-        f"{prepared.tokens:,} tokens, vocabulary {vocabulary}"
-    )
-    return prepared

@@ -28,6 +28,7 @@ from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.disk_space import disk_notes
 from pentatron.train.ending import Ending
 from pentatron.train.environment import settle_environment
+from pentatron.train.epoch_length import settle_epochs
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
 from pentatron.train.here import without_effect_here
 from pentatron.train.interrupt import StopRequest, stop_on_signals
@@ -111,9 +112,10 @@ def open_session(
             world.everyone,
         )
         world.whereabouts.folder_is_ours()
-        cleanup.enter_context(program.running(resolved, world, display))
         first = earliest(time.time() if started is None else started, world.everyone)
         try:
+            resolved = settle_epochs(resolved, world, folder.data, display)
+            cleanup.enter_context(program.running(resolved, world, display))
             session = Session(resolved, world, folder, display, stop, first, cleanup, program)
             yield session
             session.leave()

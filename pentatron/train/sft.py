@@ -52,30 +52,11 @@ def build_conversations(
 
     Several files are read as one set; --split divides each of them.
     """
-    from pentatron.data.conversations import Writer
-    from pentatron.data.sft import SFTDataset, write_conversations
+    from pentatron.data.sft import SFTDataset
 
     data = config.data
     paths = [Path(name) for name in data.data_path]
-    # What fails on one machine alone must be told by all, before any of them waits for the others.
-    found = on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
-    assert found is not None
-    template, contents = found
-    prefixes = [folder / f"sft-{content[:16]}" for content in contents]
-
-    def prepare() -> bool:
-        folder.mkdir(parents=True, exist_ok=True)
-        with only_one(folder):
-            for path, prefix in zip(paths, prefixes):
-                if not _is_good(prefix, display):
-                    writer = Writer(tokenizer, template)
-                    write_conversations(
-                        path, prefix, writer, lambda done, total: display.work("tokenize", done, total)
-                    )
-        return True
-
-    on_some_ranks(world.local_rank == 0, prepare, world.everyone)
-    sources = [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes]
+    sources, contents = _tokenized(config, tokenizer, world, folder, display)
     length, packed = config.model.seq_length, data.sft_packing
     shares = parse_split(data.split)
 
@@ -105,6 +86,53 @@ def build_conversations(
     untested = f"{missing} test with" if tests and test is None else ""
     what = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
     return Conversations(train, valid, test, f"sft {what} {'packed' if packed else 'padded'}", untested)
+
+
+def count_sequences(
+    config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
+) -> int:
+    """How many sequences one pass over the training share has."""
+    from pentatron.data.sft import SFTDataset
+
+    data, total = config.data, 0
+    for path, source in zip(data.data_path, _tokenized(config, tokenizer, world, folder, display)[0]):
+        documents = split_ranges(parse_split(data.split), len(source.document_indices) - 1)[0] or range(0)
+        rows = SFTDataset(source, documents, config.model.seq_length, data.sft_packing)
+        if len(rows) == 0:
+            raise UserError(_nothing_left(Path(path), data.split, documents, rows))
+        total += len(rows)
+    return total
+
+
+def _tokenized(
+    config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
+) -> tuple[list[IndexedDataset], list[str]]:
+    """The conversations of every file, and a hash of what they are made of. They are tokenized once, in `--data-cache-path` or the folder."""
+    from pentatron.data.conversations import Writer
+    from pentatron.data.sft import write_conversations
+
+    data = config.data
+    folder = folder if data.data_cache_path is None else Path(data.data_cache_path)
+    paths = [Path(name) for name in data.data_path]
+    # What fails on one machine alone must be told by all, before any of them waits for the others.
+    found = on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
+    assert found is not None
+    template, contents = found
+    prefixes = [folder / f"sft-{content[:16]}" for content in contents]
+
+    def prepare() -> bool:
+        folder.mkdir(parents=True, exist_ok=True)
+        with only_one(folder):
+            for path, prefix in zip(paths, prefixes):
+                if not _is_good(prefix, display):
+                    writer = Writer(tokenizer, template)
+                    write_conversations(
+                        path, prefix, writer, lambda done, total: display.work("tokenize", done, total)
+                    )
+        return True
+
+    on_some_ranks(world.local_rank == 0, prepare, world.everyone)
+    return [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes], contents
 
 
 def _identified(

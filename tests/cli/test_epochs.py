@@ -1,5 +1,6 @@
-"""`--epochs` over files: the number of steps comes from their index, before anything starts."""
+"""`--epochs`: steps are counted from the index of files before anything starts, or when the run has tokenized its data."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
 from pentatron.train.datasets import arrange, open_data
 from pentatron.train.state import TrainState
+from tests.data.chats import CHATML, tokenizer_folder
 
 SHAPE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --device cpu --nproc-per-node 1"
 
@@ -119,3 +121,66 @@ def test_shown_samples_are_those_of_the_epochs(
     words = f"--data-path {pairs[0]} --split 1,0,0 --seq-length 8 --epochs 2"
     assert main(["data", "show", *words.split()]) == 0
     assert "samples of a run that reads 48 of them" in capsys.readouterr().out
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    """10 conversations, and a tokenizer; the words that name them."""
+    lines = [{"input": f"what is {n}", "output": f"the answer {n}"} for n in range(10)]
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
+    model = tokenizer_folder(tmp_path / "model", CHATML)
+    return f"--sft --data-path {tmp_path / 'chats.jsonl'} --tokenizer-model {model} --seq-length 64 --split 1"
+
+
+SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --device cpu --eval-iters 0 --no-save-checkpoints"
+
+
+def last_step(run: Path) -> int:
+    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+
+
+def test_epochs_of_conversations(chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"train {chats} {SMALL} --nproc-per-node 1 --global-batch-size 2 --epochs 2"
+    assert main([*words.split(), "--run-dir", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert last_step(tmp_path / "run") == 10 and "--epochs" not in said
+    assert said.count("10 conversations padded to 10 sequences") == 1
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    assert "train_iters: 10 " in saved and "2 epochs of 10 samples" in saved
+    # The schedules end where the run ends.
+    assert "lr_decay_iters: 10 " in saved
+    assert (
+        main([*words.split(), "--sft-packing", "--train-iters", "1", "--run-dir", str(tmp_path / "packed")])
+        == 0
+    )
+    assert "training stops after 1 steps: --train-iters ends it before 2 epochs of" in capsys.readouterr().out
+    assert main([*words.split(), "--global-batch-size", "64", "--run-dir", str(tmp_path / "large")]) == 2
+    assert "2 epochs of 10 samples are fewer than the 64 samples of the first step" in capsys.readouterr().err
+
+
+def test_ranks_agree_on_the_epochs_of_conversations(chats: str, tmp_path: Path) -> None:
+    words = f"train {chats} {SMALL} --nproc-per-node 2 --global-batch-size 4 --epochs 2 --max-restarts 0"
+    assert main([*words.split(), "--run-dir", str(tmp_path / "run")]) == 0
+    assert last_step(tmp_path / "run") == 5
+
+
+def test_epochs_of_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The preset's number of steps is nobody's wish."""
+    words = "train --corpus python --corpus-bytes 60000 --vocab-size 300 --seq-length 512 --global-batch-size 16 --epochs 1"
+    assert main([*f"{words} {SMALL} --nproc-per-node 1".split(), "--run-dir", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count("corpus: Python's standard library") == 1
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    assert f"train_iters: {last_step(tmp_path / 'run')} " in saved and "1 epochs of" in saved
+
+
+def test_config_says_that_the_run_will_count(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *f"{chats} {SMALL} --nproc-per-node 1 --epochs 2".split()]) == 0
+    said = capsys.readouterr().out
+    assert "note: --epochs 2: how many steps they are is known when the run has tokenized its data" in said
+
+
+def test_conversations_are_shown_with_epochs(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", *f"{chats} --epochs 2 --index 3".split()]) == 0
+    assert "sample 3: 64 tokens" in capsys.readouterr().out

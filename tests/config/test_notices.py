@@ -530,6 +530,9 @@ def test_what_a_line_looks_like() -> None:
     assert notices("--epochs 3", least=FILES) == [
         "--epochs 3: the data is not read here; --train-iters 10 decides"
     ]
+    assert notices("--epochs 3 --corpus python", least="--vocab-size 500") == [
+        "--epochs 3: how many steps they are is known when the run has tokenized its data"
+    ]
     assert notices("--epochs 3 --data-path 2 a 1 b", least="--vocab-size 100 --train-iters 10") == [
         "--epochs 3: data with weights is drawn by its shares and has no epochs; --train-iters 10 decides"
     ]

@@ -326,10 +326,6 @@ MISSING: list[tuple[str, str, str, str]] = [
      "how many steps --epochs 2 are is not known: data with weights is drawn by its shares and has no epochs; give "
      "--train-iters instead",
      "--train-iters 3"),
-    ("_how_long", "--sft --data-path a.jsonl --tokenizer-type NullTokenizer --vocab-size 5 --epochs 2",
-     "how many steps --epochs 2 are is not known: how many sequences conversations make is known when they have been "
-     "tokenized; give --train-iters instead",
-     "--train-iters 3"),
 ]  # fmt: skip
 
 
