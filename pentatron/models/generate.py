@@ -208,6 +208,8 @@ def _choices(
     if logits_BV is not None:
         of_all_BV = _whole_vocabulary(logits_BV, model)
         if world.everyone.rank == model.chooser:
+            # A vocabulary takes longer to copy than its greatest to find; lots are drawn on the host.
+            of_all_BV = of_all_BV if sampling.greedy else of_all_BV.cpu()
             wanted_BV = of_all_BV if len(rows) == len(of_all_BV) else of_all_BV[list(rows)]
             made = choices(wanted_BV, sampling, [generators[row] for row in rows])
             for place, choice in enumerate(made):
@@ -222,10 +224,10 @@ def _choices(
 
 
 def _whole_vocabulary(logits_BV: Tensor, model: GenerationModel) -> Tensor:
-    """From every tensor rank's part, without the padding, in host memory."""
+    """From every tensor rank's part, without the padding."""
     group = model.world.tensor
     if group.size == 1:
-        return logits_BV[:, : model.vocab_size].float().cpu()
+        return logits_BV[:, : model.vocab_size].float()
     parts = logits_BV.new_empty(group.size, *logits_BV.shape)
     all_gather_into(parts.flatten(0, 1), logits_BV.contiguous(), group)
-    return parts.movedim(0, 1).flatten(1)[:, : model.vocab_size].float().cpu()
+    return parts.movedim(0, 1).flatten(1)[:, : model.vocab_size].float()

@@ -1,7 +1,7 @@
 """Which token comes next: from the logits of a model to one choice.
 
-Everything here happens on the CPU, and draws in fp64, so that a seed gives the same text on every device and in every layout, as far as
-their logits agree.
+Draws happen on the CPU and in fp64, so that a seed gives the same text on every device and in every layout, as far as their logits agree.
+The likeliest token needs no lot: it is found where the logits are, and the host is told that alone.
 """
 
 from collections.abc import Sequence
@@ -40,26 +40,28 @@ class Choice:
 def choices(
     logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> list[Choice | None]:
-    """One for each row, by the row's own generator; none where the logits are not all finite numbers."""
+    """One for each row, by the row's own generator; none where the logits are not all finite numbers.
+
+    To draw, logits must be in host memory.
+    """
     # What is no number is the least and the greatest of its row.
     greatest_B = logits_BV.amax(1)
-    finite = (greatest_B.isfinite() & logits_BV.amin(1).isfinite()).tolist()
-    made: list[Choice | None]
+    finite_B = greatest_B.isfinite() & logits_BV.amin(1).isfinite()
     if sampling.greedy:
-        made = _likeliest(logits_BV, greatest_B)
-    else:
-        made = [
-            _drawn(row, sampling, each) if fine else None
-            for row, each, fine in zip(logits_BV, generators, finite)
-        ]
-    return [choice if fine else None for choice, fine in zip(made, finite)]
+        return _likeliest(logits_BV, greatest_B, finite_B)
+    return [
+        _drawn(row, sampling, each) if fine else None
+        for row, each, fine in zip(logits_BV, generators, finite_B.tolist())
+    ]
 
 
-def _likeliest(logits_BV: Tensor, greatest_B: Tensor) -> list[Choice | None]:
+def _likeliest(logits_BV: Tensor, greatest_B: Tensor, finite_B: Tensor) -> list[Choice | None]:
     """All rows at once, in the precision of the logits: a whole vocabulary in fp64 takes longer than a small model's forward."""
     # Of the likeliest, the logarithm is that of the others' sum alone.
     sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
-    return [Choice(*each) for each in zip(logits_BV.argmax(1).tolist(), (-sums_B.log()).tolist())]
+    # One copy to the host; fp64 holds any id exactly.
+    found = torch.stack((logits_BV.argmax(1).double(), -sums_B.log(), finite_B.double())).tolist()
+    return [Choice(int(token), logprob) if fine else None for token, logprob, fine in zip(*found)]
 
 
 def _drawn(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:

@@ -183,3 +183,19 @@ def test_attention_of_another_kind_reads_everything_anew() -> None:
         expected = reread(model, prompt, text)
         assert text == expected.argmax(-1).tolist()
         assert given == pytest.approx(expected.amax(-1).tolist(), abs=2e-5)
+
+
+def test_logits_are_copied_to_the_host_for_lots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likeliest token is found where they are."""
+    copied: list[torch.Size] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "cpu", copy)
+    model = built("")
+    list(generate(model, [(1, 2, 3), (4, 5)], 3, Sampling()))
+    assert copied == []
+    list(generate(model, [(1, 2, 3), (4, 5)], 3, Sampling(1.0)))
+    assert copied == [torch.Size((2, model.vocab_size))] * 3
