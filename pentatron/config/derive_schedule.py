@@ -4,6 +4,7 @@ Several settings say one thing in steps, samples or shares. A flag is stronger t
 file may be one that a run has saved, with what was derived beside what it was derived from: there the latter counts.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from pentatron.config.draft import Draft
@@ -107,6 +108,8 @@ def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
 
 def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
     """The nearer of two limits ends the run; a number of steps nobody typed is no limit."""
+    if stronger := _typed_over(draft, ("train_iters", "train_samples"), "epochs"):
+        draft.derive("epochs", None, f"{_flag(stronger)} is given")
     epochs = draft["epochs"]
     if epochs is None or plan is None:
         return []
@@ -124,6 +127,13 @@ def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
     return []
 
 
+def _typed_over(draft: Draft, names: Sequence[str], other: str) -> str:
+    """Which of these is a flag, where the other one is there and none: it comes from a file, perhaps one that a run has saved."""
+    flags = [name for name in names if draft.source(name).startswith("flag ") and draft[name] is not None]
+    weaker = draft[other] is not None and not draft.source(other).startswith("flag ")
+    return flags[0] if flags and weaker else ""
+
+
 def _of_made_samples(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]:
     """Steps, and where they come from."""
     if plan.is_constant:
@@ -135,19 +145,23 @@ def _of_made_samples(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]
 
 def _end_first(draft: Draft, limit: int, in_words: str) -> None:
     steps, by_samples = draft["train_iters"], draft["train_samples"] is not None
-    if steps is None or not (draft.given("train_iters") or by_samples):
-        draft.derive("train_iters", limit, in_words)
-        return
     name = "train_samples" if by_samples else "train_iters"
-    if limit < steps:
+    nobodys_wish = steps is None or not (draft.given("train_iters") or by_samples)
+    if not nobodys_wish and not _typed_over(draft, ("epochs",), name):
+        if limit == steps:
+            return
+        if limit > steps:
+            draft.notices.append(
+                f"training stops after {steps} steps: {_flag(name)} ends it before {in_words}"
+            )
+            return
         draft.notices.append(
             f"training stops after {limit} steps: {in_words} end before {_flag(name)} {draft[name]}"
         )
-        draft.derive("train_iters", limit, f"{in_words} end before {steps} steps")
-        if by_samples:
-            draft.derive("train_samples", None, f"{in_words} end before")
-    else:
-        draft.notices.append(f"training stops after {steps} steps: {_flag(name)} ends it before {in_words}")
+        in_words = f"{in_words} end before {steps} steps"
+    draft.derive("train_iters", limit, in_words)
+    if by_samples:
+        draft.derive("train_samples", None, in_words)
 
 
 def _decay(draft: Draft) -> list[str]:

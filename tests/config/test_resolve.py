@@ -367,6 +367,21 @@ def test_epochs_alone_are_not_cut_by_a_default() -> None:
     assert length("--train-steps 10") == (10, [])
 
 
+def test_a_typed_length_is_stronger_than_one_in_a_file(tmp_path: Path) -> None:
+    """A saved configuration holds the epochs and the steps that followed from them."""
+    file = tmp_path / "saved.yaml"
+    file.write_text("dataset_size: 800\nglobal_batch_size: 8\nepochs: 2\ntrain_iters: 200\n")
+    assert length(f"--config {file}") == (200, [])
+    assert length(f"--config {file} --epochs 3") == (300, [])
+    assert length(f"--config {file} --train-steps 900") == (900, [])
+    file.write_text("dataset_size: 800\nglobal_batch_size: 8\ntrain_samples: 80\n")
+    assert length(f"--config {file} --epochs 3") == (300, [])
+    file.write_text("dataset_size: 800\nglobal_batch_size: 8\nepochs: 2\ntrain_iters: 50\n")
+    assert length(f"--config {file}") == (
+        50, ["training stops after 50 steps: --train-iters ends it before 2 epochs of 100 steps"],
+    )  # fmt: skip
+
+
 def test_epochs_and_batches_that_grow() -> None:
     """8 + 8 + 16 + 16 + 16 + 16 + 16 samples are most of 100."""
     ramp = "--batch-size=16 --rampup-batch-size 8 8 9 --dataset-size 100"
