@@ -1,13 +1,14 @@
 """How many samples one pass over the training data has, read from its index files before anything starts."""
 
-from pentatron.config.data_sources import Blend, counted_by_the_run, names_files, without_epochs
+from pentatron.config.data_sources import NAMED, Blend, counted_by_the_run, names_files, without_epochs
 from pentatron.config.draft import Draft
 from pentatron.config.errors import UserError
 
 
 def learn_epoch(draft: Draft) -> None:
     """For `--epochs`, once the length of a sequence is settled; what cannot be read is wrong."""
-    if draft["epochs"] is None or not names_files(draft) or "seq_length" in draft.wrong:
+    is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *NAMED))
+    if draft["epochs"] is None or not names_files(draft) or is_wrong:
         return
     if counted_by_the_run(draft):
         return

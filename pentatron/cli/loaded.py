@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.kept_batch import keep_global_batch
-from pentatron.cli.loaded_step import adopt_layout, nothing_to_load, use_named_step
+from pentatron.cli.loaded_step import LAYOUT_OF_STEP, adopt_layout, nothing_to_load, use_named_step
 from pentatron.config.data_sources import names_files
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.flags import Assigned
-from pentatron.config.loaded import adopt
+from pentatron.config.loaded import FREE, adopt
 from pentatron.config.resolve import foreseen
+from pentatron.config.run import table
 
 if TYPE_CHECKING:
     from pentatron.train.sources import Source
 
-_TOKENIZER = "tokenizer.json"
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+_TOKENIZER_FILE = "tokenizer.json"
 
 
 def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
@@ -48,6 +50,13 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
             nothing_to_load(draft)
             return
     learn_from_named(draft, facts)
+
+
+def told_by_a_model(draft: Draft) -> set[str]:
+    """The settings that nobody knows while what was to be loaded is not found."""
+    known = {name for name, item in table().items() if item.section in ("model", "moe")} - FREE
+    layout = LAYOUT_OF_STEP if draft["use_mp_args_from_checkpoint_args"] else ()
+    return {"load", "vocab_size", *known, *TOKENIZER, *layout}
 
 
 def learn_from_named(draft: Draft, facts: Facts) -> bool:
@@ -98,9 +107,8 @@ def _learn(
 
 def _learn_tokenizer(draft: Draft, folder: Path) -> None:
     """The tokenizer of the model, where text may be met and nobody named one."""
-    settings = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    named = any(draft[name] is not None for name in settings)
-    if named or not names_files(draft) or not (folder / _TOKENIZER).is_file():
+    named = any(draft[name] is not None for name in TOKENIZER)
+    if named or not names_files(draft) or not (folder / _TOKENIZER_FILE).is_file():
         return
     draft.values["tokenizer_model"] = Assigned(str(folder), f"loaded from {folder}")
     draft.notices.append(f"tokenizer from {folder}")

@@ -9,7 +9,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned
 from pentatron.config.run import table
 
-_LAYOUT = (
+LAYOUT_OF_STEP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -66,7 +66,9 @@ def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
     if not draft["use_mp_args_from_checkpoint_args"]:
         return
     learned = [
-        name for name in _LAYOUT if name in saved and not draft.given(name) and draft[name] != saved[name]
+        name
+        for name in LAYOUT_OF_STEP
+        if name in saved and not draft.given(name) and draft[name] != saved[name]
     ]
     for name in learned:
         draft.values[name] = Assigned(saved[name], f"loaded from {origin}")

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
 from pentatron.cli.epoch import learn_epoch
-from pentatron.cli.loaded import learn_from_loaded, use_hub_folder
+from pentatron.cli.loaded import learn_from_loaded, told_by_a_model, use_hub_folder
+from pentatron.cli.named_data import find_data
 from pentatron.cli.supervised import goes_on, this_worker
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import UserError
+from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import Assigned
-from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.resolve import Resolved, gather, problems_beside, resolve
 from pentatron.config.run import table
 
 
@@ -24,10 +25,13 @@ class Prepared:
     worker: Worker | None
 
 
-def prepare(words: Sequence[str], entry: EntryPoint, planned: Facts | None = None) -> Prepared:
+def prepare(
+    words: Sequence[str], entry: EntryPoint, planned: Facts | None = None, reads_data: bool = False
+) -> Prepared:
     """Reads, completes and checks the configuration; raises every problem at once.
 
-    `planned` are the processes of a job that will run elsewhere, in place of those of this machine.
+    `planned` are the processes of a job that will run elsewhere, in place of those of this machine. `reads_data`: the run is
+    about to start, and reads what is named.
     """
     worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
@@ -43,9 +47,18 @@ def prepare(words: Sequence[str], entry: EntryPoint, planned: Facts | None = Non
     facts = planned or _facts(draft, worker)
     if draft["threads_per_process"] is None and planned is None and (threads := asked_threads(facts)):
         draft.derive("threads_per_process", threads, "environment OMP_NUM_THREADS")
+    if reads_data and worker is None:
+        # Ranks that a launcher started tell each other, as one machine may have files that another lacks.
+        find_data(draft)
     # As a run does: who names something to load wants to go on from it.
     afresh = draft["fresh"] or not (entry.resumes or draft.given("load"))
-    learn_from_loaded(draft, facts, afresh)
+    try:
+        learn_from_loaded(draft, facts, afresh)
+    except UserError as error:
+        others = problems_beside(draft, facts, told_by_a_model(draft)) if draft.given("load") else []
+        if not others:
+            raise
+        raise ConfigError([str(error), *others]) from None
     learn_epoch(draft)
     return Prepared(resolve(draft, facts), facts, worker)
 

@@ -52,7 +52,7 @@ def train(
     """
     started = time.time()
     entry = entry_now(entry)
-    prepared = prepare(words, entry)
+    prepared = prepare(words, entry, reads_data=program is None or program.reads_named_data)
     check_spec(prepared.resolved)
     if prepared.worker is not None:
         return _work(prepared, entry, prepared.worker, program, started)

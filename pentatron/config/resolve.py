@@ -1,6 +1,6 @@
 """From preset, file and flags to one frozen configuration that knows where every value came from."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,6 +126,18 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
         lambda samples: resolve(replace(before, epoch=samples), facts, built_only),
         on_a_cpu if draft["device"] == "auto" else (),
     )
+
+
+def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
+    """What is wrong whatever the unknown settings would have been; the draft stays as it is."""
+    copy = Draft(dict(draft.values), wrong=dict(draft.wrong), epoch=draft.epoch)
+    problems = _set_aside_wrong_values(copy)
+    for name in unknown:
+        copy.values[name] = Assigned(table()[name].default, "default")
+    problems += derive(copy, facts)
+    values = {name: assigned.value for name, assigned in copy.values.items()}
+    sources = {name: assigned.source for name, assigned in copy.values.items()}
+    return problems + problems_of(values, facts, sources, unsound={*copy.wrong, *unknown})
 
 
 def foreseen(draft: Draft, facts: Facts) -> dict[str, Any]:

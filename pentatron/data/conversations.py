@@ -165,12 +165,14 @@ def answers_of(messages: Sequence[Message]) -> list[int]:
     return [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
+def no_file(path: Path) -> str:
+    return f"there is no file {path}; with --sft, --data-path takes files of JSON lines: {FORMS}"
+
+
 def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
     """Every line of a file of JSON lines: its number, its conversation, and the bytes of the file read up to it."""
     if not path.is_file():
-        raise UserError(
-            f"there is no file {path}; with --sft, --data-path takes files of JSON lines: {FORMS}"
-        )
+        raise UserError(no_file(path))
     if not is_json(path):
         raise UserError(f"{path} is plain text, and --sft reads JSON lines: {FORMS}")
     for chunk in read_chunks([path], JSON_LINES, CHUNK_BYTES):

@@ -14,7 +14,8 @@ from typing import Any
 from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import TEMPORARY_SUFFIX, write_file
-from pentatron.data.indexed import pair_paths, token_dtype
+from pentatron.data.indexed import token_dtype
+from pentatron.data.pair_names import pair_paths
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sidecar import sidecar_path
 from pentatron.data.tokenizer import FileTokenizer, identify, train_bpe

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from pentatron.config.errors import UserError
 from pentatron.data.checksums import BLOCK_BYTES, block_count, first_wrong_block
+from pentatron.data.pair_names import missing_pairs, pair_paths
 from pentatron.data.sidecar import Facts, Sidecar, read_sidecar
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -39,11 +40,6 @@ def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
     return DTYPES[8] if vocab_size is not None and vocab_size < UINT16_VOCAB_LIMIT else DTYPES[4]
 
 
-def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
-    """The `.bin` and `.idx` of a prefix; a prefix may itself contain dots."""
-    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-
-
 class IndexedDataset:
     """Reads sequences from a memory-mapped pair; opening checks the structure, `get` then costs one slice.
 
@@ -53,11 +49,8 @@ class IndexedDataset:
     def __init__(self, prefix: Path | str, vocab_size: int | None = None, with_sidecar: bool = True) -> None:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = pair_paths(prefix)
-        for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                raise UserError(
-                    f"no data file {path}; give the prefix of a prepared .bin/.idx pair without its ending"
-                )
+        if missing := missing_pairs([prefix]):
+            raise UserError(missing)
         code, sequences, boundaries = _read_header(self.idx_path)
         self.dtype = DTYPES[code]
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r").view(np.ndarray)

@@ -8,7 +8,8 @@ import numpy as np
 
 from pentatron.config.errors import UserError
 from pentatron.data.atomic import TEMPORARY_SUFFIX
-from pentatron.data.indexed import IndexedDataset, pair_paths
+from pentatron.data.indexed import IndexedDataset
+from pentatron.data.pair_names import pair_paths
 from pentatron.data.pair_writer import PairInProgress, publish
 from pentatron.data.sidecar import Facts, TokenizerIdentity
 

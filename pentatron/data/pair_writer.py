@@ -12,7 +12,8 @@ import numpy.typing as npt
 from pentatron.config.errors import UserError
 from pentatron.data.atomic import TEMPORARY_SUFFIX, commit
 from pentatron.data.checksums import BLOCK_BYTES, SUM, BlockSums, SummedFile
-from pentatron.data.indexed import CHECK_BLOCK, DTYPES, HEADER, MAGIC, VERSION, pair_paths
+from pentatron.data.indexed import CHECK_BLOCK, DTYPES, HEADER, MAGIC, VERSION
+from pentatron.data.pair_names import pair_paths
 from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
 
 BUFFER = 1 << 20

@@ -19,8 +19,9 @@ from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import write_file
 from pentatron.data.encode import EncodedChunk, Recipe
-from pentatron.data.indexed import pair_paths, token_dtype
+from pentatron.data.indexed import token_dtype
 from pentatron.data.inputs import Chunk, Place, is_json, read_chunks
+from pentatron.data.pair_names import pair_paths
 from pentatron.data.pair_writer import PairInProgress, publish
 from pentatron.data.sidecar import TokenizerIdentity, read_sidecar
 from pentatron.data.tokenizer import identify

@@ -45,6 +45,8 @@ class UserProgram(Program):
     ) -> None:
         """`extra`: arguments of the user's own. `notes`: what of the user's program is without effect."""
         self.dataset_provider = dataset_provider
+        # A provider may read anything by that name.
+        self.reads_named_data = dataset_provider is None
         self.model_provider = model_provider
         self.forward_step = forward_step
         self.extra = extra

@@ -8,7 +8,7 @@ from typing import Any
 
 from pentatron.config.data_sources import Blend
 from pentatron.config.errors import UserError
-from pentatron.data.indexed import pair_paths
+from pentatron.data.pair_names import pair_paths
 from pentatron.data.sidecar import read_sidecar
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World

@@ -38,6 +38,9 @@ class StageCall:
 
 
 class Program:
+    # Whether --data-path and its kin name files that must be there.
+    reads_named_data = True
+
     def running(self, resolved: Resolved, world: World, display: Display) -> AbstractContextManager[None]:
         """Around all of a run on this rank, from before its data is opened."""
         return nullcontext()

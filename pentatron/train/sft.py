@@ -12,7 +12,8 @@ from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.corpus import only_one
 from pentatron.data.epochs import EpochShuffle, Joined
-from pentatron.data.indexed import IndexedDataset, pair_paths
+from pentatron.data.indexed import IndexedDataset
+from pentatron.data.pair_names import pair_paths
 from pentatron.data.sampling import parse_split, split_ranges
 from pentatron.data.tokenizer import Tokenizer, identify
 from pentatron.monitor.display import Display

@@ -1,0 +1,36 @@
+"""Files of data that are named and not there, told before anything starts."""
+
+from pathlib import Path
+
+from pentatron.config.data_sources import NAMED, Blend
+from pentatron.config.draft import Draft
+from pentatron.config.errors import UserError
+from pentatron.config.run import table
+from pentatron.data.pair_names import missing_pairs
+
+
+def find_data(draft: Draft) -> None:
+    """What a run of this machine would read; what is not there is wrong."""
+    evaluates = draft["eval_iters"] and (draft["eval_interval"] or draft["skip_train"])
+    for name in NAMED if evaluates else NAMED[:2]:
+        words = draft[name]
+        missing = "" if not words else _conversations(words) if draft["sft"] else _pairs(words, name)
+        if missing:
+            draft.wrong[name] = missing
+
+
+def _pairs(words: tuple[str, ...], name: str) -> str:
+    try:
+        return missing_pairs(Blend.parse(words, table()[name].flag).prefixes)
+    except UserError:
+        # The rule about blends says what is wrong with them.
+        return ""
+
+
+def _conversations(words: tuple[str, ...]) -> str:
+    gone = next((Path(word) for word in words if not Path(word).exists()), None)
+    if gone is None:
+        return ""
+    from pentatron.data.conversations import no_file
+
+    return no_file(gone)
