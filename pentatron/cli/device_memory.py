@@ -8,10 +8,13 @@ from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
 from pentatron.launch.host_memory import host_memory
 from pentatron.plan.fit import Room, Verdict, judge, judge_host, out_of_memory
+from pentatron.plan.launches import recorded
 
 if TYPE_CHECKING:
     import torch
 
+# What torch says of memory that is kept for recorded graphs, where there is any.
+_GRAPHS_SIGN = "private pools"
 # What torch says when the host gives no memory; it is a plain RuntimeError.
 _HOST_SIGNS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
 
@@ -65,6 +68,9 @@ def memory_sentence(error: BaseException, config: RunConfig, rank: int) -> str |
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
+        if _GRAPHS_SIGN in str(error):
+            # Also where nobody asked for them: they hold memory that could be done without.
+            config = recorded(config)
         return out_of_memory(config, rank, _first_line(error), "GPU")
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _HOST_SIGNS):
         return out_of_memory(config, rank, _first_line(error), "host")

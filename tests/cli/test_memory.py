@@ -178,6 +178,19 @@ def test_running_out_of_memory_is_one_sentence_with_the_plan_and_the_advice(
     assert "this process has" not in said
 
 
+def test_graphs_that_were_recorded_can_be_done_without() -> None:
+    """Also those of --cuda-graphs auto, which the plan does not know of."""
+    allocated = "Of the allocated memory 70.00 GiB is allocated by PyTorch, "
+    private = "with 1.50 GiB allocated in private pools (e.g., CUDA Graphs), "
+    config = resolved(f"{MODEL} --micro-batch-size 2").config
+    assert config.kernels.cuda_graphs == "auto"
+    for pools, is_advised in (("", False), (private, True)):
+        text = f"{CUDA} {allocated}{pools}and 2.00 GiB is reserved by PyTorch but unallocated."
+        said = memory_sentence(torch.OutOfMemoryError(text), config, 0)
+        assert said is not None
+        assert ("Try --cuda-graphs off, " in said) == ("beside CUDA graphs" in said) == is_advised
+
+
 def test_other_errors_are_not_about_memory() -> None:
     assert memory_sentence(RuntimeError("shape mismatch"), resolved(MODEL).config, 0) is None
     assert "TypeName" not in out_of_memory(resolved(MODEL).config, 0, "why", "GPU")
