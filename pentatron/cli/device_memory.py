@@ -8,7 +8,6 @@ from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
 from pentatron.launch.host_memory import host_memory
 from pentatron.plan.fit import Room, Verdict, judge, judge_host, out_of_memory
-from pentatron.plan.launches import recorded
 
 if TYPE_CHECKING:
     import torch
@@ -68,10 +67,7 @@ def memory_sentence(error: BaseException, config: RunConfig, rank: int) -> str |
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
-        if _GRAPHS_SIGN in str(error):
-            # Also where nobody asked for them: they hold memory that could be done without.
-            config = recorded(config)
-        return out_of_memory(config, rank, _first_line(error), "GPU")
+        return out_of_memory(config, rank, _first_line(error), "GPU", has_graphs=_GRAPHS_SIGN in str(error))
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _HOST_SIGNS):
         return out_of_memory(config, rank, _first_line(error), "host")
     return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pentatron.config.run import RunConfig
 from pentatron.plan.devices import in_words
 from pentatron.plan.held import Held
+from pentatron.plan.launches import recorded
 from pentatron.plan.memory import RankMemory, memory_of
 
 # Above this share of what is free, memory may run out: the allocator's gaps and the libraries need the rest.
@@ -102,22 +103,26 @@ def planned_line(config: RunConfig, on_gpu: bool) -> str:
     return f"planned memory by pipeline rank (MB): {', '.join(totals)} ({in_parts(memory.largest)} at most)"
 
 
-def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str) -> str:
-    """One sentence for a rank that ran out of memory: what was planned for it, and what to change."""
+def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_graphs: bool = False) -> str:
+    """One sentence for a rank that ran out of memory: what was planned for it, and what to change.
+
+    `has_graphs`: some are recorded, also where `--cuda-graphs auto` decided that.
+    """
+    config = recorded(config) if has_graphs else config
     planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
     return (
         f"out of {kind} memory ({reason}); this rank was to need about {in_words(planned.total)}: {in_parts(planned)}. "
-        f"{remedies(config, planned).capitalize()}; `pentatron plan` shows what fits"
+        f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
     )
 
 
-def remedies(config: RunConfig, planned: RankMemory) -> str:
+def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -> str:
     """What would lower the memory of a rank, as far as it is not done already: first what helps most."""
     ways = [*_of_activations(config), *_of_what_is_held(config)]
     if planned.held.on_device > planned.activations + planned.logits + planned.working:
         ways = [*_of_what_is_held(config), *_of_activations(config)]
     model = config.model
-    if planned.graphs:
+    if planned.graphs or has_graphs:
         ways.insert(0, "--cuda-graphs off")
     smaller = f"a smaller model (--num-layers {model.num_layers}, --hidden-size {model.hidden_size} now)"
     return "try " + ", ".join([*ways, smaller])
