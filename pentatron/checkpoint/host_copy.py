@@ -64,6 +64,8 @@ class HostCopy:
     ) -> None:
         """On a GPU in a stream of its own, beside what is computed."""
         for device, reached in (after or _reached({values.device for values, _ in pairs})).items():
+            # A thread begins with the first GPU, and going back to it would take memory there for every rank of the machine.
+            torch.cuda.set_device(device)
             stream = self._streams.get(device) or torch.cuda.Stream(device)
             self._streams[device] = stream
             stream.wait_event(reached)

@@ -26,12 +26,20 @@ def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> Non
     if not config.launch.check_memory:
         return
     at = config.grid.coordinates(worker.rank)
-    room = room_of(device, worker.local_size)
+    room = room_of(device, _sharing(device, worker))
     _act_on(None if room is None else judge(config, at.pipeline, room), config, worker)
     in_background = config.checkpoint.async_save and config.checkpoint.save_checkpoints
     if device.type != "cpu" and (config.parallel.optimizer_cpu_offload or in_background):
         host = _host_room(worker.local_size)
         _act_on(None if host is None else judge_host(config, host), config, worker)
+
+
+def _sharing(device: "torch.device", worker: Worker) -> int:
+    if device.type != "cuda":
+        return worker.local_size
+    import torch
+
+    return worker.sharing(torch.cuda.device_count())
 
 
 def _act_on(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:

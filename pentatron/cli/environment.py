@@ -21,6 +21,14 @@ class Worker:
     local_rank: int
     local_size: int
     launcher: str
+    # Of the machine, as far as the launcher tells; 0: it does not.
+    local_gpus: int = 0
+
+    def sharing(self, visible: int) -> int:
+        """How many processes use the GPUs that this one sees; a launcher may show each of them others."""
+        if self.local_gpus <= visible:
+            return self.local_size
+        return -(-self.local_size * visible // self.local_gpus)
 
 
 def find_worker(environment: Mapping[str, str]) -> Worker | None:
@@ -49,6 +57,7 @@ def _slurm(environment: Mapping[str, str]) -> Worker:
         local_rank=_number(environment, "SLURM_LOCALID"),
         local_size=per_node[node] if node < len(per_node) else per_node[0],
         launcher="Slurm",
+        local_gpus=int(gpus) if (gpus := environment.get("SLURM_GPUS_ON_NODE", "")).isdecimal() else 0,
     )
 
 

@@ -259,7 +259,7 @@ def _work(request: Request, worker: Worker | None) -> int:
     if here.world_size > 1:
         announce_worker(here, None)
     device = choose_device(request.options["device"], here.local_rank)
-    place = (here.rank, here.local_rank, here.local_size)
+    place = (here.rank, here.local_rank)
     shared = {**config.shared(), "folder": request.folder}
     try:
         with open_world(config.grid, *place, device, _TIMEOUT_MINUTES, shared) as world, torch.no_grad():

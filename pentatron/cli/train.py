@@ -88,7 +88,8 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
     import torch
 
     from pentatron.kernels.host_memory import keep_freed_memory
-    from pentatron.parallel.world import choose_device, open_world, uses_nccl
+    from pentatron.parallel.collectives import on_some_ranks
+    from pentatron.parallel.world import choose_device, open_world
 
     config = prepared.resolved.config
     assert config.launch.threads_per_process is not None
@@ -104,10 +105,8 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         keep_freed_memory()
     check_room(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
-    place = (worker.rank, worker.local_rank, worker.local_size)
+    place = (worker.rank, worker.local_rank)
     if worker.world_size > 1:
-        if uses_nccl(device, worker.local_size):
-            require_interface(os.environ)
         find_the_others(worker, timeout * 60)
     told = what_is_waited_for(worker.rank, worker.world_size, launching_agent() is not None)
     where = Whereabouts()
@@ -117,6 +116,7 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
         open_world(config.grid, *place, device, timeout, config.shared(), where) as world,
     ):
         all_came()
+        on_some_ranks(world.uses_nccl, lambda: require_interface(os.environ), world.everyone)
         yield world
 
 
@@ -144,7 +144,7 @@ def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Res
     """The same, with the settings and what is to be said of them here: also of the environment as the user left it."""
     said = dict(os.environ)
     with joined_world(prepared, worker) as world:
-        notes = variable_notes(said, world.device, worker)
+        notes = variable_notes(said, world.device, worker.world_size == 1, world.uses_nccl)
         yield world, prepared.resolved.telling(notes)
 
 

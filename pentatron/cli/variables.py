@@ -5,7 +5,6 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pentatron.cli.environment import Worker
 from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.launch.variables import CONNECTIONS, connections_for, describe, interface_problem
@@ -21,12 +20,10 @@ def limit_connections(config: RunConfig) -> None:
         os.environ.setdefault(wanted.name, wanted.value)
 
 
-def variable_notes(said: Mapping[str, str], device: "torch.device", worker: Worker) -> list[str]:
-    """`said` is the environment as the user left it."""
-    from pentatron.parallel.world import uses_nccl
-
-    on_gpu, alone = device.type == "cuda", worker.world_size == 1
-    notes = describe(said, on_gpu, not alone and uses_nccl(device, worker.local_size), alone)
+def variable_notes(said: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
+    """`said` is the environment as the user left it. `nccl`: GPUs talk to each other through it."""
+    on_gpu = device.type == "cuda"
+    notes = describe(said, on_gpu, nccl, alone)
     if on_gpu and CONNECTIONS not in said and CONNECTIONS in os.environ:
         written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
         notes.append(
@@ -39,4 +36,4 @@ def require_interface(said: Mapping[str, str]) -> None:
     """NCCL itself would say it in lines of its own, after a while."""
     problem = interface_problem(said, [name for _, name in socket.if_nameindex()])
     if problem is not None:
-        raise UserError(problem)
+        raise UserError(f"{socket.gethostname()}: {problem}")

@@ -136,7 +136,7 @@ def _work(folder: Path) -> int:
     config = read_settings(folder)
     torch.set_num_threads(1)
     announce_worker(worker, None)
-    place = (worker.rank, worker.local_rank, worker.local_size)
+    place = (worker.rank, worker.local_rank)
     device = torch.device("cpu")
     try:
         with open_world(config.grid, *place, device, _TIMEOUT_MINUTES, config.shared()) as world:

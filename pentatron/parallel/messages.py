@@ -95,7 +95,7 @@ class Messages:
 
     def __init__(self, group: Group, channels: Mapping[Channel, Any] | None = None) -> None:
         self._group = group
-        self._channels = channels or {}
+        self.channels = channels or {}
         # Sent tensors that are still kept alive.
         self.under_way: dict[Parcel, tuple[Tensor, dist.Work]] = {}
         self._announcements: list[tuple[Tensor, dist.Work]] = []
@@ -172,7 +172,7 @@ class Messages:
                 )
 
     def _process_group(self, action: Action, upward: bool) -> Any:
-        return self._channels.get((action.kind in GRADIENTS, upward), self._group.process_group)
+        return self.channels.get((action.kind in GRADIENTS, upward), self._group.process_group)
 
     def _drop_finished(self) -> None:
         """NCCL says when a send is done; gloo does only when asked to wait, so there `delivered` has to tell."""

@@ -19,7 +19,7 @@ from pentatron.config.errors import AgreedError, UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.meeting import failed_meeting
+from pentatron.parallel.joining import join, leave
 from pentatron.parallel.waiting import Waits
 from pentatron.parallel.whereabouts import Whereabouts
 
@@ -58,12 +58,17 @@ class World:
         """Where in the run this rank is, for those who watch that it gets on."""
         return self.waits.whereabouts
 
-    def wait_at_most(self, seconds: float) -> None:
-        """Collectives from now on; torch has no public way to change it."""
+    def wait_at_most(self, seconds: float, others: typing.Iterable[typing.Any] = ()) -> None:
+        """Collectives from now on, and messages in `others`, process groups of their own; torch has no public way to change it."""
         limit = datetime.timedelta(seconds=seconds)
-        for group in {id(g.process_group): g for g in (self.everyone, *self.groups.values())}.values():
-            if group.size > 1:
-                dist.distributed_c10d._set_pg_timeout(limit, group.process_group)
+        joined = [g.process_group for g in (self.everyone, *self.groups.values()) if g.size > 1]
+        for process_group in {id(found): found for found in (*joined, *others)}.values():
+            dist.distributed_c10d._set_pg_timeout(limit, process_group)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether GPUs talk to each other, and not the host for them."""
+        return self.device.type == "cuda" and self.everyone.size > 1 and not self.everyone.through_host
 
     @property
     def tensor(self) -> Group:
@@ -118,17 +123,11 @@ def _without_gpu(kind: type[UserError]) -> UserError:
     return kind("--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
 
 
-def uses_nccl(device: torch.device, local_processes: int) -> bool:
-    """NCCL refuses two ranks on one GPU; gloo serves them, more slowly."""
-    return device.type == "cuda" and local_processes <= torch.cuda.device_count()
-
-
 @contextmanager
 def open_world(
     grid: Grid,
     rank: int,
     local_rank: int,
-    local_processes: int,
     device: torch.device,
     timeout_minutes: float,
     settings: Mapping[str, Any],
@@ -145,26 +144,20 @@ def open_world(
         yield connect(grid, rank, local_rank, device, whereabouts=where)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    backend = "cpu:gloo,cuda:nccl" if uses_nccl(device, local_processes) else "gloo"
-    _meet(backend, rank, grid.world_size, timeout)
+    join(device, rank, grid.world_size, timeout)
     try:
         require_same_settings(settings, _versions(device), Group(rank, grid.world_size, dist.group.WORLD))
         yield connect(grid, rank, local_rank, device, timeout, where)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        leave(failed=True)
+        raise
+    leave(failed=False)
 
 
 def _versions(device: torch.device) -> dict[str, str]:
     """Of what must be the same on every machine."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
     return {"pentatron": __version__, "torch": torch.__version__, "NCCL": nccl}
-
-
-def _meet(backend: str, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-    try:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise failed_meeting(str(error), world_size) from None
 
 
 def connect(

@@ -185,7 +185,7 @@ class Trainer:
     def _shorten_waits(self) -> None:
         """A start may compile and connect for minutes; after it, the user may know how long a step can take at most."""
         if (seconds := self.config.launch.distributed_timeout_seconds_after_init) is not None:
-            self.world.wait_at_most(seconds)
+            self.world.wait_at_most(seconds, self.model.executor.messages.channels.values())
 
     def advance(self, drawn: Sequence[Batch]) -> tuple[StepResult, float]:
         """One step with this rank's micro-batches: what it found, and the learning rate it had."""

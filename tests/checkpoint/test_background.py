@@ -1,5 +1,6 @@
 """Saving while training goes on: the same files, no failure lost, nothing half done."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -178,3 +179,21 @@ def test_a_copy_of_a_gpu_is_of_the_moment_it_was_begun() -> None:
     found = {part.tensor: part.values for part in finish()}
     copy.wait()
     assert torch.equal(found["a"], expected[0]) and torch.equal(found["b"], expected[1])
+
+
+def test_a_thread_copies_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would go back to the first one, where every rank of the machine would take some memory."""
+    done: list[tuple[str, Any]] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            done.append(("stream", device.index))
+
+        def wait_event(self, event: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("device", device.index)))
+    HostCopy()._copy([], {torch.device("cuda", 3): None})
+    assert done == [("device", 3), ("stream", 3)]

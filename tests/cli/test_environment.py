@@ -85,6 +85,16 @@ def test_torchrun_inside_slurm_wins() -> None:
     assert find_worker({**SLURM, **TORCHRUN}) == Worker(5, 8, 1, 4, "torchrun")
 
 
+def test_tasks_of_slurm_may_see_one_gpu_each() -> None:
+    worker = find_worker({**SLURM, "SLURM_GPUS_ON_NODE": "3"})
+    assert worker == Worker(9, 11, 1, 3, "Slurm", 3)
+    assert (worker.sharing(visible=1), worker.sharing(visible=3)) == (1, 3)
+    shared = Worker(0, 8, 0, 8, "Slurm", 4)
+    assert (shared.sharing(visible=1), shared.sharing(visible=4)) == (2, 8)
+    assert Worker(0, 8, 0, 8, "torchrun").sharing(visible=1) == 8, "whoever does not tell shows all of them"
+    assert find_worker({**SLURM, "SLURM_GPUS_ON_NODE": "(null)"}) == Worker(9, 11, 1, 3, "Slurm")
+
+
 def test_slurm() -> None:
     assert find_worker(SLURM) == Worker(9, 11, 1, 3, "Slurm")
 

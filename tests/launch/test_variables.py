@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentatron.cli.environment import Worker, launched_too_often
+from pentatron.cli.environment import launched_too_often
 from pentatron.cli.variables import limit_connections, variable_notes
 from pentatron.launch.variables import chosen_interfaces, connections_for, describe, interface_problem
 from tests.support import resolved
@@ -51,7 +51,7 @@ def test_one_queue_where_it_helps(
     limit_connections(config)
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_set else {})
-    notes = variable_notes({}, torch.device("cuda"), Worker(0, 1, 0, 1, "torchrun"))
+    notes = variable_notes({}, torch.device("cuda"), alone=True, nccl=False)
     assert [note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so that") for note in notes] == [
         True
     ] * is_set

@@ -1,6 +1,7 @@
 """Messages between pipeline ranks: none is taken for another, none is let go too early, sizes are agreed on."""
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -128,6 +129,21 @@ def test_the_order_on_each_channel_is_enough(kind: str, ranks: int, virtual: int
     )
 
 
+@distributed(world=2)
+def test_channels_wait_no_longer_than_collectives() -> None:
+    """Seen by a sum: gloo's messages know only the time they began with."""
+    world = pipeline_world()
+    channels = open_channels(world, looped_placement(2, 1))
+    world.wait_at_most(0.5, channels.values())
+    if world.everyone.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            dist.all_reduce(torch.zeros(1), group=channels[False, False])
+        assert time.monotonic() - began < 20
+    else:
+        time.sleep(2)
+
+
 @distributed(world=4)
 def test_channels_join_the_ranks_of_one_pipeline() -> None:
     rank = dist.get_rank()
@@ -137,7 +153,7 @@ def test_channels_join_the_ranks_of_one_pipeline() -> None:
     assert len(set(map(id, channels.values()))) == 4
     for process_group in channels.values():
         assert dist.get_process_group_ranks(process_group) == [rank % 2, rank % 2 + 2]
-    assert open_messages(world, looped_placement(2, 1))._channels == {}, "gloo has tags and needs no channels"
+    assert open_messages(world, looped_placement(2, 1)).channels == {}, "gloo has tags and needs no channels"
 
 
 @pytest.mark.parametrize("kind", KINDS)

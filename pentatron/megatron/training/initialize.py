@@ -22,6 +22,7 @@ from pentatron.megatron.program import UserProgram
 from pentatron.megatron.state import current, is_running, started_as
 from pentatron.megatron.training.arguments import ExtraArguments, take_extra_arguments
 from pentatron.megatron.training.entry import entry_of, notes_of
+from pentatron.parallel.joining import leave
 from pentatron.train.last_words import write_last_words
 from pentatron.train.session import open_session
 
@@ -97,6 +98,9 @@ def _sentence(before: Callable[..., Any], config: RunConfig, worker: Worker) -> 
             write_last_words(
                 flow.session.folder, current().world, error, lambda e: last_words(e, config, worker.rank)
             )
+        # What is closed when the process ends would wait for the others.
+        if worker.world_size > 1:
+            leave(failed=True)
         code = explain(error, config, worker)
         if code is None and (place := this_worker()) is not None:
             place.failed(error)

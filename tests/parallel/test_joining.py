@@ -1,0 +1,81 @@
+"""Who talks through NCCL, and how processes leave it."""
+
+import datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pentatron.layout.ranks import Grid
+from pentatron.parallel import joining, world
+from pentatron.parallel.joining import each_has_its_own, gpu_of, join, leave
+
+CPU = torch.device("cpu")
+
+
+def test_nccl_serves_processes_with_a_gpu_each() -> None:
+    assert each_has_its_own(["a", "", "c"])
+    assert not each_has_its_own(["a", "", "a"]), "two on one GPU"
+    assert not each_has_its_own(["a", gpu_of(CPU)])
+
+
+def test_a_gpu_is_known_by_what_it_is_and_not_by_its_number_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Slurm every task may see its GPU as the first one."""
+    names = iter([("NVIDIA H100", "one"), ("NVIDIA H100", "two"), ("NVIDIA A100 MIG 1g.5g", "three")])
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        name, uuid = next(names)
+        return SimpleNamespace(name=name, uuid=uuid)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    first = torch.device("cuda", 0)
+    assert [gpu_of(first) for _ in range(3)] == ["one", "two", gpu_of(CPU)]
+
+
+@pytest.mark.parametrize(("other", "backend"), [("theirs", "cpu:gloo,cuda:nccl"), ("mine", "gloo")])
+def test_all_choose_by_the_gpus_of_all(other: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, calls = dist.HashStore(), []
+    store.set("gpu/1", other)
+    monkeypatch.setattr(joining, "rendezvous", lambda *words, **named: iter([(store, 0, 2)]))
+    monkeypatch.setattr(joining, "gpu_of", lambda device: "mine")
+    monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: calls.append((words, named)))
+    join(torch.device("cuda", 0), 0, 2, datetime.timedelta(seconds=5))
+    [((chosen,), named)] = calls
+    assert chosen == backend
+    assert "device_id" not in named, (
+        "messages of one group would stand in one queue, and ranks wait in a circle"
+    )
+
+
+def left_by(failed: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append("broken off"))
+    leave(failed)
+    return calls
+
+
+def test_a_rank_that_fails_does_not_wait_for_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = "cpu:gloo,cuda:nccl"
+    assert left_by(True, mixed, monkeypatch) == ["broken off"]
+    assert left_by(False, mixed, monkeypatch) == ["destroyed"]
+    assert left_by(True, "cpu:gloo,cuda:gloo", monkeypatch) == ["destroyed"]
+
+
+def test_a_world_is_left_as_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+
+    def nothing(*words: Any, **named: Any) -> None: ...
+
+    for name in ("join", "require_same_settings", "connect"):
+        monkeypatch.setattr(world, name, nothing)
+    monkeypatch.setattr(world, "leave", lambda failed: calls.append(failed))
+    with world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}):
+        pass
+    with pytest.raises(KeyboardInterrupt), world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}):
+        raise KeyboardInterrupt
+    assert calls == [False, True]
