@@ -5,8 +5,9 @@ from pentatron.config.draft import Draft
 from pentatron.config.errors import UserError
 
 
-def learn_epoch(draft: Draft) -> None:
-    """For `--epochs`, once the length of a sequence is settled; what cannot be read is wrong."""
+def learn_epoch(draft: Draft, elsewhere: bool = False) -> None:
+    """For `--epochs`, once the length of a sequence is settled; what cannot be read is wrong. A job that runs `elsewhere` may have data
+    that is not here, and counts it there; here a number of steps will do."""
     is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *NAMED))
     if draft["epochs"] is None or not names_files(draft) or is_wrong:
         return
@@ -16,7 +17,8 @@ def learn_epoch(draft: Draft) -> None:
         if not without_epochs(draft):
             draft.epoch = _samples(draft)
     except UserError as error:
-        draft.wrong["epochs"] = str(error)
+        if not (elsewhere and draft.given("train_iters")):
+            draft.wrong["epochs"] = str(error)
 
 
 def _samples(draft: Draft) -> int:

@@ -59,7 +59,7 @@ def prepare(
         if not others:
             raise
         raise ConfigError([str(error), *others]) from None
-    learn_epoch(draft)
+    learn_epoch(draft, planned is not None)
     return Prepared(resolve(draft, facts), facts, worker)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from pentatron.cli.main import main
 from pentatron.cli.prepare import Prepared, prepare
+from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.errors import ConfigError
 from pentatron.data.gpt_dataset import GPTDataset
@@ -105,6 +106,19 @@ def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_pa
     assert problems(f"--data-path {other} --split 1,0,0 --seq-length 64 --epochs 2") == [
         "sequences 0 to 10 hold 50 tokens where 65 are needed; use more data or another --split"
     ]
+
+
+def test_a_job_for_other_machines_counts_there(tmp_path: Path) -> None:
+    """Its script may be written where the data is not."""
+    there = Facts(4, 4, 8, "torchrun", True)
+    words = (
+        f"{SHAPE.partition(' --nproc')[0]} --data-path {tmp_path / 'none'} --global-batch-size 4 --epochs 2"
+    )
+    made = prepare(f"{words} --train-iters 7".split(), TRAIN, there).resolved
+    assert made.config.train.train_iters == 7
+    assert "--epochs 2: the run counts its data; here --train-iters 7 is taken" in made.notices
+    with pytest.raises(ConfigError, match="no data file"):
+        prepare(words.split(), TRAIN, there)
 
 
 def test_a_run_ends_with_its_epochs(pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
