@@ -83,16 +83,30 @@ class RunFolder:
             raise UserError(f"the earlier run {self.path} cannot be moved aside ({error.strerror})") from None
         return aside
 
-    def set_metrics_aside(self) -> None:
+    def set_metrics_aside(self) -> Path:
         """Those of other training in this folder: its steps have the numbers that now come again."""
         number = 1
         while (aside := self.metrics.with_name(f"metrics.{number}.jsonl")).exists():
             number += 1
         if self.metrics.exists():
             self.metrics.rename(aside)
+        return aside
+
+    def holds_metrics_of_another(self, resolved: Resolved) -> bool:
+        """Whether other settings than these wrote the metrics: a run that is started again as it was computes its steps once more."""
+        if not self.metrics.exists() or not self.config.exists():
+            return False
+        text = self.config.read_text(encoding="utf-8", errors="replace")
+        return _chosen(text) != _chosen(config_text(resolved))
 
     def write_config(self, resolved: Resolved) -> None:
         self.config.write_text(config_text(resolved), encoding="utf-8")
+
+
+def _chosen(text: str) -> list[str]:
+    """The lines of values that follow from nothing else, without their origins."""
+    lines = [line.partition("  # ")[0] for line in text.splitlines()]
+    return [line for line in lines if line.strip()]
 
 
 def config_text(resolved: Resolved) -> str:

@@ -340,9 +340,14 @@ def _open_output(
         output = Output(display, log, echoes=echoes)
         cleanup.callback(output.close)
         return output
-    folder.write_config(resolved)
     if began.replaces_training:
         folder.set_metrics_aside()
+    elif began.state.step == 0 and folder.holds_metrics_of_another(resolved):
+        display.say(
+            f"note: another run was in {folder.path} and left no checkpoint to go on from; its metrics are {folder.set_metrics_aside()} "
+            f"now, and its log goes on with this run's; a --run-dir of its own keeps a run apart"
+        )
+    folder.write_config(resolved)
     recorders: list[Recorder] = []
     lines = LogLines(config.log.log_interval, config.log.log_throughput)
     output = Output(display, log, recorders, lines, echoes)
