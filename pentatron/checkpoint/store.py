@@ -35,7 +35,7 @@ from pentatron.parallel.pieces import Fragment
 
 # Where users of Megatron-LM look for the number of the last step.
 TRACKER = "latest_checkpointed_iteration.txt"
-_STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
+STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 _DAMAGED = ".damaged"
 
 
@@ -356,7 +356,7 @@ class _Save:
 
 def _is_finished(path: Path) -> bool:
     """Others write steps called iter_0000100 as well: such a one is ours if it has our manifest, or has lost it."""
-    match = _STEP_NAME.fullmatch(path.name)
+    match = STEP_NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         return False
     return match[3] is None or any(next(path.glob(name), None) for name in (FILE_NAME, "rank-*.safetensors"))
@@ -364,7 +364,7 @@ def _is_finished(path: Path) -> bool:
 
 def _order(folder: Path) -> tuple[int, int]:
     """(step, how often it was saved again) of a step's folder."""
-    match = _STEP_NAME.fullmatch(folder.name)
+    match = STEP_NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1] or match[3]), int(match[2] or 0)
 

@@ -257,8 +257,8 @@ def _what_next(config: RunConfig, folder: RunFolder) -> None:
         ideas.append(
             (f'{program} generate {quote(str(folder.path))} "import "{spec}', "continue a text of yours")
         )
-    elif config.checkpoint.load and config.checkpoint.save and Path(config.checkpoint.save).exists():
-        # Not the run's folder: the checkpoints may be kept elsewhere.
+    elif config.checkpoint.load and config.checkpoint.save and _saved_step(config) is not None:
+        # Not the run's folder: the checkpoints may be kept elsewhere. There are none after --skip-train from --load.
         saved = quote(os.path.relpath(config.checkpoint.save))
         if config.data.tokenizer_model is not None:
             ideas.append((f'{program} generate {saved} "Once upon a time"{spec}', "continue a text of yours"))

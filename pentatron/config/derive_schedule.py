@@ -77,6 +77,8 @@ def settle_stepwise_batch(draft: Draft) -> list[str]:
 def derive_length(draft: Draft) -> list[str]:
     plan = plan_so_far(draft)
     problems = _samples(draft, plan) + _epochs(draft, plan)
+    if draft["skip_train"] and draft["train_iters"] is None and draft["epochs"] is None:
+        draft.derive("train_iters", 0, "nothing is trained (--skip-train)")
     problems += _decay(draft)
     if draft["min_lr"] > draft["lr"] and not draft.given("min_lr"):
         draft.derive("min_lr", draft["lr"] / 10, f"a tenth of --lr; the preset has {draft['min_lr']}")

@@ -5,15 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentatron.checkpoint.find import checkpoints_of
+from pentatron.checkpoint.store import STEP_NAME
 from pentatron.config.errors import UserError
 from pentatron.config.printable import one_line
 from pentatron.config.redaction import redacted_value
 from pentatron.config.resolve import Resolved
-from pentatron.config.run import table
+from pentatron.config.run import RunConfig, table
 
 _HEADER = "# Every setting of this run and where it came from. Use it again with: --config THIS_FILE"
 # A later run that reads the saved configuration must not end up in this run's folder.
-_OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save", "load"})
+_OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save"})
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,28 @@ def config_text(resolved: Resolved) -> str:
     lines = [_HEADER]
     section = ""
     values: Mapping[str, object] = resolved.config.flat()
+    left_out = _OF_THIS_RUN_ALONE | ({"load"} if _loads_itself(resolved.config) else set())
     for name, item in table().items():
         if item.section != section:
             section = item.section
             lines.append(f"\n{section}:")
         source = resolved.sources[name]
-        inherited = source.startswith("derived") or name in _OF_THIS_RUN_ALONE
+        inherited = source.startswith("derived") or name in left_out
         value = redacted_value(values[name])
         text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
         lines.append(f"  {'# ' if inherited else ''}{name}: {text}  # {one_line(source)}")
     return "\n".join(lines) + "\n"
+
+
+def _loads_itself(config: RunConfig) -> bool:
+    """Whether --load names this run. Anything else is what its weights came from, and a later run is to begin there too."""
+    load, save, run = config.checkpoint.load, config.checkpoint.save, config.run.run_dir
+    if load is None:
+        return True
+    named = Path(load).resolve()
+    own = {Path(save).resolve()} if save is not None else set()
+    if run is not None:
+        own |= {Path(run).resolve(), checkpoints_of(Path(run)).resolve()}
+    # One of its steps; other folders beside them are not the run.
+    steps = {named.parent} if STEP_NAME.fullmatch(named.name) else set()
+    return not own.isdisjoint({named} | steps)

@@ -140,6 +140,9 @@ def test_commands_to_copy_hold_any_folder(
     ]
     config = prepare(words, TRAIN).resolved.config
     _what_next(config, RunFolder(Path("a run")))
+    assert "export" not in capsys.readouterr().out, "there is no step, as after --skip-train from another run"
+    monkeypatch.setattr("pentatron.cli.train._saved_step", lambda config: 1)
+    _what_next(config, RunFolder(Path("a run")))
     said = capsys.readouterr().out
     assert "export 'a run/checkpoints' 'exported/a run' " in said and "--run-dir 'a run-wide' " in said
     (tmp_path / "a run" / "sample.txt").touch()

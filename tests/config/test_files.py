@@ -189,6 +189,24 @@ def test_what_a_run_saves_can_be_given_again(tmp_path: Path, entry: EntryPoint, 
     assert [n for n in again.notices if not n.startswith("training stops")] == []
 
 
+def test_what_a_run_saves_begins_where_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fine-tuning that is repeated from its file does not begin with random weights in silence."""
+    monkeypatch.chdir(tmp_path)
+
+    def kept(words: str) -> object:
+        first = resolve(gather(f"--preset demo --nproc-per-node 1 {words}".split(), TRAIN), Facts(1, 1))
+        Path("config.yaml").write_text(config_text(first), encoding="utf-8")
+        again = gather("--config config.yaml --run-dir other".split(), TRAIN)
+        return again["load"] if again.given("load") else None
+
+    assert kept("--run-dir r --load models/qwen") == "models/qwen"
+    assert kept("--run-dir r --load Qwen/Qwen2.5-0.5B --save elsewhere") == "Qwen/Qwen2.5-0.5B"
+    assert kept("--run-dir . --load qwen") == "qwen", "a folder in the run's is not the run"
+    for own in ("", "--load r", "--load r/checkpoints", "--load r/checkpoints/step-00000001", "--load ./r/"):
+        assert kept(f"--run-dir r {own}") is None, "the later run must not go on with this one's steps"
+    assert kept("--save s --load s") is None
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_the_configurations_we_ship_can_be_read(path: Path) -> None:
     assert {"num_layers", "hidden_size", "train_iters", "lr"} <= set(read_file(str(path), PARALLEL_3D))

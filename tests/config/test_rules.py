@@ -319,6 +319,8 @@ MISSING: list[tuple[str, str, str, str]] = [
      "--tokenizer-model b"),
     ("_how_long", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
      "--train-iters 3"),
+    ("_how_long", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
+     "--skip-train"),
     ("_how_long", "--mock-data --vocab-size 5 --epochs 2",
      "how many steps --epochs 2 are is not known: mock data has no epochs; give --train-iters instead",
      "--train-iters 3"),
