@@ -21,7 +21,7 @@ from pentatron.megatron import state
 from pentatron.megatron.arguments import arguments_of
 from pentatron.megatron.core.models.gpt.gpt_model import GPTModel
 from pentatron.megatron.datasets import DatasetProvider, provided_data
-from pentatron.megatron.losses import stated_loss, summed_loss
+from pentatron.megatron.losses import LossFunction, stated_loss, summed_loss
 from pentatron.models.causal_lm import CausalLM, tie_ends
 from pentatron.monitor.display import Display
 from pentatron.parallel.axes import Axes
@@ -53,6 +53,7 @@ class UserProgram(Program):
         self.notes = notes
         self.has_run = False
         self._compared_masks = False
+        self._read_report = False
 
     @contextmanager
     def running(self, resolved: Resolved, world: World, display: Display) -> Iterator[None]:
@@ -105,6 +106,8 @@ class UserProgram(Program):
             output, loss_function = self._called(call.batch, module)
             if not call.is_last:
                 return output
+            if not self._read_report:
+                loss_function = partial(self._reading_report, loss_function)
             valid = call.batch.valid_tokens
             # With labels the model gave losses; without, the loss function makes them of logits.
             of_tokens = output.shape == call.batch.labels.shape
@@ -125,6 +128,20 @@ class UserProgram(Program):
                 "note: the loss function leaves out tokens that count in the data; micro-batches still weigh by the data's count, so the "
                 "numbers depend on --micro-batch-size and on the layout (a loss_mask in the dataset does not)"
             )
+
+    def _reading_report(self, loss_function: LossFunction, output: Tensor) -> Any:
+        """Says once which of the numbers that the loss function reports are not written: Megatron writes them all."""
+        result = loss_function(output)
+        self._read_report = True
+        at = state.current().world.at
+        if at.data == at.context == at.tensor == 0 and isinstance(result, tuple) and result:
+            others = list(result[-1])[1:] if isinstance(result[-1], Mapping) else []
+            if others:
+                say(
+                    f"note: of what the loss function reports the loss alone is written, not {', '.join(map(str, others))}; print the "
+                    "rest in the loss function"
+                )
+        return result
 
     def _called(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
         result = self.forward_step(MicroBatchIterator(batch), module)

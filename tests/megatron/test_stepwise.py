@@ -212,3 +212,23 @@ def test_a_mask_of_the_programs_own_is_remarked_upon(
         run_training(config, single_process(), True, program=program(forward_step=step))
         said = capsys.readouterr().out.count("the loss function leaves out tokens that count in the data")
         assert said == (name == "half"), "once, and only then"
+
+
+def test_numbers_that_are_reported_beside_the_loss_are_told_to_be_unwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def more(data_iterator: Any, model: Any) -> Any:
+        output, loss_function = pretrain_gpt.forward_step(data_iterator, model)
+
+        def reporting(losses: Any) -> Any:
+            loss, tokens, report = loss_function(losses)
+            return loss, tokens, report | {"accuracy": loss.detach(), "twice": 2 * loss.detach()}
+
+        return output, reporting
+
+    write_corpus(tmp_path / "corpus")
+    for name, step in (("loss", pretrain_gpt.forward_step), ("more", more)):
+        config = resolved(f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/{name}")
+        run_training(config, single_process(), True, program=program(forward_step=step))
+        said = capsys.readouterr().out.count("the loss alone is written, not accuracy, twice; print")
+        assert said == (name == "more"), "once, and only then"
