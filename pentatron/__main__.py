@@ -2,6 +2,16 @@
 
 import sys
 
-from pentatron.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    try:
+        # Here, so that Ctrl-C is answered with a sentence from the first moment on.
+        from pentatron.cli.main import main as command
+    except KeyboardInterrupt:
+        sys.stderr.write("pentatron: stopped before anything was done\n")
+        return 130
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,7 +31,7 @@ def data_command(words: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> int:
     if words[:1] == ["show"]:
         return _show(words[1:])
-    if not words or words[0] in ("--help", "-h", "help") or "--help" in words:
+    if not words or words[0] in ("--help", "-h", "help") or "--help" in words or "-h" in words:
         say(USAGE)
         return 0
     command, rest = words[0], words[1:]

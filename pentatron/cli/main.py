@@ -169,6 +169,8 @@ def _train(
 
 
 def _dispatch(words: Sequence[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        return _dispatch([*words[1:], "--help"])
     if not words or words[0] in ("--help", "-h", "help"):
         say(USAGE)
         return 0

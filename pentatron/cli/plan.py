@@ -21,6 +21,7 @@ from pentatron.config.flags import Assigned, is_flag, normal, parse_flags
 from pentatron.config.graph_rules import WANTED
 from pentatron.config.loaded import adopt
 from pentatron.config.parsing import parse_json
+from pentatron.config.presets import presets
 from pentatron.config.resolve import foreseen, gather
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device, device_named
@@ -224,6 +225,7 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
 
     path = Path(folder) / "config.json" if Path(folder).is_dir() else Path(folder)
     if not path.is_file():
+        _require_model(folder)
         draft.values["load"] = Assigned(folder, "flag --load")
         learn_from_named(draft, facts)
         return
@@ -235,6 +237,23 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
         raise UserError(f"{path} holds no settings of a model; name a Hugging Face folder")
     adopt(draft, facts, settings_of(config), str(path.parent), "or plan another model")
     draft.values["load"] = Assigned(str(path.parent), "flag --load")
+
+
+def _require_model(folder: str) -> None:
+    """In the words of whoever typed no `--load`."""
+    from pentatron.checkpoint.find import refuse_other_formats
+    from pentatron.hf.hub import is_hub_id
+    from pentatron.train.sources import find_source
+
+    if is_hub_id(folder) or find_source(Path(folder)) is not None:
+        return
+    if folder in presets():
+        raise UserError(f"there is no folder {folder}; the preset of that name is --preset {folder}")
+    refuse_other_formats(Path(folder))
+    found = "holds no checkpoint and no Hugging Face model" if Path(folder).exists() else "does not exist"
+    raise UserError(
+        f"{folder} {found}; name a Hugging Face folder or a run, or a model with --preset NAME (pentatron presets lists them)"
+    )
 
 
 def _complete(draft: Draft, device: Device, world: int) -> list[str]:

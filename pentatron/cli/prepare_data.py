@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
 from pentatron.config.counted import counted, in_digits
-from pentatron.config.errors import UserError
+from pentatron.config.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from pentatron.data.prepare import Counts, Job, Outcome
@@ -120,15 +120,15 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
         "output-prefix": "say where the result goes",
         "tokenizer-type": f"it is one of {', '.join(TOKENIZER_TYPES)}",
     }
-    for name, what in needed.items():
-        if not options[name]:
-            raise UserError(f"--{name} is missing; {what}")
+    problems = [f"--{name} is missing; {what}" for name, what in needed.items() if not options[name]]
     if options["workers"] < 0 or (options["workers"] == 0 and _given(words, "workers")):
-        raise UserError(f"--workers {options['workers']} must be 1 or more")
+        problems.append(f"--workers {options['workers']} must be 1 or more")
     if options["text-documents"] not in TEXT_DOCUMENTS:
-        raise UserError(
+        problems.append(
             f"--text-documents {options['text-documents']} must be one of {', '.join(TEXT_DOCUMENTS)}"
         )
+    if problems:
+        raise ConfigError(problems)
     for name, (default, reason) in IDLE.items():
         if options[name] != default:
             say(f"note: --{name} has no effect: {reason}")

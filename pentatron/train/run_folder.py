@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.checkpoint.find import checkpoints_of
-from pentatron.checkpoint.store import STEP_NAME
 from pentatron.config.errors import UserError
 from pentatron.config.printable import one_line
 from pentatron.config.redaction import redacted_value
@@ -57,8 +55,9 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
+            reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
             raise UserError(
-                f"the run folder {self.path} cannot be written ({error.strerror}); choose another with --run-dir"
+                f"the run folder {self.path} cannot be written ({reason}); choose another with --run-dir or --save"
             ) from None
         if self.config.exists() and not self.config.read_text(encoding="utf-8", errors="replace").startswith(
             _HEADER
@@ -135,6 +134,10 @@ def _loads_itself(config: RunConfig) -> bool:
     load, save, run = config.checkpoint.load, config.checkpoint.save, config.run.run_dir
     if load is None:
         return True
+    # A launcher makes the folder without torch, which these bring in.
+    from pentatron.checkpoint.find import checkpoints_of
+    from pentatron.checkpoint.store import STEP_NAME
+
     named = Path(load).resolve()
     own = {Path(save).resolve()} if save is not None else set()
     if run is not None:

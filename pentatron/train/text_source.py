@@ -59,9 +59,8 @@ def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
         assert step is not None, "a source has steps"
         return step.folder, complaints
     if not path.is_dir():
-        raise UserError(
-            f"the folder {path} does not exist; name a run, its checkpoints or a Hugging Face folder"
-        )
+        what = f"{path} is a file" if path.is_file() else f"the folder {path} does not exist"
+        raise UserError(f"{what}; name a run, its checkpoints or a Hugging Face folder")
     refuse_other_formats(path)
     raise UserError(
         f"{path} holds no checkpoint and no Hugging Face model; train first, or name the folder given to --save"

@@ -221,6 +221,8 @@ def left_out(config: RunConfig) -> list[str]:
         found.append("attention dropout is left out: what it drops depends on the layout")
     if config.kernels.compile == "on":
         found.append("the compiler is left out: where it rounds depends on the layout")
+    if config.launch.device == "cuda":
+        found.append("--device cuda has no effect: the comparison runs on a CPU")
     if WANTED[config.kernels.cuda_graphs] == "on":
         found.append("CUDA graphs are left out: the comparison runs on a CPU")
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.__main__ import main as program
 from pentatron.cli.help import entry_help
 from pentatron.cli.main import COMMANDS, main
 from pentatron.config.entry import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
@@ -181,6 +182,12 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("bench --steps 0 --prest demo", "unknown flag --prest (did you mean --preset?)"),
         ("checkpoint reshard --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
         ("plan --preset llama3-8b --gpu 8", "--gpu 8 is not known here (a number of GPUs is --gpus 8); use one of"),
+        ("plan nowhere --gpus 8", "nowhere does not exist; name a Hugging Face folder or a run, or a model with --preset NAME"),
+        ("plan pentatron --gpus 8", "pentatron holds no checkpoint and no Hugging Face model; name"),
+        ("plan llama3-8b --gpus 8", "there is no folder llama3-8b; the preset of that name is --preset llama3-8b"),
+        ("generate pyproject.toml", "pyproject.toml is a file; name a run"),
+        ("train --run-dir pyproject.toml", "the run folder pyproject.toml cannot be written (it is a file); choose another"),
+        ("help trian", "unknown command 'trian' (did you mean train?)"),
         ("prepare --output-prefix --overwrite", "--output-prefix wants a value"),
         ("prepare --output-prefix= --overwrite", "--output-prefix wants a value"),
         ("monitor --interval", "--interval wants a number"),
@@ -210,6 +217,44 @@ def test_mistakes_of_a_small_command_are_told_together(capsys: pytest.CaptureFix
         "  1. --workers wants a whole number, not 'x'",
         "  2. unknown flag --output-prefx (did you mean --output-prefix?); pentatron prepare --help lists them",
     ]
+
+
+def test_what_is_missing_is_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--workers", "0"]) == 2
+    said = capsys.readouterr().err
+    for name in (
+        "--input is missing",
+        "--output-prefix is missing",
+        "--tokenizer-type is missing",
+        "--workers 0",
+    ):
+        assert name in said
+
+
+@pytest.mark.parametrize("words", ["data describe", "checkpoint verify", "plan", "launch slurm"])
+def test_help_is_found_by_every_way(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = set()
+    for asked in (f"{words} --help", f"{words} -h", f"help {words}"):
+        assert main(asked.split()) == 0
+        shown.add(capsys.readouterr().out)
+    assert len(shown) == 1 and shown.pop().startswith("usage: pentatron ")
+
+
+class _Interrupted:
+    """Ctrl-C while modules are imported."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "pentatron.cli.main":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_is_answered_from_the_first_moment_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [_Interrupted(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "pentatron.cli.main")
+    assert program() == 130
+    assert capsys.readouterr().err == "pentatron: stopped before anything was done\n"
 
 
 def test_as_a_process_a_mistake_has_no_traceback() -> None:

@@ -170,3 +170,6 @@ def test_what_cannot_be_compared_is_left_out_and_said() -> None:
     said = [re.split(" (?:is|are) left out", note)[0] for note in notes]
     assert said == ["bf16", "fp8", "attention dropout", "the compiler", "CUDA graphs"]
     assert left_out(describe([]).config) == []
+    assert left_out(describe(["--device", "cuda"]).config) == [
+        "--device cuda has no effect: the comparison runs on a CPU"
+    ]
