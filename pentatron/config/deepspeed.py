@@ -95,6 +95,9 @@ _REFUSED = {
 }
 
 
+_WARMUP_TYPE = "scheduler.params.warmup_type"
+
+
 def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
     """The settings a DeepSpeed file stands for, and a line for each of its keys that stands for none."""
     content = load_file(Path(path), "--deepspeed_config")
@@ -102,6 +105,8 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
         raise UserError(f"{path} holds no settings: a DeepSpeed configuration is one JSON object")
     found: dict[str, Assigned] = {}
     notices, problems = [], []
+    # The form that DeepSpeed's schedules have unless the file says otherwise.
+    warmup_type = "log"
     for key, value in _entries(content):
         if value == _AUTO:
             continue
@@ -113,10 +118,16 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
             except (UserError, TypeError, ValueError, IndexError) as error:
                 # Some of them name the place themselves.
                 problems.append(f"{path}: {key}: {str(error).removeprefix(f'{path}: {key}').lstrip()}")
+        elif key == _WARMUP_TYPE:
+            warmup_type = value
         elif key not in _REFUSED and not _only_switches(key, value):
             notices.append(f"{path}: {key} has no counterpart here, so it changes nothing")
     if problems:
         raise ConfigError(problems)
+    if warmup_type != "linear" and "lr_warmup_iters" in found:
+        notices.append(
+            f"{path}: the warm-up is linear here; DeepSpeed's rises faster at first, as a logarithm, unless {_WARMUP_TYPE} is linear"
+        )
     return found, notices
 
 

@@ -45,6 +45,7 @@ EVERYTHING = {
             "warmup_min_lr": 1e-5,
             "warmup_max_lr": 1e-4,
             "warmup_num_steps": 5,
+            "warmup_type": "linear",
             "total_num_steps": 50,
         },
     },
@@ -86,6 +87,14 @@ def test_every_key_becomes_the_setting_that_does_the_same(tmp_path: Path) -> Non
         "wall_clock_breakdown",
         "zero_optimization.offload_optimizer.pin_memory",
     ]
+
+
+@pytest.mark.parametrize("said", [{}, {"warmup_type": "log"}], ids=["by default", "log"])
+def test_a_warm_up_of_another_form_is_told(tmp_path: Path, said: dict[str, str]) -> None:
+    content = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, **said}}}
+    found = resolved(tmp_path, content)
+    assert found.config.optim.lr_warmup_iters == 5
+    assert [n for n in found.notices if "the warm-up is linear here" in n] != []
 
 
 def test_auto_leaves_the_setting_alone_and_flags_win(tmp_path: Path) -> None:
