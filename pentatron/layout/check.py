@@ -73,6 +73,7 @@ def check(schedule: Schedule) -> Checked:
     _check_order(schedule, needs)
     _check_channels(schedule)
     timeline = _simulate(schedule, needs)
+    _check_one_queue(schedule, needs)
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
     return Checked(
@@ -251,6 +252,45 @@ def _simulate(schedule: Schedule, needs: Needs) -> tuple[tuple[Slot, ...], ...]:
                 f"rank {rank}: {_named(stuck)} waits for ever, as ranks wait for each other in a circle"
             )
     return tuple(map(tuple, slots))
+
+
+def _check_one_queue(schedule: Schedule, needs: Needs) -> None:
+    """Runs the lists as a GPU does whose streams share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1; with more streams than queues some always do).
+
+    There work begins in the order in which the host gave it. A message whose stream is still busy with the one before on its channel holds up
+    all that follows, whatever stream that belongs to. Where this ends, it ends with more queues too.
+    """
+    position = [0 for _ in schedule.actions]
+    begun: dict[Channel, list[int]] = {}
+    place: dict[tuple[int, Action], int] = {}
+
+    def arrived(channel: Channel) -> int:
+        return min(begun.setdefault(channel, [0, 0]))
+
+    def begins(rank: int, action: Action, needed: tuple[Action, ...]) -> bool:
+        if action.kind in COMPUTATIONS:
+            return all(place[rank, n] < arrived(_channel(rank, n)) for n in needed if n.kind in RECEIVES)
+        if action.kind is not Kind.REDUCE:
+            channel, end = _channel(rank, action), action.kind in RECEIVES
+            if arrived(channel) < begun[channel][end]:
+                return False
+            place[rank, action] = begun[channel][end]
+            begun[channel][end] += 1
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            at = position[rank]
+            while at < len(actions) and begins(rank, actions[at], needs[rank][at]):
+                at += 1
+            moved, position[rank] = moved or at > position[rank], at
+    for rank, actions in enumerate(schedule.actions):
+        if position[rank] < len(actions):
+            raise ScheduleError(
+                f"rank {rank}: {_named(actions[position[rank]])} waits for ever where a GPU has one queue for all its work"
+            )
 
 
 class _Wire:

@@ -5,11 +5,15 @@ distinguishes one schedule from another, and `lower`, which adds the messages an
 `pentatron.layout.check` proves the result sound.
 """
 
+import bisect
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
+from pentatron.layout.check import DURATION
 from pentatron.layout.dualpipev import dualpipev_orders, fewest_micro_batches
 from pentatron.layout.zero_bubble import Computation, v_placement, zbv_orders, zero_bubble_orders
 
@@ -84,7 +88,9 @@ def training_schedule(
     if problem is not None:
         raise ValueError(problem)
     placement = placement_for(kind, ranks, virtual)
-    return lower(placement, micro_batches, _orders(kind, placement, micro_batches, group))
+    # Of a group larger than the pipeline, messages of one stage come while the one before it is still computed.
+    early = takes_groups(kind, virtual) and group_sizes(micro_batches, group or ranks)[0] > ranks
+    return lower(placement, micro_batches, _orders(kind, placement, micro_batches, group), early)
 
 
 @functools.lru_cache(maxsize=32)
@@ -167,28 +173,73 @@ def _one_forward_one_backward(
         yield backward
 
 
-def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]]) -> Schedule:
+def lower(
+    placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]], early: bool = False
+) -> Schedule:
     """Adds to each rank's computations the messages and the reductions.
 
     A result is sent right after it was computed. A receive is posted one computation before the one that needs it, so
-    that the message travels meanwhile. A stage is reduced right after its last backward, or second half of one.
+    that the message travels meanwhile; with `early`, as soon as the message is sent, so that no sender is held up by several that
+    nobody has taken yet. A stage is reduced right after its last backward, or second half of one.
     """
+    timeline = _timeline(placement, orders) if early else None
     return Schedule(
         placement,
         micro_batches,
-        tuple(tuple(_lowered(placement, rank, order)) for rank, order in enumerate(orders)),
+        tuple(tuple(_lowered(placement, rank, order, timeline)) for rank, order in enumerate(orders)),
     )
 
 
-def _lowered(placement: Placement, rank: int, order: Sequence[Computation]) -> Iterator[Action]:
+@dataclass(frozen=True)
+class _Timeline:
+    """When each computation begins, and by whether it is a forward, its stage and its micro-batch, when its result is sent."""
+
+    begins: dict[Computation, float]
+    sent: dict[tuple[bool, int, int], float]
+
+
+def _timeline(placement: Placement, orders: Sequence[Sequence[Computation]]) -> _Timeline:
+    """If everything begins as soon as it can, and messages take no time; nothing of what never begins."""
+    found = _Timeline({}, {})
+    clock, done = [0.0 for _ in orders], [0 for _ in orders]
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            for computation in order[done[rank] :]:
+                kind, stage, micro_batch = computation
+                forward = kind is Kind.FORWARD
+                source = (forward, stage - 1 if forward else stage + 1, micro_batch)
+                needs = kind is not Kind.WEIGHT and 0 <= source[1] < placement.stages
+                if needs and source not in found.sent:
+                    break
+                found.begins[computation] = max(clock[rank], found.sent[source] if needs else 0.0)
+                clock[rank] = found.begins[computation] + DURATION[kind]
+                if kind is not Kind.WEIGHT:
+                    found.sent[forward, stage, micro_batch] = clock[rank]
+                done[rank] += 1
+                moved = True
+    return found
+
+
+def _lowered(
+    placement: Placement, rank: int, order: Sequence[Computation], timeline: _Timeline | None
+) -> Iterator[Action]:
     last_backward = {
         stage: i for i, (kind, stage, _) in enumerate(order) if kind in (Kind.BACKWARD, Kind.WEIGHT)
     }
+    # Messages of one sender are sent, and needed, in the same order, so they are posted in it as well.
+    posted: list[list[Action]] = [[] for _ in order]
+    begins = [] if timeline is None else [timeline.begins.get(computation, math.inf) for computation in order]
     for i, computation in enumerate(order):
-        if i == 0:
-            yield from _received(placement, rank, computation)
-        if i + 1 < len(order):
-            yield from _received(placement, rank, order[i + 1])
+        for receive in _received(placement, rank, computation):
+            place = max(0, i - 1)
+            if timeline is not None:
+                sender = (computation[0] is Kind.FORWARD, receive.stage, receive.micro_batch)
+                place = bisect.bisect_left(begins, timeline.sent.get(sender, math.inf), 0, place)
+            posted[place].append(receive)
+    for i, computation in enumerate(order):
+        yield from posted[i]
         kind, stage, micro_batch = computation
         yield Action(kind, stage, micro_batch)
         yield from _sent(placement, rank, computation)

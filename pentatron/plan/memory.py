@@ -9,7 +9,7 @@ from pentatron.layout.stages import StagePart
 from pentatron.plan import activations
 from pentatron.plan.held import Held, held, shards_parameters
 from pentatron.plan.launches import recorded
-from pentatron.plan.schedule import peak
+from pentatron.plan.schedule import peak, received_ahead
 from pentatron.plan.shape import Shape
 
 _FP32 = 4
@@ -96,7 +96,7 @@ def _of_rank(shape: Shape, rank: int) -> RankMemory:
         between,
         most.activations.layers,
         most.activations.logits,
-        _messages(shape) + _collectives(shape, rank),
+        _messages(shape, rank) + _collectives(shape, rank),
         working,
         most.micro_batches,
         spared,
@@ -185,10 +185,12 @@ def _of_head(shape: Shape, table: int) -> int:
     return activations.logits(shape) + chunks * table + shape.width * shape.tokens * shape.hidden + rounded
 
 
-def _messages(shape: Shape) -> int:
+def _messages(shape: Shape, rank: int) -> int:
+    """Beside the usual ones those that come while others are computed with: of groups that are larger than the pipeline."""
     if shape.grid.pipeline == 1:
         return 0
-    return 2 * _MESSAGES * shape.width * shape.in_stream * shape.hidden
+    waiting = max(0, received_ahead(shape, rank) - _MESSAGES)
+    return (2 * _MESSAGES + waiting) * shape.width * shape.in_stream * shape.hidden
 
 
 def _collectives(shape: Shape, rank: int) -> int:

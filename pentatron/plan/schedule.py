@@ -40,18 +40,45 @@ def peak(shape: Shape, pipeline_rank: int, parts: Mapping[int, StagePart]) -> Pe
 
 
 def _states_of(shape: Shape, rank: int) -> frozenset[State]:
+    if shape.grid.pipeline == 1:
+        return frozenset({((1, 0),)})
+    if shape.config.parallel.pipeline_schedule == "gpipe":
+        return frozenset({((shape.accumulation, 0),)})
+    return _states(*_shown(shape), rank)
+
+
+def _shown(shape: Shape) -> tuple[str, int, int, int, int | None]:
+    """A schedule that is long enough to show all that a longer one holds."""
     config, steps = shape.config, shape.accumulation
     ranks, virtual, kind = shape.grid.pipeline, config.virtual_stages, config.parallel.pipeline_schedule
-    if ranks == 1:
-        return frozenset({((1, 0),)})
-    if kind == "gpipe":
-        return frozenset({((steps, 0),)})
     shown = min(steps, _ENOUGH * ranks + steps % ranks)
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:
         shown = min(steps, _ENOUGH * group + steps % group)
     grouped = group is not None and schedules.takes_groups(kind, virtual)
-    return _states(kind, ranks, virtual, shown, min(group, shown) if grouped and group else None, rank)
+    return kind, ranks, virtual, shown, min(group, shown) if grouped and group else None
+
+
+def received_ahead(shape: Shape, pipeline_rank: int) -> int:
+    """For how many messages at once a rank has room made before it computes with them."""
+    return _received_ahead(*_shown(shape), pipeline_rank) if shape.grid.pipeline > 1 else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _received_ahead(
+    kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None, rank: int
+) -> int:
+    schedule = schedules.training_schedule(kind, ranks, virtual, micro_batches, group)
+    most = 0
+    receives: set[tuple[bool, int, int]] = set()
+    for action in schedule.actions[rank]:
+        forward = action.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
+        if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
+            receives.add((forward, action.stage, action.micro_batch))
+        elif action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
+            receives.discard((forward, action.stage + (-1 if forward else 1), action.micro_batch))
+        most = max(most, len(receives))
+    return most
 
 
 @functools.lru_cache(maxsize=1024)

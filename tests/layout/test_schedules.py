@@ -4,7 +4,7 @@ import pytest
 
 from pentatron.layout import schedules
 from pentatron.layout.actions import Action, Kind, Placement
-from pentatron.layout.check import Checked, ScheduleError, check
+from pentatron.layout.check import RECEIVES, Checked, ScheduleError, check
 from pentatron.layout.schedules import (
     KINDS,
     forward_schedule,
@@ -153,6 +153,26 @@ def test_receives_are_posted_one_computation_ahead_and_sends_follow_at_once() ->
                 if message in posted:
                     assert posted[message] == max(0, computed - 1)
                 computed += 1
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize(("micro_batches", "group"), [(16, 16), (16, 6), (17, 5)])
+def test_messages_of_large_groups_are_received_when_they_are_sent(
+    kind: str, micro_batches: int, group: int
+) -> None:
+    """Posted one computation ahead, sends that nobody takes yet would stand in each other's way on a GPU with one queue."""
+    schedule = training_schedule(kind, 3, 2, micro_batches, group)
+    check(schedule)
+    late = lower(
+        schedule.placement, micro_batches, schedules._orders(kind, schedule.placement, micro_batches, group)
+    )
+    with pytest.raises(ScheduleError, match="waits for ever where a GPU has one queue for all its work"):
+        check(late)
+    for early, usual in zip(schedule.actions, late.actions):
+        assert [a for a in early if a.kind not in RECEIVES] == [a for a in usual if a.kind not in RECEIVES]
+        for receive in (a for a in usual if a.kind in RECEIVES):
+            ahead = [sum(a.kind not in RECEIVES for a in x[: x.index(receive)]) for x in (early, usual)]
+            assert ahead[0] <= ahead[1]
 
 
 @pytest.mark.parametrize("micro_batches", range(1, 30))

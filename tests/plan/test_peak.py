@@ -87,3 +87,18 @@ def test_the_peak_of_a_step_is_the_planned_one(words: str, ranks: int) -> None:
     # Gradients are made in a step, and gone after it.
     between_steps = planned.held.weights + planned.held.optimizer
     assert measured == pytest.approx(planned.total - between_steps, rel=0.05)
+
+
+def test_messages_that_come_early_have_room_in_the_plan() -> None:
+    """Of groups as large as the pipeline two are on their way; larger ones wait where they are to be computed with."""
+    pipeline = (
+        f"{SHAPE} --seq-length 16 --vocab-size 400 --num-layers 4 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8"
+    )
+    usual, large = (
+        memory_of(resolved(f"{pipeline} {words}", 2).config).largest.buffers
+        for words in ("", "--microbatch-group-size-per-virtual-pipeline-stage 8")
+    )
+    message = 4 * 16 * 128
+    assert usual == 4 * message
+    assert large == usual + 5 * message
