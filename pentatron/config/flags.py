@@ -11,8 +11,12 @@ from typing import Any
 
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import ConfigError, UserError
+from pentatron.config.presets import presets
 from pentatron.config.run import table
 from pentatron.config.setting import Setting, Spelling, coerce
+
+# Hyphens, dashes and the minus sign, which word processors and web pages put in the place of `-`.
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ def parse_flags(words: Sequence[str], entry: EntryPoint) -> ParsedFlags:
             dropped = [word, *_take_until_flag(queue)]
             parsed.notices.append(f"dropped the comment '{' '.join(dropped)}' from the command line")
         elif not is_flag(word):
-            problems.append(f"'{word}' is no flag; write --name value (a value with spaces needs quotes)")
+            problems.append(_no_flag(word, flags))
+            if word.startswith(tuple(_DASHES)):
+                _take_until_flag(queue)
         elif (found := flags.find(word)) is None:
             problems.append(flags.unknown(word))
             _take_until_flag(queue)
@@ -102,6 +108,19 @@ def parse_flags(words: Sequence[str], entry: EntryPoint) -> ParsedFlags:
     if problems:
         raise ConfigError(problems)
     return parsed
+
+
+def _no_flag(word: str, flags: FlagTable) -> str:
+    """What was meant by a word that stands where a flag should."""
+    if word.startswith(tuple(_DASHES)):
+        dash = f"U+{ord(word[0]):04X}"
+        return f"'{word}' begins with a dash of printed text ({dash}); write --{word.lstrip(_DASHES + '-')}"
+    meant = "--name value (a value with spaces needs quotes)"
+    if "=" in word and flags.find(word) is not None:
+        meant = f"--{word}"
+    elif word in presets():
+        meant = f"--preset {word}"
+    return f"'{word}' is no flag; write {meant}"
 
 
 def _assign(parsed: ParsedFlags, word: str, item: Setting, spelling: Spelling, queue: list[str]) -> None:

@@ -119,6 +119,10 @@ def test_the_source_is_the_flag_as_typed() -> None:
         ("--recompute-modules core_attn mlpp",
          "--recompute-modules wants one of core_attn, moe_act, layernorm, mlp, moe, shared_experts, not 'mlpp'"),
         ("train", "'train' is no flag; write --name value (a value with spaces needs quotes)"),
+        ("llama3-8b", "'llama3-8b' is no flag; write --preset llama3-8b"),
+        ("lr=3", "'lr=3' is no flag; write --lr=3"),
+        ("\u2014lr 3", "'\u2014lr' begins with a dash of printed text (U+2014); write --lr"),
+        ("\u2013-lr 3", "'\u2013-lr' begins with a dash of printed text (U+2013); write --lr"),
         ("--lr 1 2", "'2' is no flag; write --name value (a value with spaces needs quotes)"),
         ("--sample-prompt -x", "--sample-prompt needs a value; a value that starts with '-' is written --sample-prompt=-x"),
     ],
@@ -129,6 +133,11 @@ def test_wrong_values(words: str, sentence: str) -> None:
 
 def test_an_empty_word_is_no_value() -> None:
     assert complaints(["--save", ""]) == ["--save needs a value"]
+    assert complaints([""]) == ["'' is no flag; write --name value (a value with spaces needs quotes)"]
+
+
+def test_what_follows_a_printed_dash_is_not_complained_of_too() -> None:
+    assert len(complaints("\u2014lr 3")) == 1
 
 
 @pytest.mark.parametrize(
