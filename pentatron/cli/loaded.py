@@ -9,7 +9,7 @@ from pentatron.cli.loaded_step import LAYOUT_OF_STEP, adopt_layout, nothing_to_l
 from pentatron.config.data_sources import names_files
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.flags import Assigned
-from pentatron.config.loaded import FREE, adopt
+from pentatron.config.loaded import FREE, LOADED, adopt
 from pentatron.config.resolve import foreseen
 from pentatron.config.run import table
 
@@ -110,5 +110,5 @@ def _learn_tokenizer(draft: Draft, folder: Path) -> None:
     named = any(draft[name] is not None for name in TOKENIZER)
     if named or not names_files(draft) or not (folder / _TOKENIZER_FILE).is_file():
         return
-    draft.values["tokenizer_model"] = Assigned(str(folder), f"loaded from {folder}")
+    draft.values["tokenizer_model"] = Assigned(str(folder), f"{LOADED}{folder}")
     draft.notices.append(f"tokenizer from {folder}")

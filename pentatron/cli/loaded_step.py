@@ -7,6 +7,7 @@ from typing import Any
 from pentatron.config.draft import Draft
 from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned
+from pentatron.config.loaded import LOADED
 from pentatron.config.run import table
 
 LAYOUT_OF_STEP = (
@@ -71,7 +72,7 @@ def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
         if name in saved and not draft.given(name) and draft[name] != saved[name]
     ]
     for name in learned:
-        draft.values[name] = Assigned(saved[name], f"loaded from {origin}")
+        draft.values[name] = Assigned(saved[name], f"{LOADED}{origin}")
     if learned:
         shown = " ".join(table()[name].written(saved[name]) for name in learned)
         draft.notices.append(f"layout from {origin}: {shown}")

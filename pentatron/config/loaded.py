@@ -11,6 +11,8 @@ from pentatron.config.resolve import foreseen
 from pentatron.config.run import table
 from pentatron.config.windows import window_of
 
+# Begins the origin of every setting that was taken from what is loaded.
+LOADED = "loaded from "
 # They are among the settings of the architecture but leave no trace in weights: a run chooses them anew.
 FREE = frozenset(
     {
@@ -139,7 +141,7 @@ def adopt(draft: Draft, facts: Facts, found: Mapping[str, Any], origin: str, way
         different.append(_POSITIONS)
     if learned := [name for name in open_names if name in different]:
         for name in open_names:
-            draft.values[name] = Assigned(loaded[name], f"loaded from {origin}")
+            draft.values[name] = Assigned(loaded[name], f"{LOADED}{origin}")
         shown = [name for name in open_names if name in learned or name in _SHAPE]
         draft.notices.append(f"architecture from {origin}: {' '.join(_written(loaded, n) for n in shown)}")
     after = foreseen(draft, facts)

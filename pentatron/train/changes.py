@@ -1,6 +1,6 @@
 """What is not as it was when a checkpoint was made: refused where it makes another model, told where it may change numbers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,12 @@ class Changes:
     settings: frozenset[str]
 
 
-def changes_since(saved: Mapping[str, Any], config: RunConfig) -> Changes:
-    """What the user should know of settings that are not those of the checkpoint."""
-    kept = _SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ()
+def changes_since(saved: Mapping[str, Any], config: RunConfig, loaded: Collection[str] = ()) -> Changes:
+    """What the user should know of settings that are not those of the checkpoint.
+
+    `loaded`: settings that were taken from what is loaded. The tokenizer kept there has another path than the one it is a copy of.
+    """
+    kept = {*loaded, *(_SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ())}
     different = [d for d in _differences(saved, config.nested()) if d.name not in kept]
     free = [d for d in different if d.section in _FREE_SECTIONS or d.name in _FREE_SETTINGS]
     layout = [d for d in different if d.section == "parallel"]

@@ -15,6 +15,7 @@ from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.checkpoint.survey import is_resumable
 from pentatron.checkpoint.verifying import searched_together
 from pentatron.config.errors import UserError
+from pentatron.config.loaded import LOADED
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
 from pentatron.hf.architecture import settings_in
@@ -266,7 +267,8 @@ class _Start:
         if not optimizer:
             state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)
-        other = changes_since(found.manifest.config, self.config)
+        loaded = [name for name, source in self.resolved.sources.items() if source.startswith(LOADED)]
+        other = changes_since(found.manifest.config, self.config, loaded)
         changes += other.told
         if state.loss_scaling and "initial_loss_scale" in other.settings:
             scale = state.loss_scaling["scale"]

@@ -66,3 +66,25 @@ def test_the_same_text_at_both_ends(
             quick = ["--greedy", "--max-new-tokens", "12", "--threads", "1", "--device", "cpu"]
             assert main(["generate", str(tmp_path / source), prompt, *quick]) == 0
             assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_a_resumed_fine_tuning_does_not_call_its_own_tokenizer_another_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "import os and return x"}\n' * 40)
+    corpus = tmp_path / "corpus"
+    prepare = f"prepare --input {tmp_path / 'text.jsonl'} --output-prefix {corpus} --workers 1 --tokenizer-type HFTokenizer --tokenizer-model {folder}"
+    assert main(prepare.split()) == 0
+    words = (
+        f"train --load {folder} --data-path {corpus}_text_document --seq-length 8 --global-batch-size 2 --split 1,0,0 \
+        --nproc-per-node 1 --device cpu --run-dir {tmp_path / 'run'} --lr 1e-3"
+    )
+    assert main([*words.split(), "--train-iters", "2"]) == 0
+    capsys.readouterr()
+    assert main([*words.split(), "--train-iters", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert f"note: tokenizer from {tmp_path / 'run'}" in shown
+    changed = (
+        "note: settings that are not the checkpoint's: --train-iters 4 (was 2), --lr-decay-iters 4 (was 2)\n"
+    )
+    assert changed in shown, "nobody named another tokenizer"
