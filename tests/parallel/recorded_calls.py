@@ -1,0 +1,152 @@
+"""What the ranks of a run say to each other, recorded call by call, and a judge who runs the records as NCCL would.
+
+Gloo forgives what NCCL does not: it buffers messages, and lets every call run by itself. Under NCCL the calls of a communicator run in
+the order in which they were begun, each of them only when all its ranks have begun it. The judge is stricter still: all that a rank
+begins stands in one queue, as on a GPU whose streams share one, so that a call whose communicator is busy holds up whatever follows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pentatron.parallel.messages import ANNOUNCEMENT_TAG
+
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "all_to_all_single", "all_gather_single", "all_gather_into_tensor"),
+    *("reduce_scatter_single", "reduce_scatter_tensor"),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """`number`: of this rank's calls. What its ranks must agree on is `what`. `waits`: it is the number of an earlier call that is waited for."""
+
+    number: int
+    communicator: tuple[str, ...] = ()
+    members: tuple[int, ...] = ()
+    what: str = ""
+    waits: int | None = None
+
+
+@dataclass
+class Recorder:
+    """Takes the place of torch's functions. What a step announces is in host memory, and goes through gloo also where GPUs have NCCL."""
+
+    calls: list[Call] = field(default_factory=list)
+    on: bool = False
+
+    def install(self) -> None:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                setattr(dist, name, self._collective(name, getattr(dist, name)))
+        for name in ("isend", "irecv"):
+            setattr(dist, name, self._message(name, getattr(dist, name)))
+        dist.batch_isend_irecv = self._batch(dist.batch_isend_irecv)
+
+    def _begun(self, communicator: tuple[str, ...], members: Sequence[int], what: str) -> int:
+        self.calls.append(Call(len(self.calls), communicator, tuple(members), what))
+        return self.calls[-1].number
+
+    def _collective(self, name: str, honest: Any) -> Any:
+        def call(tensor: Tensor, *words: Any, group: Any = None, async_op: bool = False, **named: Any) -> Any:
+            work = honest(tensor, *words, group=group, async_op=async_op, **named)
+            if not self.on:
+                return work
+            # Of an all-to-all every rank may have another size.
+            size = "" if name == "all_to_all_single" else f" {tensor.numel()}"
+            members = dist.get_process_group_ranks(group)
+            number = self._begun((group.group_name,), members, f"{name}{size} {tensor.dtype}")
+            if not async_op:
+                self.waited(number)
+                return work
+            return Work(work, self, number)
+
+        return call
+
+    def _message(self, name: str, honest: Any) -> Any:
+        def call(tensor: Tensor, *words: Any, group: Any = None, **named: Any) -> Any:
+            work = honest(tensor, *words, group=group, **named)
+            if not self.on or named["tag"] == ANNOUNCEMENT_TAG:
+                return work
+            sends = name == "isend"
+            peer = dist.get_process_group_ranks(group)[named["group_dst" if sends else "group_src"]]
+            ends = sorted((dist.get_rank(), peer))
+            sender = dist.get_rank() if sends else peer
+            # Messages outside of a batch have a communicator of their two ranks.
+            communicator = (group.group_name, *map(str, ends))
+            number = self._begun(communicator, ends, f"message of {sender}, {tensor.numel()} {tensor.dtype}")
+            return Work(work, self, number)
+
+        return call
+
+    def _batch(self, honest: Any) -> Any:
+        def call(operations: list[dist.P2POp]) -> Any:
+            recording, self.on = self.on, False
+            works = honest(operations)
+            self.on = recording
+            if not recording:
+                return works
+            group, tensor = operations[0].group, operations[0].tensor
+            members = dist.get_process_group_ranks(group)
+            number = self._begun((group.group_name,), members, f"batch {tensor.numel()} {tensor.dtype}")
+            return [Work(work, self, number) for work in works]
+
+        return call
+
+    def waited(self, number: int) -> None:
+        if self.on:
+            self.calls.append(Call(len(self.calls), waits=number))
+
+
+@dataclass
+class Work:
+    honest: Any
+    recorder: Recorder
+    number: int
+
+    def wait(self) -> Any:
+        self.recorder.waited(self.number)
+        return self.honest.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self.honest.is_completed())
+
+
+def problem_of(records: Sequence[Sequence[Call]]) -> str | None:
+    """Why the calls of these ranks would never end, or mix up what does not belong together; None if they end."""
+    at = [0 for _ in records]
+    # For each communicator what every rank has begun on it, and for each call which of these it is.
+    begun: dict[tuple[str, ...], dict[int, list[str]]] = {}
+    place: dict[tuple[int, int], tuple[tuple[str, ...], int]] = {}
+
+    def done(communicator: tuple[str, ...], number: int) -> bool:
+        return all(len(calls) > number for calls in begun[communicator].values())
+
+    def goes_on(rank: int, call: Call) -> bool:
+        if call.waits is not None:
+            return done(*place[rank, call.waits])
+        ranks = begun.setdefault(call.communicator, {member: [] for member in call.members})
+        if not all(len(calls) >= len(ranks[rank]) for calls in ranks.values()):
+            return False
+        place[rank, call.number] = (call.communicator, len(ranks[rank]))
+        ranks[rank].append(call.what)
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, record in enumerate(records):
+            while at[rank] < len(record) and goes_on(rank, record[at[rank]]):
+                at[rank] += 1
+                moved = True
+    for communicator, ranks in begun.items():
+        for number, found in enumerate(zip(*ranks.values())):
+            if len(set(found)) > 1:
+                return f"call {number} of {communicator} is {' and '.join(sorted(set(found)))}"
+    stuck = [
+        f"rank {rank}: {record[at[rank]]}" for rank, record in enumerate(records) if at[rank] < len(record)
+    ]
+    return "; ".join(stuck) or None
