@@ -12,6 +12,7 @@ from typing import Any
 from pentatron.cli.options import read_options
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import say
+from pentatron.config.counted import counted
 from pentatron.config.draft import Facts
 from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.config.errors import ConfigError, UserError
@@ -229,7 +230,7 @@ def _remarks(job: Job, config: RunConfig, kind: str) -> list[str]:
         )
     if kind == "slurm" and not job.cpus and "--exclusive" not in job.batch_lines:
         found.append(
-            f"without --cpus-per-task Slurm may give one core to the {job.processes} workers of a node; say how many cores "
+            f"without --cpus-per-task Slurm may give one core to the {counted(job.processes, 'worker')} of a node; say how many cores "
             f"they may use, or --sbatch=--exclusive for the whole node"
         )
     return found

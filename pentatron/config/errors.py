@@ -55,4 +55,6 @@ def file_sentence(error: OSError) -> str:
         return (
             f"{error.filename or 'a file'} cannot be written ({reason}); make room, or choose another folder"
         )
+    if isinstance(error, PermissionError):
+        return f"{error.filename or 'a file'} cannot be opened ({reason}); choose another place, or ask its owner"
     return f"{error.filename or 'a file'}: {reason}"

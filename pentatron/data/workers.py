@@ -1,7 +1,9 @@
 """Worker processes that encode chunks; results come back in the order of the chunks."""
 
 import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,7 +27,14 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, self._recipe), daemon=True)
-        process.start()
+        # A worker inherits what is blocked here: Ctrl-C would end it before it can say that it leaves that to us. Whoever starts
+        # Python's tracker of resources finds signals unblocked, so it is started before.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # A worker sees the end of its pipe only if nobody else holds the other end open.
         theirs.close()
         self._processes[ours] = process

@@ -1,0 +1,29 @@
+"""Processes that encode leave Ctrl-C to the one that started them."""
+
+import os
+import signal
+
+import pytest
+
+from pentatron.data.encode import Recipe
+from pentatron.data.inputs import Chunk, Place
+from pentatron.data.tokenizer import TokenizerChoice
+from pentatron.data.workers import Workers
+
+
+def test_ctrl_c_does_not_end_a_worker_that_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = Chunk(b'{"text": "a"}\n', 0, 1, "json", Place(1), 0)
+    recipe = Recipe(TokenizerChoice("ByteTokenizer"), ("text",), False, False)
+
+    def interrupted(self: Workers) -> object:
+        connection = start(self)
+        [process] = self._processes.values()
+        os.kill(process.pid, signal.SIGINT)
+        return connection
+
+    start = Workers._start
+    monkeypatch.setattr(Workers, "_start", interrupted)
+    with Workers(recipe, 1) as workers:
+        [(read, _)] = workers.encode([chunk])
+    assert read == chunk
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
