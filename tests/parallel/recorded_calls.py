@@ -1,8 +1,9 @@
 """What the ranks of a run say to each other, recorded call by call, and a judge who runs the records as NCCL would.
 
 Gloo forgives what NCCL does not: it buffers messages, and lets every call run by itself. Under NCCL the calls of a communicator run in
-the order in which they were begun, each of them only when all its ranks have begun it. The judge is stricter still: all that a rank
-begins stands in one queue, as on a GPU whose streams share one, so that a call whose communicator is busy holds up whatever follows.
+the order in which they were begun, each of them only when all its ranks have begun it; and at the first call the hosts connect, so that
+none of them goes on before all are there. The judge is stricter still: all that a rank begins stands in one queue, as on a GPU whose
+streams share one, so that a call whose communicator is busy holds up whatever follows.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,16 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Call:
-    """`number`: of this rank's calls. What its ranks must agree on is `what`. `waits`: it is the number of an earlier call that is waited for."""
+    """`number`: of this rank's calls. What its ranks must agree on is `what`. `waits`: it is the number of an earlier call that is waited for.
+
+    `connected`: its ranks have connected before.
+    """
 
     number: int
     communicator: tuple[str, ...] = ()
     members: tuple[int, ...] = ()
     what: str = ""
+    connected: bool = False
     waits: int | None = None
 
 
@@ -46,8 +51,10 @@ class Recorder:
             setattr(dist, name, self._message(name, getattr(dist, name)))
         dist.batch_isend_irecv = self._batch(dist.batch_isend_irecv)
 
-    def _begun(self, communicator: tuple[str, ...], members: Sequence[int], what: str) -> int:
-        self.calls.append(Call(len(self.calls), communicator, tuple(members), what))
+    def _begun(
+        self, communicator: tuple[str, ...], members: Sequence[int], what: str, connected: bool = False
+    ) -> int:
+        self.calls.append(Call(len(self.calls), communicator, tuple(members), what, connected))
         return self.calls[-1].number
 
     def _collective(self, name: str, honest: Any) -> Any:
@@ -77,7 +84,8 @@ class Recorder:
             sender = dist.get_rank() if sends else peer
             # Messages outside of a batch have a communicator of their two ranks.
             communicator = (group.group_name, *map(str, ends))
-            number = self._begun(communicator, ends, f"message of {sender}, {tensor.numel()} {tensor.dtype}")
+            what = f"message of {sender}, {tensor.numel()} {tensor.dtype}"
+            number = self._begun(communicator, ends, what, connected=True)
             return Work(work, self, number)
 
         return call
@@ -121,11 +129,16 @@ def problem_of(records: Sequence[Sequence[Call]]) -> str | None:
     # For each communicator what every rank has begun on it, and for each call which of these it is.
     begun: dict[tuple[str, ...], dict[int, list[str]]] = {}
     place: dict[tuple[int, int], tuple[tuple[str, ...], int]] = {}
+    # Ranks whose host waits for the others of a communicator.
+    connecting: dict[int, tuple[str, ...]] = {}
 
     def done(communicator: tuple[str, ...], number: int) -> bool:
         return all(len(calls) > number for calls in begun[communicator].values())
 
     def goes_on(rank: int, call: Call) -> bool:
+        if rank in connecting and not done(connecting[rank], 0):
+            return False
+        connecting.pop(rank, None)
         if call.waits is not None:
             return done(*place[rank, call.waits])
         ranks = begun.setdefault(call.communicator, {member: [] for member in call.members})
@@ -133,6 +146,8 @@ def problem_of(records: Sequence[Sequence[Call]]) -> str | None:
             return False
         place[rank, call.number] = (call.communicator, len(ranks[rank]))
         ranks[rank].append(call.what)
+        if len(ranks[rank]) == 1 and not call.connected:
+            connecting[rank] = call.communicator
         return True
 
     moved = True

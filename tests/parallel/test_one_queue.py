@@ -89,7 +89,7 @@ def calls(*told: tuple[str, ...]) -> list[Call]:
     """`("c", "what")` is a call on the communicator c, `("c", "what", "wait")` one that is waited for at once."""
     found: list[Call] = []
     for communicator, what, *wait in told:
-        found.append(Call(len(found), (communicator,), ALL, what))
+        found.append(Call(len(found), (communicator,), ALL, what, connected=communicator != "new"))
         if wait:
             found.append(Call(len(found), waits=len(found) - 1))
     return found
@@ -107,6 +107,8 @@ def calls(*told: tuple[str, ...]) -> list[Call]:
         ([calls(("c", "x", "wait"), ("d", "y")), calls(("d", "y", "wait"), ("c", "x"))], "rank 0"),
         # Two sends each, before anybody receives.
         ([calls(*(("c", "x"),) * 2, ("d", "y")), calls(*(("d", "y"),) * 2, ("c", "x"))], "rank 0"),
+        # The hosts connect at the first call, which nobody waits for.
+        ([calls(("new", "x"), ("d", "y", "wait")), calls(("d", "y", "wait"), ("new", "x"))], "rank 0"),
         # One rank leaves a call out.
         ([calls(("c", "x", "wait")), []], "rank 0"),
         # The same number of calls, of other sizes.
