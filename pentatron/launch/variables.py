@@ -21,10 +21,13 @@ class Variable:
 def connections_for(config: RunConfig) -> Variable | None:
     """One queue to the GPU lets communication start in the order of the computation that it hides behind.
 
-    Sharded parameters are gathered beside the computation, which one queue would forbid.
+    Sharded parameters are gathered beside the computation, and so are updated ones with --overlap-param-gather, which one queue would
+    forbid: what is gathered later stands before what is computed now.
     """
     sizes = config.parallel
-    if sizes.tensor_model_parallel_size * sizes.context_parallel_size == 1 or sizes.zero_stage == 3:
+    if sizes.tensor_model_parallel_size * sizes.context_parallel_size == 1:
+        return None
+    if sizes.zero_stage == 3 or (sizes.overlap_param_gather and config.grid.data * config.grid.context > 1):
         return None
     return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
 

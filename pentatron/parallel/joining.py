@@ -1,5 +1,6 @@
 """How the processes of a run join into one process group, and how they leave it."""
 
+import contextlib
 import datetime
 from collections import Counter
 from collections.abc import Sequence
@@ -44,8 +45,9 @@ def leave(failed: bool) -> None:
     if not dist.is_initialized():
         return
     if failed and "nccl" in str(dist.get_backend_config()):
-        # Torch has no public way.
-        dist.distributed_c10d._abort_process_group()
+        # Torch has no public way. What ended the run counts, and not that this fails as well.
+        with contextlib.suppress(RuntimeError):
+            dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
 

@@ -39,6 +39,12 @@ def test_variables_are_reported_to_whom_they_concern() -> None:
         ("--context-parallel-size 2", 2, True),
         ("--zero-stage 3", 2, False),
         ("--tensor-model-parallel-size 2 --zero-stage 3", 4, False),
+        ("--tensor-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce", 4, True),
+        (
+            "--tensor-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            4,
+            False,
+        ),
     ],
 )
 def test_one_queue_where_it_helps(

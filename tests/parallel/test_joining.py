@@ -66,6 +66,16 @@ def test_a_rank_that_fails_does_not_wait_for_what_it_began(monkeypatch: pytest.M
     assert left_by(True, "cpu:gloo,cuda:gloo", monkeypatch) == ["destroyed"]
 
 
+def test_what_ended_a_run_is_not_covered_by_how_it_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise dist.DistBackendError("ProcessGroup abort timed out")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", fails)
+    leave(failed=True)
+
+
 def test_a_world_is_left_as_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
 
