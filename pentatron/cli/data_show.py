@@ -133,6 +133,8 @@ def _own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             options[name] = value
         else:
             rest.append(word)
+    if words and (settings_of_run := Path(words[0]) / "config.yaml").is_file():
+        raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {settings_of_run}")
     # A misspelt flag comes first: it may be the one that was meant.
     parse_flags(rest, SHOW)
     if options["part"] not in PARTS:

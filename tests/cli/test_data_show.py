@@ -133,4 +133,7 @@ def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) 
     ):
         assert main(["data", "show", *words.split()]) == 2
         assert message in capsys.readouterr().err
+    (prefix.parent / "config.yaml").touch()
+    assert main(["data", "show", str(prefix.parent), "--index", "3"]) == 2
+    assert f"the samples of that run: --config {prefix.parent}/config.yaml" in capsys.readouterr().err
     assert main(["data", "show"]) == 0 and "usage: pentatron data show" in capsys.readouterr().out
