@@ -6,6 +6,7 @@ from pentatron.config.data_sources import NAMED, Blend
 from pentatron.config.draft import Draft
 from pentatron.config.errors import UserError
 from pentatron.config.run import table
+from pentatron.config.sft_rules import is_weight
 from pentatron.data.pair_names import missing_pairs
 
 
@@ -28,6 +29,9 @@ def _pairs(words: tuple[str, ...], name: str) -> str:
 
 
 def _conversations(words: tuple[str, ...]) -> str:
+    if any(is_weight(word) for word in words):
+        # The rule about conversations says that they have none.
+        return ""
     gone = next((Path(word) for word in words if not Path(word).exists()), None)
     if gone is None:
         return ""

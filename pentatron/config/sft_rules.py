@@ -9,6 +9,11 @@ from pentatron.config.layout_rules import Rule, Values
 _JSON = (".jsonl", ".json", ".ndjson")
 
 
+def is_weight(word: str) -> bool:
+    """Of a blend, as corpora have them."""
+    return word.replace(".", "", 1).isdecimal()
+
+
 def _sft_file(v: Values, facts: Facts) -> str | None:
     words = v["data_path"]
     if not v["sft"]:
@@ -23,7 +28,7 @@ def _sft_file(v: Values, facts: Facts) -> str | None:
         return "--sft reads files of conversations, which --split divides; give --data-path FILE.jsonl instead of files for each split"
     if not words:
         return "--sft reads files of conversations, and none is named; give --data-path FILE.jsonl"
-    weight = next((word for word in words if word.replace(".", "", 1).isdecimal()), None)
+    weight = next((word for word in words if is_weight(word)), None)
     if weight is not None:
         return (
             f"--sft reads every conversation once in an epoch, so the weight {weight} has nothing to weigh; give --data-path FILES alone "
