@@ -7,6 +7,7 @@ file may be one that a run has saved, with what was derived beside what it was d
 from collections.abc import Sequence
 from typing import Any
 
+from pentatron.config.counted import counted
 from pentatron.config.draft import Draft
 from pentatron.config.schedule import plan_of
 from pentatron.layout.batch_plan import BatchPlan
@@ -118,10 +119,11 @@ def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
     if draft.is_synthetic:
         _end_first(draft, *_of_made_samples(epochs, draft["dataset_size"], plan))
     elif draft.epoch is not None:
-        limit, in_words = plan.steps_within(epochs * draft.epoch), f"{epochs} epochs of {draft.epoch} samples"
+        limit = plan.steps_within(epochs * draft.epoch)
+        in_words = f"{counted(epochs, 'epoch')} of {counted(draft.epoch, 'sample')}"
         if limit == 0:
             draft.wrong["epochs"] = (
-                f"--epochs {epochs}: {in_words} are fewer than the {plan.size_at(0)} samples of the first step; give more "
+                f"--epochs {epochs}: {in_words} cannot fill the {plan.size_at(0)} samples of the first step; give more "
                 f"epochs, or a smaller batch"
             )
             return [draft.wrong["epochs"]]
@@ -140,9 +142,9 @@ def _of_made_samples(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]
     """Steps, and where they come from."""
     if plan.is_constant:
         per_epoch = max(1, size // plan.size_at(0))
-        return epochs * per_epoch, f"{epochs} epochs of {per_epoch} steps"
+        return epochs * per_epoch, f"{counted(epochs, 'epoch')} of {counted(per_epoch, 'step')}"
     limit = max(1, plan.steps_within(epochs * size))
-    return limit, f"{epochs} epochs ({limit} steps of changing size)"
+    return limit, f"{counted(epochs, 'epoch')} ({counted(limit, 'step')} of changing size)"
 
 
 def _end_first(draft: Draft, limit: int, in_words: str) -> None:
@@ -158,9 +160,9 @@ def _end_first(draft: Draft, limit: int, in_words: str) -> None:
             )
             return
         draft.notices.append(
-            f"training stops after {limit} steps: {in_words} end before {_flag(name)} {draft[name]}"
+            f"training stops after {limit} steps: {in_words}, before {_flag(name)} {draft[name]}"
         )
-        in_words = f"{in_words} end before {steps} steps"
+        in_words = f"{in_words}, before {steps} steps"
     draft.derive("train_iters", limit, in_words)
     if by_samples:
         draft.derive("train_samples", None, in_words)

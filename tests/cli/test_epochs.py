@@ -64,9 +64,7 @@ def test_the_nearer_of_two_limits(pairs: tuple[Path, Path]) -> None:
     words = f"--data-path {pairs[0]} --split 1,0,0 --global-batch-size 4 --epochs 2"
     found = prepared(f"{words} --train-iters 100").resolved
     assert found.config.train.train_iters == 12
-    assert (
-        "training stops after 12 steps: 2 epochs of 24 samples end before --train-iters 100" in found.notices
-    )
+    assert "training stops after 12 steps: 2 epochs of 24 samples, before --train-iters 100" in found.notices
     found = prepared(f"{words} --train-iters 5").resolved
     assert found.config.train.train_iters == 5
     assert (
@@ -93,7 +91,7 @@ def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_pa
     one, other = pairs
     words = f"--data-path {one} --split 1,0,0 --global-batch-size 64 --epochs 2"
     assert problems(words) == [
-        "--epochs 2: 2 epochs of 24 samples are fewer than the 64 samples of the first step; give more epochs, or a smaller "
+        "--epochs 2: 2 epochs of 24 samples cannot fill the 64 samples of the first step; give more epochs, or a smaller "
         "batch"
     ]
     assert problems(f"--data-path {tmp_path}/none --global-batch-size 4 --epochs 2") == [
@@ -171,7 +169,7 @@ def test_epochs_of_conversations(chats: str, tmp_path: Path, capsys: pytest.Capt
     )
     assert "training stops after 1 steps: --train-iters ends it before 2 epochs of" in capsys.readouterr().out
     assert main([*words.split(), "--global-batch-size", "64", "--run-dir", str(tmp_path / "large")]) == 2
-    assert "2 epochs of 10 samples are fewer than the 64 samples of the first step" in capsys.readouterr().err
+    assert "2 epochs of 10 samples cannot fill the 64 samples of the first step" in capsys.readouterr().err
 
 
 def test_ranks_agree_on_the_epochs_of_conversations(chats: str, tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def length(words: str, entry: EntryPoint = EXAMPLE) -> tuple[int, list[str]]:
 
 def test_epochs_and_steps_end_at_the_nearer_one() -> None:
     assert length("--batch-size=16 --epochs=3 --train-steps=1000") == (
-        186, ["training stops after 186 steps: 3 epochs of 62 steps end before --train-iters 1000"],
+        186, ["training stops after 186 steps: 3 epochs of 62 steps, before --train-iters 1000"],
     )  # fmt: skip
     assert length("--batch-size=16 --epochs=3 --train-steps=100") == (
         100, ["training stops after 100 steps: --train-iters ends it before 3 epochs of 62 steps"],
@@ -387,7 +387,7 @@ def test_epochs_and_batches_that_grow() -> None:
     ramp = "--batch-size=16 --rampup-batch-size 8 8 9 --dataset-size 100"
     assert length(f"{ramp} --epochs 1") == (7, [])
     assert length(f"{ramp} --epochs 1 --train-samples 4000") == (
-        7, ["training stops after 7 steps: 1 epochs (7 steps of changing size) end before --train-samples 4000"],
+        7, ["training stops after 7 steps: 1 epoch (7 steps of changing size), before --train-samples 4000"],
     )  # fmt: skip
     assert length(f"{ramp} --epochs 9 --train-samples 50") == (
         4, ["training stops after 4 steps: --train-samples ends it before 9 epochs (57 steps of changing size)"],
