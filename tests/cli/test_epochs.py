@@ -184,7 +184,7 @@ def test_epochs_of_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*f"{words} {SMALL} --nproc-per-node 1".split(), "--run-dir", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.count("corpus: Python's standard library") == 1
     saved = (tmp_path / "run" / "config.yaml").read_text()
-    assert f"train_iters: {last_step(tmp_path / 'run')} " in saved and "1 epochs of" in saved
+    assert f"train_iters: {last_step(tmp_path / 'run')} " in saved and "1 epoch of" in saved
 
 
 def test_config_says_that_the_run_will_count(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
