@@ -189,7 +189,9 @@ def _how_many(source: "SampleSource", read: int | None) -> _There | None:
     """How many samples can be shown, and in words; None where there is no end. `read`: by the whole run."""
     known = len(source) if isinstance(source, Sized) else None
     if read is not None and (known is None or read < known):
-        return _There(read, f"a run of this length (--train-iters, --train-samples) reads {read} samples")
+        return _There(
+            read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
+        )
     return None if known is None else _There(known, f"there are {known} samples")
 
 

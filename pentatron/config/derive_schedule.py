@@ -156,11 +156,11 @@ def _end_first(draft: Draft, limit: int, in_words: str) -> None:
             return
         if limit > steps:
             draft.notices.append(
-                f"training stops after {steps} steps: {_flag(name)} ends it before {in_words}"
+                f"training stops after {counted(steps, 'step')}: {_flag(name)} ends it before {in_words}"
             )
             return
         draft.notices.append(
-            f"training stops after {limit} steps: {in_words}, before {_flag(name)} {draft[name]}"
+            f"training stops after {counted(limit, 'step')}: {in_words}, before {_flag(name)} {draft[name]}"
         )
         in_words = f"{in_words}, before {steps} steps"
     draft.derive("train_iters", limit, in_words)

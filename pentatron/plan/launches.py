@@ -8,7 +8,7 @@ from pentatron.models.flops import step_flops
 
 # A host launches the kernels of a layer, forward and backward, in about this time; what a GPU computes for longer is not held up by it.
 _LAUNCHING_SECONDS = 2.5e-3
-# In fp8 it has three times as many to launch, and the GPU less to compute than in 16 bits, by which a layer's time is estimated here.
+# In fp8 it has half as many again to launch, more of them through Python, and the GPU is done sooner than in 16 bits, by which a layer's time is estimated here.
 _LAUNCHING_SECONDS_IN_FP8 = 13e-3
 # Of what a GPU computes at best, and what one is taken for that is not known.
 _USUAL_SHARE, _USUAL_PEAK = 0.5, 300.0

@@ -167,7 +167,7 @@ def test_epochs_of_conversations(chats: str, tmp_path: Path, capsys: pytest.Capt
         main([*words.split(), "--sft-packing", "--train-iters", "1", "--run-dir", str(tmp_path / "packed")])
         == 0
     )
-    assert "training stops after 1 steps: --train-iters ends it before 2 epochs of" in capsys.readouterr().out
+    assert "training stops after 1 step: --train-iters ends it before 2 epochs of" in capsys.readouterr().out
     assert main([*words.split(), "--global-batch-size", "64", "--run-dir", str(tmp_path / "large")]) == 2
     assert "2 epochs of 10 samples cannot fill the 64 samples of the first step" in capsys.readouterr().err
 
