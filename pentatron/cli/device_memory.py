@@ -46,10 +46,12 @@ def _act_on(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:
     if verdict is None:
         return
     at = config.grid.coordinates(worker.rank)
+    # Stages need different memory, and those of one stage the same.
+    first_of_stage = at.tensor == at.context == at.data == 0
     if verdict.impossible:
-        refusal = UserError if worker.local_rank == 0 else AgreedError
+        refusal = UserError if first_of_stage or worker.local_rank == 0 else AgreedError
         raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
-    if at.tensor == at.context == at.data == 0:
+    if first_of_stage:
         of_rank = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
         complain(f"warning: {of_rank}{verdict.sentence}")
 

@@ -3,40 +3,23 @@
 from pentatron.config.data_sources import NAMED, Blend, counted_by_the_run, names_files, without_epochs
 from pentatron.config.draft import Draft
 from pentatron.config.errors import UserError
+from pentatron.config.sft_rules import named_text
 
 
-def learn_epoch(draft: Draft, elsewhere: bool = False) -> None:
-    """For `--epochs`, once the length of a sequence is settled; what cannot be read is wrong. A job that runs `elsewhere` may have data
-    that is not here, and counts it there; here a number of steps will do."""
+def learn_epoch(draft: Draft) -> None:
+    """For `--epochs`, once the length of a sequence is settled; what cannot be read is wrong."""
     is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *NAMED))
-    if draft["epochs"] is None or not names_files(draft) or is_wrong:
+    if draft["epochs"] is None or not names_files(draft) or is_wrong or counted_by_the_run(draft):
         return
-    if counted_by_the_run(draft):
+    if named_text(draft["data_path"] or ()):
+        # Of which a rule says what to do with it.
         return
+    from pentatron.data.epoch_of_files import samples_of_files
+
     try:
         if not without_epochs(draft):
-            draft.epoch = _samples(draft)
+            prefixes = Blend.parse(draft["data_path"] or draft["train_data_path"]).prefixes
+            split = draft["split"] if draft["data_path"] else None
+            draft.epoch = samples_of_files(prefixes, split, draft["seq_length"])
     except UserError as error:
-        if not (elsewhere and draft.given("train_iters")):
-            draft.wrong["epochs"] = str(error)
-
-
-def _samples(draft: Draft) -> int:
-    """Counted as the datasets count: whole sequences of each file, its training share alone where files are split."""
-    from pentatron.data.gpt_dataset import documents_of, require_documents, require_text
-    from pentatron.data.indexed import IndexedDataset
-    from pentatron.data.sampling import epoch_samples
-
-    split = draft["split"] if draft["data_path"] else None
-    total = 0
-    for prefix in Blend.parse(draft["data_path"] or draft["train_data_path"]).prefixes:
-        # The run compares the index with its checksums itself.
-        source = IndexedDataset(prefix, with_sidecar=False)
-        if split is None:
-            require_text(source)
-            documents = range(len(source))
-        else:
-            documents = documents_of(source, split)[0] or range(0)
-            require_documents(source, documents, split, "train")
-        total += epoch_samples(source.sequence_lengths, documents, draft["seq_length"])
-    return total
+        draft.wrong["epochs"] = str(error)

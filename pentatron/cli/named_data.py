@@ -12,6 +12,9 @@ from pentatron.data.pair_names import missing_pairs
 
 def find_data(draft: Draft) -> None:
     """What a run of this machine would read; what is not there is wrong."""
+    if draft["mock_data"] or draft["corpus"]:
+        # The rule about sources says that one of them is too many.
+        return
     evaluates = draft["eval_iters"] and (draft["eval_interval"] or draft["skip_train"])
     for name in NAMED if evaluates else NAMED[:2]:
         words = draft[name]

@@ -26,12 +26,16 @@ class Prepared:
 
 
 def prepare(
-    words: Sequence[str], entry: EntryPoint, planned: Facts | None = None, reads_data: bool = False
+    words: Sequence[str],
+    entry: EntryPoint,
+    planned: Facts | None = None,
+    starts: bool = False,
+    own_data: bool = False,
 ) -> Prepared:
     """Reads, completes and checks the configuration; raises every problem at once.
 
-    `planned` are the processes of a job that will run elsewhere, in place of those of this machine. `reads_data`: the run is
-    about to start, and reads what is named.
+    `planned` are the processes of a job that will run elsewhere, in place of those of this machine. `starts`: the run is
+    about to start, and reads what is named, unless it has `own_data`.
     """
     worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
@@ -47,7 +51,7 @@ def prepare(
     facts = planned or _facts(draft, worker)
     if draft["threads_per_process"] is None and planned is None and (threads := asked_threads(facts)):
         draft.derive("threads_per_process", threads, "environment OMP_NUM_THREADS")
-    if reads_data and worker is None:
+    if starts and not own_data and worker is None:
         # Ranks that a launcher started tell each other, as one machine may have files that another lacks.
         find_data(draft)
     # As a run does: who names something to load wants to go on from it.
@@ -59,7 +63,9 @@ def prepare(
         if not others:
             raise
         raise ConfigError([str(error), *others]) from None
-    learn_epoch(draft, planned is not None)
+    if not own_data and not facts.launcher:
+        # Under a launcher the ranks count when they have met, for the same reason.
+        learn_epoch(draft)
     return Prepared(resolve(draft, facts), facts, worker)
 
 

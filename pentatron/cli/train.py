@@ -52,7 +52,8 @@ def train(
     """
     started = time.time()
     entry = entry_now(entry)
-    prepared = prepare(words, entry, reads_data=program is None or program.reads_named_data)
+    own_data = program is not None and not program.reads_named_data
+    prepared = prepare(words, entry, starts=True, own_data=own_data)
     check_spec(prepared.resolved)
     if prepared.worker is not None:
         return _work(prepared, entry, prepared.worker, program, started)

@@ -36,9 +36,9 @@ def _unknown_epochs(draft: Draft, facts: Facts) -> str:
         return ""
     if counted_by_the_run(draft):
         return "how many steps they are is known when the run has tokenized its data"
-    why = without_epochs(draft)
-    steps = f"--train-iters {draft['train_iters']}"
-    return f"{why}; {steps} decides" if why else f"the run counts its data; here {steps} is taken"
+    if not (why := without_epochs(draft)) and facts.launcher:
+        return "how many steps they are is known when the run has counted its data"
+    return f"{why or 'the data is not read here'}; --train-iters {draft['train_iters']} decides"
 
 
 def _eval_interval(draft: Draft, facts: Facts) -> str:

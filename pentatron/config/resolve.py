@@ -30,8 +30,8 @@ class Resolved:
     """A configuration, the origin of each value, and what the user should be told; `on_a_cpu`: also, if that is what
     `--device auto` turns out to be.
 
-    `with_epoch` resolves the same words again, for a pass over the data of so many samples: where the run itself tokenizes its data,
-    the length of a run with `--epochs` is not known before.
+    `with_epoch` resolves the same words again, for a pass over the data of so many samples: where the run itself tokenizes or counts its data,
+    the length of a run with `--epochs` is not known before. `epoch`: how many it was taken for.
     """
 
     config: RunConfig
@@ -39,6 +39,7 @@ class Resolved:
     notices: Sequence[str]
     with_epoch: "Callable[[int], Resolved]"
     on_a_cpu: Sequence[str] = ()
+    epoch: int | None = None
 
     def given(self, name: str) -> bool:
         """Whether the user wrote this value, rather than inheriting it."""
@@ -125,6 +126,7 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
         told,
         lambda samples: resolve(replace(before, epoch=samples), facts, built_only),
         on_a_cpu if draft["device"] == "auto" else (),
+        draft.epoch,
     )
 
 

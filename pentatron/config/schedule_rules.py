@@ -1,10 +1,11 @@
 """Rules about batch sizes that change, the length of a run and its schedules."""
 
-from pentatron.config.data_sources import counted_by_the_run, without_epochs
+from pentatron.config.data_sources import counted_by_the_run, names_files, without_epochs
 from pentatron.config.draft import Facts
 from pentatron.config.errors import UserError
 from pentatron.config.layout_rules import Rule, Values
 from pentatron.config.schedule import Spans, plan_of, spans_of
+from pentatron.config.sft_rules import named_text
 from pentatron.layout.batch_plan import BatchPlan
 
 
@@ -24,12 +25,16 @@ def _how_long(v: Values, facts: Facts) -> str | None:
     if v["train_iters"] is not None or v["train_samples"] is not None:
         return None
     if v["epochs"] is not None:
-        if counted_by_the_run(v):
+        if counted_by_the_run(v) or named_text(v["data_path"] or ()):
+            # Text that nobody counts is the matter of another rule.
             return None
         try:
             why = without_epochs(v)
         except UserError:
             # Another rule is about the words that name data.
+            return None
+        if not why and facts.launcher and names_files(v):
+            # The ranks count their files together.
             return None
         return f"how many steps --epochs {v['epochs']} are is not known: {why or 'no data is read'}; give --train-iters instead"
     return "the length of the run is unknown; give --train-iters"

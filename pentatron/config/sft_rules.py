@@ -1,7 +1,7 @@
 """What fine-tuning on conversations needs, and why a setting about it may have nothing to act on."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.layout_rules import Rule, Values
@@ -14,10 +14,15 @@ def is_weight(word: str) -> bool:
     return word.replace(".", "", 1).isdecimal()
 
 
+def named_text(words: Sequence[str]) -> str | None:
+    """The first that names text, where prepared tokens are read."""
+    return next((word for word in words if word.removesuffix(".gz").endswith(_JSON)), None)
+
+
 def _sft_file(v: Values, facts: Facts) -> str | None:
     words = v["data_path"]
     if not v["sft"]:
-        text = next((word for word in words if word.removesuffix(".gz").endswith(_JSON)), None)
+        text = named_text(words)
         if text is None:
             return None
         return (

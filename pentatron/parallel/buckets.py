@@ -160,13 +160,14 @@ def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
             spans.extend(_stretches(view, origin))
         else:
             strided.append(view)
-    if sum(view.shape[:-1].numel() for view in strided) <= _MOST_STRETCHES:
-        # Between rows of a view there may be anything but alignment.
-        together = _joined((span for view in strided for span in _stretches(view, origin)), lambda last: last)
+    found = _joined(spans, aligned)
+    rows = sum(view.shape[:-1].numel() for view in strided)
+    if rows <= _MOST_STRETCHES and all(view.stride(-1) == 1 for view in strided):
+        # Beside rows of a view there may be anything but alignment.
+        together = _joined((span for view in strided for span in _stretches(view, origin)), _exactly)
         if len(together) <= len(strided):
-            spans.extend(together)
-            strided = []
-    return [*(span.of(flat) for span in _joined(spans, aligned)), *strided]
+            found, strided = _joined([*found, *together], _exactly), []
+    return [*(span.of(flat) for span in found), *strided]
 
 
 def _stretches(view: Tensor, origin: int) -> Iterator[Span]:
@@ -177,6 +178,10 @@ def _stretches(view: Tensor, origin: int) -> Iterator[Span]:
     else:
         for part in view:
             yield from _stretches(part, origin)
+
+
+def _exactly(last: int) -> int:
+    return last
 
 
 def _joined(spans: Iterable[Span], reaches: Callable[[int], int]) -> list[Span]:

@@ -18,14 +18,13 @@ _NO_GPU = "none"
 
 def join(device: torch.device, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
     """Meets the others where the environment says. GPUs talk through NCCL where no two processes share one, else through gloo."""
+    gpu = gpu_of(device)
     try:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
         # Asked before anything is chosen: a process may see one GPU of many, and what it sees is not what its neighbours see.
         backend = (
-            "cpu:gloo,cuda:nccl"
-            if each_has_its_own(_gpus_of_all(store, device, rank, world_size))
-            else "gloo"
+            "cpu:gloo,cuda:nccl" if each_has_its_own(_gpus_of_all(store, gpu, rank, world_size)) else "gloo"
         )
         # No device is named here: torch would then send all messages of a group through one queue, in which those that wait hold up others.
         dist.init_process_group(
@@ -57,8 +56,8 @@ def each_has_its_own(gpus: Sequence[str]) -> bool:
     return _NO_GPU not in gpus and max(Counter(gpus).values()) == 1
 
 
-def _gpus_of_all(store: Store, device: torch.device, rank: int, world_size: int) -> list[str]:
-    store.set(f"gpu/{rank}", gpu_of(device))
+def _gpus_of_all(store: Store, own: str, rank: int, world_size: int) -> list[str]:
+    store.set(f"gpu/{rank}", own)
     return [found.decode() for found in store.multi_get([f"gpu/{number}" for number in range(world_size)])]
 
 

@@ -108,8 +108,10 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        # Those of one machine would all say the same; the first of them says it.
-        raise _without_gpu(UserError if local_rank == 0 else AgreedError)
+        # Without CUDA in torch those of one machine would all say the same, and the first of them says it; else a launcher may have shown
+        # this one no GPU, and the others theirs.
+        alike = torch.version.cuda is None and torch.version.hip is None
+        raise _without_gpu(AgreedError if alike and local_rank > 0 else UserError)
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 

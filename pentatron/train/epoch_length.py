@@ -1,13 +1,12 @@
-"""How long a run with `--epochs` is, where it tokenizes its data itself: the samples of a pass are counted first of all."""
+"""How long a run with `--epochs` is, where it tokenizes its data itself, or its ranks must agree: the samples of a pass are counted first of all."""
 
 from pathlib import Path
 
-from pentatron.config.data_sources import counted_by_the_run
+from pentatron.config.data_sources import Blend, counted_by_the_run, names_files, without_epochs
+from pentatron.config.errors import AgreedError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
-from pentatron.data.gpt_dataset import documents_of, require_documents
-from pentatron.data.indexed import IndexedDataset
-from pentatron.data.sampling import epoch_samples
+from pentatron.data.epoch_of_files import samples_of_files
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.world import World
@@ -16,10 +15,24 @@ from pentatron.train.datasets import tokenizer_of_conversations
 from pentatron.train.sft import count_sequences
 
 
-def settle_epochs(resolved: Resolved, world: World, folder: Path, display: Display) -> Resolved:
-    """The same configuration with its length. The tokens stay in `folder`, where the run finds them when it opens its data."""
+def settle_epochs(
+    resolved: Resolved, world: World, folder: Path, display: Display, own_data: bool = False
+) -> Resolved:
+    """The same configuration with its length. The tokens stay in `folder`, where the run finds them when it opens its data.
+
+    `own_data`: what the settings name is not what is read, or not in a way that we know.
+    """
     config = resolved.config
-    if config.train.epochs is None or not counted_by_the_run(vars(config.data)):
+    if config.train.epochs is None or resolved.epoch is not None:
+        return resolved
+    if own_data:
+        if config.train.train_iters is None:
+            raise AgreedError(
+                f"how many steps --epochs {config.train.epochs} are is not known: the program has data of its own; give --train-iters instead"
+            )
+        return resolved
+    named = vars(config.data)
+    if not counted_by_the_run(named) and (not names_files(named) or without_epochs(named)):
         return resolved
     world.whereabouts.phase = "opening the data"
     counted = on_some_ranks(True, lambda: _count(config, world, folder, display), world.everyone)
@@ -34,8 +47,10 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
     if config.data.sft:
         tokenizer = tokenizer_of_conversations(config, world)
         return count_sequences(config, tokenizer, world, folder, display)
-    prepared, split = prepare_corpus(config, world, folder, display), config.data.split
-    source = IndexedDataset(prepared.prefix, with_sidecar=False)
-    documents = documents_of(source, split)[0] or range(0)
-    require_documents(source, documents, split, "train")
-    return epoch_samples(source.sequence_lengths, documents, config.model.seq_length)
+    data = config.data
+    if data.corpus:
+        prefixes: tuple[str, ...] = (str(prepare_corpus(config, world, folder, display).prefix),)
+    else:
+        prefixes = Blend.parse(data.data_path or data.train_data_path or ()).prefixes
+    split = data.split if data.corpus or data.data_path else None
+    return samples_of_files(prefixes, split, config.model.seq_length)

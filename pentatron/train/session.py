@@ -114,7 +114,7 @@ def open_session(
         world.whereabouts.folder_is_ours()
         first = earliest(time.time() if started is None else started, world.everyone)
         try:
-            resolved = settle_epochs(resolved, world, folder.data, display)
+            resolved = settle_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
             session = Session(resolved, world, folder, display, stop, first, cleanup, program)
             yield session
@@ -365,12 +365,17 @@ def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) ->
     if config.train.train_iters == 0:
         output.say("no steps are asked for (--train-iters 0): the weights are saved as they are")
     elif state.step >= config.train.train_iters:
+        limit = (
+            "--train-iters"
+            if config.train.epochs is None
+            else "--epochs or --train-iters, whichever ended it,"
+        )
         output.say(
-            f"this run has finished its {state.step} steps: nothing is left to train. Raise --train-iters to go on, "
+            f"this run has finished its {state.step} steps: nothing is left to train. Raise {limit} to go on, "
             f"give --fresh to start anew, or --run-dir for another run"
             if began.is_saved
             else f"{config.checkpoint.load} is at step {state.step} and --train-iters is {config.train.train_iters}: nothing is "
-            f"left to train. Raise --train-iters to go on, or take the weights alone and begin at step 0 with --finetune"
+            f"left to train. Raise {limit} to go on, or take the weights alone and begin at step 0 with --finetune"
         )
     elif state.step:
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")

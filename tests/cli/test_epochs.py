@@ -5,19 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pentatron.cli.main import main
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import ConfigError
+from pentatron.config.errors import AgreedError, ConfigError
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.monitor.display import Silent
-from pentatron.parallel.world import single_process
+from pentatron.parallel.world import connect, single_process
 from pentatron.train.datasets import arrange, open_data
+from pentatron.train.epoch_length import settle_epochs
 from pentatron.train.state import TrainState
 from tests.data.chats import CHATML, tokenizer_folder
+from tests.harness import run_distributed
 
 SHAPE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --device cpu --nproc-per-node 1"
 
@@ -112,11 +115,50 @@ def test_a_job_for_other_machines_counts_there(tmp_path: Path) -> None:
     words = (
         f"{SHAPE.partition(' --nproc')[0]} --data-path {tmp_path / 'none'} --global-batch-size 4 --epochs 2"
     )
-    made = prepare(f"{words} --train-iters 7".split(), TRAIN, there).resolved
+    for more, length in (("", None), (" --train-iters 7", 7)):
+        made = prepare(f"{words}{more}".split(), TRAIN, there).resolved
+        assert made.config.train.train_iters == length
+        told = "--epochs 2: how many steps they are is known when the run has counted its data"
+        assert told in made.notices
+    weighed = words.replace("--data-path", "--data-path 0.5 a 0.5")
+    with pytest.raises(ConfigError, match="drawn by its shares"):
+        prepare(weighed.split(), TRAIN, there)
+
+
+def test_text_is_told_once(tmp_path: Path) -> None:
+    told = problems(f"--data-path {tmp_path / 'a.jsonl'} --global-batch-size 4 --epochs 2")
+    assert len(told) == 1 and "is text" in told[0]
+
+
+def under_torchrun(prefix: Path) -> str:
+    """What a rank says that a launcher started; the first of them has no data."""
+    words = f"{SHAPE.partition(' --nproc')[0]} --data-path {prefix} --split 1,0,0 --global-batch-size 4 --epochs 2"
+    resolved = prepare(words.split(), TRAIN, Facts(2, 2, 8, "torchrun", True)).resolved
+    world = connect(resolved.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    try:
+        settled = settle_epochs(resolved, world, prefix.parent, Silent())
+    except AgreedError as error:
+        return str(error)
+    return f"{settled.config.train.train_iters} steps of {settled.epoch}"
+
+
+def test_ranks_of_a_launcher_count_together(pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run_distributed(under_torchrun, 2, prefix=pairs[0]) == ["12 steps of 24"] * 2
+    found = run_distributed(under_torchrun, 2, prefix=tmp_path / "none")
+    assert len(set(found)) == 1 and "no data file" in found[0]
+
+
+def test_data_of_a_program_is_not_counted(tmp_path: Path) -> None:
+    words = f"{SHAPE} --data-path {tmp_path / 'none'} --global-batch-size 4 --epochs 2"
+    made = prepare(f"{words} --train-iters 7".split(), TRAIN, own_data=True).resolved
     assert made.config.train.train_iters == 7
-    assert "--epochs 2: the run counts its data; here --train-iters 7 is taken" in made.notices
-    with pytest.raises(ConfigError, match="no data file"):
-        prepare(words.split(), TRAIN, there)
+    assert "--epochs 2: the data is not read here; --train-iters 7 decides" in made.notices
+    assert settle_epochs(made, single_process(), tmp_path, Silent(), own_data=True) is made
+    with pytest.raises(ConfigError, match="no data is read; give --train-iters"):
+        prepare(words.split(), TRAIN, own_data=True)
+    there = prepare(words.split(), TRAIN, Facts(1, 1, 8, "torchrun", True)).resolved
+    with pytest.raises(AgreedError, match="the program has data of its own; give --train-iters"):
+        settle_epochs(there, single_process(), tmp_path, Silent(), own_data=True)
 
 
 def test_a_run_ends_with_its_epochs(pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -528,7 +528,7 @@ def test_what_a_line_looks_like() -> None:
         "--init-method tcp://a:1: torchrun has said where to meet (MASTER_ADDR), which counts"
     ]
     assert notices("--epochs 3", least=FILES) == [
-        "--epochs 3: the run counts its data; here --train-iters 10 is taken"
+        "--epochs 3: the data is not read here; --train-iters 10 decides"
     ]
     assert notices("--epochs 3 --corpus python", least="--vocab-size 500") == [
         "--epochs 3: how many steps they are is known when the run has tokenized its data"

@@ -4,7 +4,10 @@ Compared: the logits of a batch, the loss and every gradient of the first step, 
 Gradients and weights travel through the links that import and export use, so a wrong link shows too.
 """
 
+import atexit
 import functools
+import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -74,10 +77,17 @@ def batches(vocabulary: int, micro_batch: int, rank: int, ranks: int) -> Iterato
 
 @functools.cache
 def folder_of(case: Case) -> Path:
-    """The case as `transformers` saves it. Left to the temporary folder of the test run."""
+    """The case as `transformers` saves it, until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
+    atexit.register(_remove, folder, os.getpid())
     their_model(case).save_pretrained(folder)
     return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Processes that were forked from the owner only read it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache

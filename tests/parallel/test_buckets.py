@@ -147,7 +147,7 @@ def test_views_that_are_whole_together_are_one_run() -> None:
     gates, others = experts[:, :2], experts[:, 2:]
     assert not gates.is_contiguous() and not others.is_contiguous()
     runs = in_few_runs(flat, [others, flat[0:7], gates, flat[80:81]])
-    assert [(r.storage_offset(), r.numel()) for r in runs] == [(0, 81)], "and with what lies beside them"
+    assert [(r.storage_offset(), r.numel()) for r in runs] == [(0, 7), (8, 73)], "and what follows at once"
     for kept, count in (
         ([gates, others[:3]], 1),
         ([gates, others[1:]], 2),
@@ -155,6 +155,9 @@ def test_views_that_are_whole_together_are_one_run() -> None:
         ([experts[:, :, :2]], 1),
         ([gates], 1),
         ([gates, experts[:, 3:]], 2),
+        # As many stretches as views, with fewer elements between them than alignment has.
+        ([flat[:80].view(4, 20)[:, at : at + 4] for at in (0, 4, 8, 12)], 4),
+        ([flat[:96].view(8, 12).t()[:, 2:4]], 1),
     ):
         found = in_few_runs(flat, kept)
         assert len(found) == count

@@ -56,7 +56,8 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
         return 0
     words, added = take_extra_arguments(typed, provider, entry)
     entry = entry_now(entry)
-    prepared = prepare(words, entry)
+    # Which data it is, the program says later.
+    prepared = prepare(words, entry, own_data=True)
     check_spec(prepared.resolved)
     if prepared.worker is None and needs_launcher(prepared):
         return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed], entry)
@@ -64,6 +65,7 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
     program = UserProgram(
         None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
     )
+    program.reads_named_data = False
     config = prepared.resolved.config
     try:
         with ExitStack() as opening:
