@@ -1,6 +1,6 @@
 """From preset, file and flags to one frozen configuration that knows where every value came from."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class Resolved:
     config: RunConfig
     sources: Mapping[str, str]
     notices: Sequence[str]
-    with_epoch: "Callable[[int], Resolved]"
+    with_epoch: "Again"
     on_a_cpu: Sequence[str] = ()
     epoch: int | None = None
 
@@ -50,8 +50,22 @@ class Resolved:
         return replace(
             self,
             notices=[*self.notices, *notes],
-            with_epoch=lambda samples: self.with_epoch(samples).telling(notes),
+            with_epoch=replace(self.with_epoch, notes=(*self.with_epoch.notes, *notes)),
         )
+
+
+@dataclass(frozen=True)
+class Again:
+    """The same words, and what was told beside what they led to."""
+
+    draft: Draft
+    facts: Facts
+    built_only: bool
+    notes: tuple[str, ...] = ()
+
+    def __call__(self, samples: int) -> Resolved:
+        copy = Draft(dict(self.draft.values), list(self.draft.notices), dict(self.draft.wrong), samples)
+        return resolve(copy, self.facts, self.built_only).telling(self.notes)
 
 
 def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
@@ -124,7 +138,7 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
         build(values),
         sources,
         told,
-        lambda samples: resolve(replace(before, epoch=samples), facts, built_only),
+        Again(before, facts, built_only),
         on_a_cpu if draft["device"] == "auto" else (),
         draft.epoch,
     )
