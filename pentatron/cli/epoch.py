@@ -1,6 +1,12 @@
 """How many samples one pass over the training data has, read from its index files before anything starts."""
 
-from pentatron.config.data_sources import NAMED, Blend, counted_by_the_run, names_files, without_epochs
+from pentatron.config.data_sources import (
+    NAMED,
+    counted_by_the_run,
+    names_files,
+    trained_files,
+    without_epochs,
+)
 from pentatron.config.draft import Draft
 from pentatron.config.errors import UserError
 from pentatron.config.sft_rules import named_text
@@ -18,8 +24,6 @@ def learn_epoch(draft: Draft) -> None:
 
     try:
         if not without_epochs(draft):
-            prefixes = Blend.parse(draft["data_path"] or draft["train_data_path"]).prefixes
-            split = draft["split"] if draft["data_path"] else None
-            draft.epoch = samples_of_files(prefixes, split, draft["seq_length"])
+            draft.epoch = samples_of_files(*trained_files(draft), draft["seq_length"])
     except UserError as error:
         draft.wrong["epochs"] = str(error)

@@ -58,6 +58,12 @@ def names_files(values: Mapping[str, Any] | Draft) -> str:
     return next((table()[name].flag for name in NAMED[:2] if values[name]), "")
 
 
+def trained_files(values: Mapping[str, Any] | Draft) -> tuple[tuple[str, ...], str | None]:
+    """The prefixes of the pairs to train on, and how their documents are split; None where all of them are for training."""
+    prefixes = Blend.parse(values["data_path"] or values["train_data_path"] or ()).prefixes
+    return prefixes, values["split"] if values["data_path"] else None
+
+
 def counted_by_the_run(values: Mapping[str, Any] | Draft) -> bool:
     """Whether how many samples one pass over the data has is known only when the run has tokenized it."""
     return bool(values["sft"] or values["corpus"])

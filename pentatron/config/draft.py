@@ -35,6 +35,10 @@ class Draft:
     wrong: dict[str, str] = field(default_factory=dict)
     epoch: int | None = None
 
+    def copy(self) -> "Draft":
+        """To be changed while this one stays as it is."""
+        return Draft(dict(self.values), list(self.notices), dict(self.wrong), self.epoch)
+
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
 

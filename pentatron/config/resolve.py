@@ -64,7 +64,8 @@ class Again:
     notes: tuple[str, ...] = ()
 
     def __call__(self, samples: int) -> Resolved:
-        copy = Draft(dict(self.draft.values), list(self.draft.notices), dict(self.draft.wrong), samples)
+        copy = self.draft.copy()
+        copy.epoch = samples
         return resolve(copy, self.facts, self.built_only).telling(self.notes)
 
 
@@ -118,7 +119,7 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
 
     Without `built_only` a feature that is still missing is no problem but a notice, for who only looks.
     """
-    before = Draft(dict(draft.values), list(draft.notices), dict(draft.wrong))
+    before = draft.copy()
     problems = _set_aside_wrong_values(draft)
     problems += derive(draft, facts)
     values: dict[str, Any] = {name: assigned.value for name, assigned in draft.values.items()}
@@ -146,7 +147,7 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
 
 def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
     """What is wrong whatever the unknown settings would have been; the draft stays as it is."""
-    copy = Draft(dict(draft.values), wrong=dict(draft.wrong), epoch=draft.epoch)
+    copy = draft.copy()
     problems = _set_aside_wrong_values(copy)
     for name in unknown:
         copy.values[name] = Assigned(table()[name].default, "default")
@@ -158,7 +159,7 @@ def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> lis
 
 def foreseen(draft: Draft, facts: Facts) -> dict[str, Any]:
     """What the values would become if nothing more were learned; the draft stays as it is."""
-    copy = Draft(dict(draft.values), wrong=dict(draft.wrong), epoch=draft.epoch)
+    copy = draft.copy()
     _set_aside_wrong_values(copy)
     derive(copy, facts)
     return {name: assigned.value for name, assigned in copy.values.items()}

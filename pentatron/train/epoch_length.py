@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pentatron.config.data_sources import Blend, counted_by_the_run, names_files, without_epochs
+from pentatron.config.data_sources import counted_by_the_run, names_files, trained_files, without_epochs
 from pentatron.config.errors import AgreedError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
@@ -47,10 +47,9 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
     if config.data.sft:
         tokenizer = tokenizer_of_conversations(config, world)
         return count_sequences(config, tokenizer, world, folder, display)
-    data = config.data
-    if data.corpus:
-        prefixes: tuple[str, ...] = (str(prepare_corpus(config, world, folder, display).prefix),)
-    else:
-        prefixes = Blend.parse(data.data_path or data.train_data_path or ()).prefixes
-    split = data.split if data.corpus or data.data_path else None
+    prefixes, split = (
+        ((str(prepare_corpus(config, world, folder, display).prefix),), config.data.split)
+        if config.data.corpus
+        else trained_files(vars(config.data))
+    )
     return samples_of_files(prefixes, split, config.model.seq_length)

@@ -198,6 +198,17 @@ def test_batches_that_a_program_times_are_in_the_loops_lines() -> None:
     assert block is not None and "batch-generator ...." in block and "other" not in block
 
 
+def assert_said_of_this_alone(
+    sentence: str, step: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once of a run with this forward step, and not of one with the usual."""
+    write_corpus(tmp_path / "corpus")
+    for name, chosen in (("usual", pretrain_gpt.forward_step), ("own", step)):
+        config = resolved(f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/{name}")
+        run_training(config, single_process(), True, program=program(forward_step=chosen))
+        assert capsys.readouterr().out.count(sentence) == (name == "own")
+
+
 def test_a_mask_of_the_programs_own_is_remarked_upon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,12 +217,9 @@ def test_a_mask_of_the_programs_own_is_remarked_upon(
         keep = torch.arange(output.shape[1]) % 2
         return output, lambda losses: ((losses * keep).sum(), keep.sum() * len(losses))
 
-    write_corpus(tmp_path / "corpus")
-    for name, step in (("all", pretrain_gpt.forward_step), ("half", half)):
-        config = resolved(f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/{name}")
-        run_training(config, single_process(), True, program=program(forward_step=step))
-        said = capsys.readouterr().out.count("the loss function leaves out tokens that count in the data")
-        assert said == (name == "half"), "once, and only then"
+    assert_said_of_this_alone(
+        "the loss function leaves out tokens that count in the data", half, tmp_path, capsys
+    )
 
 
 def test_numbers_that_are_reported_beside_the_loss_are_told_to_be_unwritten(
@@ -226,9 +234,4 @@ def test_numbers_that_are_reported_beside_the_loss_are_told_to_be_unwritten(
 
         return output, reporting
 
-    write_corpus(tmp_path / "corpus")
-    for name, step in (("loss", pretrain_gpt.forward_step), ("more", more)):
-        config = resolved(f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/{name}")
-        run_training(config, single_process(), True, program=program(forward_step=step))
-        said = capsys.readouterr().out.count("the loss alone is written, not accuracy, twice; print")
-        assert said == (name == "more"), "once, and only then"
+    assert_said_of_this_alone("the loss alone is written, not accuracy, twice; print", more, tmp_path, capsys)
