@@ -3,7 +3,7 @@
 Five training steps per cell: losses, gradient norms, every gradient at steps 1 and 5, every weight at the end, and the
 validation loss. Prints the table, writes docs/parity.md, and ends with code 1 if any cell is out of tolerance.
 
-    python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda] [--jobs 4] [--no-page]
+    python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda] [--backend nccl] [--jobs 4] [--no-page]
     python scripts/parity.py --only "tp2 sp" --families qwen3 --largest 2 --also "--num-layers 5 --lr 1e-2"
 """
 
@@ -31,6 +31,7 @@ from pentatron.train.comparison import (  # noqa: E402
     failures,
     worst,
 )
+from tests.harness import GLOO, NCCL  # noqa: E402
 from tests.parity import ledger  # noqa: E402
 from tests.parity.bf16 import ALLOWED, BF16_CASES, FP16, FP16_CASES, excess  # noqa: E402
 from tests.parity.bugs import BUGS  # noqa: E402
@@ -42,12 +43,15 @@ PAGE = ROOT / "docs" / "parity.md"
 WIDTH = 10
 
 
-def sweep(layouts: list[Layout], families: list[str], device: str, jobs: int) -> list[list[Cell]]:
+def sweep(
+    layouts: list[Layout], families: list[str], device: str, jobs: int, backend: str = GLOO
+) -> list[list[Cell]]:
     name_width = max(len(layout.name) for layout in layouts)
     heading = f"{'layout':<{name_width}}  ranks  " + "".join(f"{f:>{WIDTH}}" for f in families)
     print("\nlargest gap as a share of what is allowed (below 100% passes)\n")
     print(heading)
-    cells = judge_all([Task(layout, family, device) for layout in layouts for family in families], jobs)
+    tasks = [Task(layout, family, device, backend=backend) for layout in layouts for family in families]
+    cells = judge_all(tasks, jobs)
     rows = []
     for layout in layouts:
         print(f"{layout.name:<{name_width}}  {layout.ranks:>5}  ", end="", flush=True)
@@ -191,7 +195,10 @@ def main() -> int:
     parser.add_argument("--families", default=",".join(FAMILIES | MIXTURES), help="comma-separated families")
     parser.add_argument("--only", default="", help="only layouts whose name contains this")
     parser.add_argument("--largest", type=int, default=8, help="only layouts of at most so many processes")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: all processes on one GPU, over gloo")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: all processes on one GPU")
+    parser.add_argument(
+        "--backend", default="gloo", choices=("gloo", "nccl"), help="of processes that share a GPU"
+    )
     parser.add_argument("--also", default="", metavar="FLAGS", help="more flags, for both runs of every cell")
     parser.add_argument(
         "--jobs", type=int, default=1, help="cells at a time; one for every two or three cores"
@@ -218,7 +225,8 @@ def main() -> int:
     everything = len(LAYOUTS) * len(FAMILIES) + len(MIXTURE_LAYOUTS) * len(MIXTURES)
     whole = sum(len(x) * len(f) for x, f in kinds) == everything and words.device == "cpu" and not words.also
     started = time.perf_counter()
-    tables = [sweep(layouts, chosen, words.device, words.jobs) for layouts, chosen in kinds]
+    backend = NCCL if words.backend == "nccl" else GLOO
+    tables = [sweep(layouts, chosen, words.device, words.jobs, backend) for layouts, chosen in kinds]
     bugs = plant_all(words.jobs) if whole else []
     rounded = in_halves() if whole else []
     cells = [cell for rows in tables for row in rows for cell in row]

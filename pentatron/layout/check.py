@@ -74,6 +74,7 @@ def check(schedule: Schedule) -> Checked:
     _check_channels(schedule)
     timeline = _simulate(schedule, needs)
     _check_one_queue(schedule, needs)
+    _check_device_synchronisation(schedule)
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
     return Checked(
@@ -290,6 +291,45 @@ def _check_one_queue(schedule: Schedule, needs: Needs) -> None:
         if position[rank] < len(actions):
             raise ScheduleError(
                 f"rank {rank}: {_named(actions[position[rank]])} waits for ever where a GPU has one queue for all its work"
+            )
+
+
+def _check_device_synchronisation(schedule: Schedule) -> None:
+    """Runs the lists as if the host waited for the whole device before it launches a computation.
+
+    CUDA may do so at any launch: to load the kernel's code (lazy loading), to allocate or free memory. Messages under way are kernels
+    that wait for their peer, so a rank then waits until every message that it has posted, sent or to be received, is posted by its
+    peer as well. Where this ends, it also ends with a synchronisation at some launches and none at others.
+    """
+    position = [0 for _ in schedule.actions]
+    # For each channel how many messages each end has posted: the sender, the receiver.
+    posted: dict[Channel, list[int]] = {}
+    own: list[set[Channel]] = [set() for _ in schedule.actions]
+
+    def begins(rank: int, action: Action) -> bool:
+        if action.kind in COMPUTATIONS:
+            return all(
+                posted[channel][rank == channel[0]] >= posted[channel][rank == channel[1]]
+                for channel in own[rank]
+            )
+        if action.kind is not Kind.REDUCE:
+            channel = _channel(rank, action)
+            posted.setdefault(channel, [0, 0])[action.kind in RECEIVES] += 1
+            own[rank].add(channel)
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            at = position[rank]
+            while at < len(actions) and begins(rank, actions[at]):
+                at += 1
+            moved, position[rank] = moved or at > position[rank], at
+    for rank, actions in enumerate(schedule.actions):
+        if position[rank] < len(actions):
+            raise ScheduleError(
+                f"rank {rank}: {_named(actions[position[rank]])} waits for ever if its launch synchronises the device"
             )
 
 

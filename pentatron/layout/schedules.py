@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
 from pentatron.layout.check import DURATION
@@ -88,9 +87,7 @@ def training_schedule(
     if problem is not None:
         raise ValueError(problem)
     placement = placement_for(kind, ranks, virtual)
-    # Of a group larger than the pipeline, messages of one stage come while the one before it is still computed.
-    early = takes_groups(kind, virtual) and group_sizes(micro_batches, group or ranks)[0] > ranks
-    return lower(placement, micro_batches, _orders(kind, placement, micro_batches, group), early)
+    return lower(placement, micro_batches, _orders(kind, placement, micro_batches, group))
 
 
 @functools.lru_cache(maxsize=32)
@@ -106,8 +103,8 @@ def forward_schedule(placement: Placement, micro_batches: int) -> Schedule:
 def group_sizes(micro_batches: int, group: int) -> list[int]:
     """Cuts the micro-batches into groups of `group` or a few more, the larger ones first.
 
-    A group smaller than the pipeline would leave ranks idle in the middle of a step, or waiting for each other
-    for ever; so what is left over after equal groups is spread over them.
+    A group smaller than the pipeline would leave ranks idle in the middle of a step; so what is left over after equal
+    groups is spread over them.
     """
     groups = max(1, micro_batches // group)
     size, left_over = divmod(micro_batches, groups)
@@ -173,34 +170,26 @@ def _one_forward_one_backward(
         yield backward
 
 
-def lower(
-    placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]], early: bool = False
-) -> Schedule:
+def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]]) -> Schedule:
     """Adds to each rank's computations the messages and the reductions.
 
-    A result is sent right after it was computed. A receive is posted one computation before the one that needs it, so
-    that the message travels meanwhile; with `early`, as soon as the message is sent, so that no sender is held up by several that
-    nobody has taken yet. A stage is reduced right after its last backward, or second half of one.
+    A result is sent right after it was computed. A receive is posted before the first computation that begins later than the one
+    which makes its message. The message then travels while the ranks compute, and a launch that synchronises the device waits for
+    computations that begin earlier only, so that ranks cannot wait in a circle (decision 0056). A stage is reduced right after its
+    last backward, or second half of one.
     """
-    timeline = _timeline(placement, orders) if early else None
+    begins = _beginnings(placement, orders)
     return Schedule(
         placement,
         micro_batches,
-        tuple(tuple(_lowered(placement, rank, order, timeline)) for rank, order in enumerate(orders)),
+        tuple(tuple(_lowered(placement, rank, order, begins)) for rank, order in enumerate(orders)),
     )
 
 
-@dataclass(frozen=True)
-class _Timeline:
-    """When each computation begins, and by whether it is a forward, its stage and its micro-batch, when its result is sent."""
-
-    begins: dict[Computation, float]
-    sent: dict[tuple[bool, int, int], float]
-
-
-def _timeline(placement: Placement, orders: Sequence[Sequence[Computation]]) -> _Timeline:
-    """If everything begins as soon as it can, and messages take no time; nothing of what never begins."""
-    found = _Timeline({}, {})
+def _beginnings(placement: Placement, orders: Sequence[Sequence[Computation]]) -> dict[Computation, float]:
+    """When each computation begins, if it begins as soon as it can and messages take no time. One that never begins is not there."""
+    begins: dict[Computation, float] = {}
+    sent: dict[tuple[bool, int, int], float] = {}
     clock, done = [0.0 for _ in orders], [0 for _ in orders]
     moved = True
     while moved:
@@ -211,33 +200,38 @@ def _timeline(placement: Placement, orders: Sequence[Sequence[Computation]]) -> 
                 forward = kind is Kind.FORWARD
                 source = (forward, stage - 1 if forward else stage + 1, micro_batch)
                 needs = kind is not Kind.WEIGHT and 0 <= source[1] < placement.stages
-                if needs and source not in found.sent:
+                if needs and source not in sent:
                     break
-                found.begins[computation] = max(clock[rank], found.sent[source] if needs else 0.0)
-                clock[rank] = found.begins[computation] + DURATION[kind]
+                begins[computation] = max(clock[rank], sent[source] if needs else 0.0)
+                clock[rank] = begins[computation] + DURATION[kind]
                 if kind is not Kind.WEIGHT:
-                    found.sent[forward, stage, micro_batch] = clock[rank]
+                    sent[forward, stage, micro_batch] = clock[rank]
                 done[rank] += 1
                 moved = True
-    return found
+    return begins
+
+
+def _key(computation: Computation, begins: dict[Computation, float]) -> tuple[float, bool, int]:
+    """Puts the computations of all ranks into one order: by their beginning, of those that begin together along the way of the messages."""
+    kind, stage, _ = computation
+    forward = kind is Kind.FORWARD
+    return begins.get(computation, math.inf), not forward, stage if forward else -stage
 
 
 def _lowered(
-    placement: Placement, rank: int, order: Sequence[Computation], timeline: _Timeline | None
+    placement: Placement, rank: int, order: Sequence[Computation], begins: dict[Computation, float]
 ) -> Iterator[Action]:
     last_backward = {
         stage: i for i, (kind, stage, _) in enumerate(order) if kind in (Kind.BACKWARD, Kind.WEIGHT)
     }
     # Messages of one sender are sent, and needed, in the same order, so they are posted in it as well.
     posted: list[list[Action]] = [[] for _ in order]
-    begins = [] if timeline is None else [timeline.begins.get(computation, math.inf) for computation in order]
+    own = [_key(computation, begins) for computation in order]
     for i, computation in enumerate(order):
         for receive in _received(placement, rank, computation):
-            place = max(0, i - 1)
-            if timeline is not None:
-                sender = (computation[0] is Kind.FORWARD, receive.stage, receive.micro_batch)
-                place = bisect.bisect_left(begins, timeline.sent.get(sender, math.inf), 0, place)
-            posted[place].append(receive)
+            makes = (Kind.FORWARD,) if computation[0] is Kind.FORWARD else (Kind.BACKWARD, Kind.INPUT)
+            sender = min(_key((kind, receive.stage, receive.micro_batch), begins) for kind in makes)
+            posted[bisect.bisect_right(own, sender, 0, i)].append(receive)
     for i, computation in enumerate(order):
         yield from posted[i]
         kind, stage, micro_batch = computation

@@ -13,7 +13,7 @@ Who does what:
         ranks      rank.py                          one fresh process group, one call of the test function, one report
 """
 
-from tests.harness.api import distributed, run_distributed
+from tests.harness.api import GLOO, NCCL, distributed, run_distributed
 from tests.harness.report import RanksFailed
 
-__all__ = ["RanksFailed", "distributed", "run_distributed"]
+__all__ = ["GLOO", "NCCL", "RanksFailed", "distributed", "run_distributed"]

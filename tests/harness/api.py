@@ -15,6 +15,8 @@ from tests.harness.report import RanksFailed, failure_text
 
 DEFAULT_TIMEOUT = 60.0
 LARGEST_WORLD = 8
+# Backends of a test's process group. With NCCL tensors of the CPU go through gloo.
+GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 
 
 def distributed(
@@ -50,10 +52,14 @@ def run_distributed(
     *,
     timeout: float = DEFAULT_TIMEOUT,
     process_group: bool = True,
+    backend: str = GLOO,
     **arguments: Any,
 ) -> list[Any]:
-    """Call a module-level function on `world` ranks and return each rank's return value; `RanksFailed` if one fails."""
-    return _run(function, world, timeout, arguments, process_group)
+    """Call a module-level function on `world` ranks and return each rank's return value; `RanksFailed` if one fails.
+
+    `backend` is `GLOO`, or `NCCL` for ranks that share one GPU and communicate over NCCL.
+    """
+    return _run(function, world, timeout, arguments, process_group, backend)
 
 
 def _run(
@@ -62,9 +68,10 @@ def _run(
     timeout: float,
     arguments: Mapping[str, Any],
     process_group: bool,
+    backend: str = GLOO,
 ) -> list[Any]:
     __tracebackhide__ = True
-    outcomes = session_zygote().run(_job(function, world, timeout, arguments, process_group))
+    outcomes = session_zygote().run(_job(function, world, timeout, arguments, process_group, backend))
     if not all(outcome.ok for outcome in outcomes):
         raise RanksFailed(failure_text(outcomes))
     return [pickle.loads(outcome.result) for outcome in outcomes]
@@ -76,6 +83,7 @@ def _job(
     timeout: float,
     arguments: Mapping[str, Any],
     process_group: bool,
+    backend: str,
 ) -> Job:
     if not 1 <= world <= LARGEST_WORLD:
         raise ValueError(f"world must be 1 to {LARGEST_WORLD}, not {world}")
@@ -95,6 +103,7 @@ def _job(
         working_directory=str(Path.cwd()),
         environment=rank_environment(),
         process_group=process_group,
+        backend=backend,
     )
 
 

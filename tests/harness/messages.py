@@ -22,6 +22,7 @@ class Job:
     working_directory: str
     environment: dict[str, str]
     process_group: bool = True  # without: one process, which can fork
+    backend: str = "gloo"  # of the process group
 
     @property
     def name(self) -> str:

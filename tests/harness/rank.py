@@ -89,8 +89,12 @@ def run(job: Job, rank: int, directory: Path) -> Outcome:
 
 
 def join_process_group(job: Job, rank: int, directory: Path) -> None:
+    if "nccl" in job.backend:
+        # NCCL refuses two ranks of one host on one GPU, and tells hosts apart by this name. Its sockets connect "hosts" of one machine.
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        torch.cuda.set_device(0)
     dist.init_process_group(
-        "gloo",
+        job.backend,
         store=dist.FileStore(str(directory / "store"), job.world),
         rank=rank,
         world_size=job.world,

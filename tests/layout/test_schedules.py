@@ -6,6 +6,7 @@ from pentatron.layout import schedules
 from pentatron.layout.actions import Action, Kind, Placement
 from pentatron.layout.check import RECEIVES, Checked, ScheduleError, check
 from pentatron.layout.schedules import (
+    FOLDED,
     KINDS,
     forward_schedule,
     group_sizes,
@@ -14,6 +15,7 @@ from pentatron.layout.schedules import (
     schedule_problem,
     training_schedule,
 )
+from tests.layout.one_ahead import one_ahead
 
 RANKS = range(1, 9)
 MICRO_BATCHES = range(1, 25)
@@ -91,12 +93,12 @@ def test_one_stage() -> None:
 
 def test_two_ranks() -> None:
     first, last = training_schedule("1f1b", 2, 1, 3).actions
-    assert written(first) == "F0.0 SF0.0 RB1.0 F0.1 SF0.1 B0.0 RB1.1 F0.2 SF0.2 RB1.2 B0.1 B0.2 R0"
-    assert written(last) == "RF0.0 F1.0 RF0.1 B1.0 SB1.0 F1.1 RF0.2 B1.1 SB1.1 F1.2 B1.2 SB1.2 R1"
+    assert written(first) == "F0.0 SF0.0 F0.1 SF0.1 RB1.0 B0.0 RB1.1 F0.2 SF0.2 B0.1 RB1.2 B0.2 R0"
+    assert written(last) == "RF0.0 RF0.1 F1.0 B1.0 SB1.0 F1.1 B1.1 SB1.1 RF0.2 F1.2 B1.2 SB1.2 R1"
     assert {a.peer for a in first if a.peer is not None} == {1}
     assert {a.peer for a in last if a.peer is not None} == {0}
     first, last = training_schedule("gpipe", 2, 1, 2).actions
-    assert written(first) == "F0.0 SF0.0 RB1.0 F0.1 SF0.1 RB1.1 B0.0 B0.1 R0"
+    assert written(first) == "F0.0 SF0.0 F0.1 SF0.1 RB1.0 RB1.1 B0.0 B0.1 R0"
     assert written(last) == "RF0.0 RF0.1 F1.0 F1.1 B1.0 SB1.0 B1.1 SB1.1 R1"
 
 
@@ -121,7 +123,7 @@ def test_stages_of_one_rank_send_nothing() -> None:
             [(Kind.FORWARD, 2, 0), (Kind.BACKWARD, 2, 0)],
         ],
     )
-    assert written(neighbours.actions[0]) == "F0.0 RB2.0 F1.0 SF1.0 B1.0 R1 B0.0 R0"
+    assert written(neighbours.actions[0]) == "F0.0 F1.0 SF1.0 RB2.0 B1.0 R1 B0.0 R0"
     assert written(neighbours.actions[1]) == "RF1.0 F2.0 B2.0 SB2.0 R2"
     check(neighbours)
 
@@ -135,13 +137,13 @@ def test_every_stage_is_reduced_right_after_its_last_backward() -> None:
                     assert before[-1].kind is Kind.BACKWARD and before[-1].stage == action.stage
 
 
-def test_receives_are_posted_one_computation_ahead_and_sends_follow_at_once() -> None:
-    """All but the very first computation find their message posted before the one in front of them."""
-    for actions in training_schedule("interleaved", 4, 2, 8).actions:
-        computed = 0
+def test_most_receives_are_posted_ahead_and_sends_follow_at_once() -> None:
+    """A message travels during at least one computation, unless the computation that makes it ends just when it is needed."""
+    for actions in training_schedule("interleaved", 4, 2, 32).actions:
+        computed, ahead = 0, 0
         posted: dict[tuple[Kind, int, int], int] = {}
         for i, action in enumerate(actions):
-            if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
+            if action.kind in RECEIVES:
                 posted[action.kind, action.stage, action.micro_batch] = computed
             elif action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
                 before = actions[i - 1]
@@ -150,29 +152,31 @@ def test_receives_are_posted_one_computation_ahead_and_sends_follow_at_once() ->
                 forward = action.kind is Kind.FORWARD
                 kind = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
                 message = (kind, action.stage + (-1 if forward else 1), action.micro_batch)
-                if message in posted:
-                    assert posted[message] == max(0, computed - 1)
+                ahead += posted.get(message, computed) < computed
                 computed += 1
+        assert ahead > 0.6 * len(posted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_receive_whose_sender_waits_for_this_rank_is_seen(kind: str) -> None:
+    """Posted one computation ahead whatever its sender does, a receive holds up a launch that synchronises the device."""
+    schedule = training_schedule(kind, 4, 2 if kind in ("interleaved", *FOLDED) else 1, 8)
+    check(schedule)
+    if kind == "gpipe":
+        # A rank has only forwards before its peers need its backwards: one ahead does no harm but before the first backward.
+        schedule = training_schedule(kind, 4, 1, 1)
+    with pytest.raises(ScheduleError, match="waits for ever if its launch synchronises the device"):
+        check(one_ahead(schedule))
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "zero-bubble"])
 @pytest.mark.parametrize(("micro_batches", "group"), [(16, 16), (16, 6), (17, 5)])
-def test_messages_of_large_groups_are_received_when_they_are_sent(
-    kind: str, micro_batches: int, group: int
-) -> None:
-    """Posted one computation ahead, sends that nobody takes yet would stand in each other's way on a GPU with one queue."""
+def test_messages_of_large_groups_are_received_early(kind: str, micro_batches: int, group: int) -> None:
+    """Posted one computation ahead, sends without a receive would stand in each other's way on a GPU with one queue."""
     schedule = training_schedule(kind, 3, 2, micro_batches, group)
     check(schedule)
-    late = lower(
-        schedule.placement, micro_batches, schedules._orders(kind, schedule.placement, micro_batches, group)
-    )
     with pytest.raises(ScheduleError, match="waits for ever where a GPU has one queue for all its work"):
-        check(late)
-    for early, usual in zip(schedule.actions, late.actions):
-        assert [a for a in early if a.kind not in RECEIVES] == [a for a in usual if a.kind not in RECEIVES]
-        for receive in (a for a in usual if a.kind in RECEIVES):
-            ahead = [sum(a.kind not in RECEIVES for a in x[: x.index(receive)]) for x in (early, usual)]
-            assert ahead[0] <= ahead[1]
+        check(one_ahead(schedule))
 
 
 @pytest.mark.parametrize("micro_batches", range(1, 30))
@@ -186,10 +190,10 @@ def test_groups(micro_batches: int, group: int) -> None:
         assert sizes == [group] * (micro_batches // group)
 
 
-def test_a_small_last_group_would_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: groups of four and one on four ranks wait in a circle, which is why groups are made equal."""
+def test_a_small_last_group_would_mix_up_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: with groups of four and one on four ranks messages are sent in another order than they are needed in."""
     monkeypatch.setattr(schedules, "group_sizes", lambda micro_batches, group: [group, micro_batches - group])
-    with pytest.raises(ScheduleError, match="waits for ever, as ranks wait for each other in a circle"):
+    with pytest.raises(ScheduleError, match="which rank 1 sends first"):
         check(training_schedule.__wrapped__("interleaved", 4, 3, 5))
 
 

@@ -1,9 +1,13 @@
-"""What the ranks of a run say to each other, recorded call by call, and a judge who runs the records as NCCL would.
+"""The communication of a run, recorded call by call, and a judge that replays the records under NCCL's rules.
 
 Gloo forgives what NCCL does not: it buffers messages, and lets every call run by itself. Under NCCL the calls of a communicator run in
 the order in which they were begun, each of them only when all its ranks have begun it; and at the first call the hosts connect, so that
-none of them goes on before all are there. The judge is stricter still: all that a rank begins stands in one queue, as on a GPU whose
-streams share one, so that a call whose communicator is busy holds up whatever follows.
+none of them goes on before all are there. The judge is stricter in two ways, each of which some GPU and some moment has:
+
+- One queue: all that a rank begins stands in one queue, as on a GPU whose streams share one, so that a call whose communicator is busy
+  holds up whatever follows.
+- Synchronisation: before each computation and each collective the host waits for the whole device, as it does when a kernel is launched
+  for the first time (CUDA loads its code then) or memory is freed. All calls that the rank has begun must end without its next one.
 """
 
 from collections.abc import Sequence
@@ -13,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pentatron.parallel import executor
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
 
 COLLECTIVES = (
@@ -34,6 +39,8 @@ class Call:
     what: str = ""
     connected: bool = False
     waits: int | None = None
+    # A computation begins, or a collective of one; the host may wait for the whole device here.
+    synchronises: bool = False
 
 
 @dataclass
@@ -50,6 +57,19 @@ class Recorder:
         for name in ("isend", "irecv"):
             setattr(dist, name, self._message(name, getattr(dist, name)))
         dist.batch_isend_irecv = self._batch(dist.batch_isend_irecv)
+        for name in ("_forward", "_backward", "_weights"):
+            setattr(executor._Step, name, self._computation(getattr(executor._Step, name)))
+
+    def _computation(self, honest: Any) -> Any:
+        def call(step: Any, action: Any) -> None:
+            self._synchronises()
+            honest(step, action)
+
+        return call
+
+    def _synchronises(self) -> None:
+        if self.on:
+            self.calls.append(Call(len(self.calls), synchronises=True))
 
     def _begun(
         self, communicator: tuple[str, ...], members: Sequence[int], what: str, connected: bool = False
@@ -65,6 +85,7 @@ class Recorder:
             # Of an all-to-all every rank may have another size.
             size = "" if name == "all_to_all_single" else f" {tensor.numel()}"
             members = dist.get_process_group_ranks(group)
+            self._synchronises()
             number = self._begun((group.group_name,), members, f"{name}{size} {tensor.dtype}")
             if not async_op:
                 self.waited(number)
@@ -123,8 +144,11 @@ class Work:
         return bool(self.honest.is_completed())
 
 
-def problem_of(records: Sequence[Sequence[Call]]) -> str | None:
-    """Why the calls of these ranks would never end, or mix up what does not belong together; None if they end."""
+def problem_of(records: Sequence[Sequence[Call]], synchronising: bool = False) -> str | None:
+    """Why the calls of these ranks would never end, or mix up what does not belong together; None if they end.
+
+    With `synchronising`, the host waits for the whole device wherever it may have to.
+    """
     at = [0 for _ in records]
     # For each communicator what every rank has begun on it, and for each call which of these it is.
     begun: dict[tuple[str, ...], dict[int, list[str]]] = {}
@@ -139,6 +163,12 @@ def problem_of(records: Sequence[Sequence[Call]]) -> str | None:
         if rank in connecting and not done(connecting[rank], 0):
             return False
         connecting.pop(rank, None)
+        if call.synchronises:
+            return not synchronising or all(
+                done(communicator, len(ranks[rank]) - 1)
+                for communicator, ranks in begun.items()
+                if ranks.get(rank)
+            )
         if call.waits is not None:
             return done(*place[rank, call.waits])
         ranks = begun.setdefault(call.communicator, {member: [] for member in call.members})

@@ -1,4 +1,4 @@
-"""Whole steps in small layouts end also under NCCL's rules: calls of a communicator in one order, all of a rank in one queue."""
+"""Whole steps in small layouts end also under NCCL's rules: one order for a communicator, one queue for a GPU, a device that is waited for."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from pentatron.train.parallel_model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
 from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
+from tests.layout.one_ahead import one_ahead
 from tests.parallel.recorded_calls import Call, Recorder, problem_of
 from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved
@@ -23,12 +24,13 @@ from tests.support import LLAMA, resolved
 def recorded(words: str, bug: str = "") -> list[Call]:
     """The calls of two steps and an evaluation on this rank, with the channels of a pipeline as NCCL has them."""
     config = resolved(words, dist.get_world_size()).config
-    if bug != "one channel for all":
+    if "one channel for all" not in bug:
         parallel_model.open_messages = lambda world, placement: Messages(  # type: ignore[assignment]
             world.pipeline, open_channels(world, placement) if world.pipeline.size > 1 else None
         )
-    if bug == "receives one computation ahead":
-        schedules._timeline = lambda placement, orders: None  # type: ignore[assignment, return-value]
+    if "receives one computation ahead" in bug:
+        honest = schedules.lower
+        schedules.lower = lambda *words: one_ahead(honest(*words))
     world = here(config)
     recorder = Recorder()
     recorder.install()
@@ -61,6 +63,19 @@ LAYOUTS = {
     "dualpipev": (4, f"{FOLDED} dualpipev"),
     "experts": (
         4, f"--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall {OVERLAPPED}"),
+    **{
+        f"experts, {name}": (
+            4, f"--num-layers 4 --num-experts 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 {words}")
+        for name, words in {
+            "1f1b": "--overlap-grad-reduce",
+            "1f1b, gather": "--moe-token-dispatcher-type allgather",
+            "gpipe": "--pipeline-schedule gpipe",
+            "interleaved": "--num-layers-per-virtual-pipeline-stage 1",
+            "zero-bubble": "--pipeline-schedule zero-bubble",
+            "zbv": "--pipeline-schedule zbv",
+            "dualpipev": "--pipeline-schedule dualpipev --moe-token-dispatcher-type allgather",
+        }.items()
+    },
 }  # fmt: skip
 
 
@@ -70,16 +85,23 @@ def test_a_step_ends_under_the_rules_of_nccl(name: str) -> None:
     records = run_distributed(recorded, ranks, words=f"{LLAMA} {words}", timeout=240.0)
     assert all(len(record) > 10 for record in records), "something was recorded"
     assert problem_of(records) is None
+    assert any(call.synchronises for call in records[0])
+    assert problem_of(records, synchronising=True) is None
 
 
 @pytest.mark.parametrize(
-    ("name", "bug"),
-    [("pipeline, data", "one channel for all"), ("large groups", "receives one computation ahead")],
+    ("name", "bug", "synchronising"),
+    [
+        ("pipeline, data", "one channel for all, receives one computation ahead", False),
+        ("large groups", "receives one computation ahead", False),
+        ("pipeline, data", "receives one computation ahead", True),
+        ("experts, 1f1b", "receives one computation ahead", True),
+    ],
 )
-def test_what_gloo_forgives_is_seen(name: str, bug: str) -> None:
+def test_what_gloo_forgives_is_seen(name: str, bug: str, synchronising: bool) -> None:
     ranks, words = LAYOUTS[name]
     records = run_distributed(recorded, ranks, words=f"{LLAMA} {words}", bug=bug, timeout=240.0)
-    assert problem_of(records) is not None
+    assert problem_of(records, synchronising) is not None
 
 
 ALL = (0, 1)

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from pentatron.train.comparison import Gap, Trajectory, failures, gaps, worst
-from tests.harness import run_distributed
+from tests.harness import GLOO, run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.cases import Layout
 from tests.parity.trajectory import on_a_rank, run
@@ -38,6 +38,7 @@ class Task:
     family: str
     device: str = "cpu"
     bug: str = ""
+    backend: str = GLOO
 
 
 @functools.cache
@@ -54,6 +55,7 @@ def judged(task: Task) -> Cell:
             on_a_rank,
             layout.ranks,
             timeout=TIMEOUT,
+            backend=task.backend,
             words=layout.command(family),
             bug=task.bug,
             device=task.device,

@@ -12,7 +12,7 @@ from tests.support import resolved
 
 
 def here(config: RunConfig, device: str = "cpu") -> World:
-    """Ranks share a GPU, over gloo."""
+    """Ranks share one GPU."""
     if config.grid.world_size == 1:
         return single_process(torch.device(device))
     return connect(config.grid, dist.get_rank(), dist.get_rank(), torch.device(device))
