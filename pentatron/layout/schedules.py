@@ -175,7 +175,7 @@ def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Co
 
     A result is sent right after it was computed. A receive is posted before the first computation that begins later than the one
     which makes its message. The message then travels while the ranks compute, and a launch that synchronises the device waits for
-    computations that begin earlier only, so that ranks cannot wait in a circle (decision 0056). A stage is reduced right after its
+    computations that begin earlier only, so that ranks cannot wait in a circle (decision 0057). A stage is reduced right after its
     last backward, or second half of one.
     """
     begins = _beginnings(placement, orders)

@@ -1,61 +1,145 @@
-"""What a user's loss function says, as a sum over valid tokens.
+"""What a loss function written for Megatron returns, as the objective of a step.
 
-Here every valid token of a step weighs the same, however the step is cut into ranks and micro-batches. A loss function
-written for Megatron has its own idea of that: a sum with a number of tokens, a mean, either of them summed over ranks for the
-report. What they have in common is how they weigh the tokens of a micro-batch against each other, and that is what is
-taken: the derivative of the loss by each token's loss, scaled to the valid tokens of the micro-batch.
+`(sum, number of tokens)` and `(sum, number of tokens, report)`: Σ sum / Σ tokens over all micro-batches and replicas of the step.
+`(loss, report)`: the mean over all micro-batches and replicas. The gradients are those of the returned scalar.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from pentatron.config.errors import UserError
+from pentatron.parallel.collectives import Group
+from pentatron.parallel.pieces import Held, held_parameters
+from pentatron.parallel.world import World
+from pentatron.train.objective import Objective
 
 LossFunction = Callable[[Tensor], Any]
 
 
-def summed_loss(
-    output: Tensor,
-    loss_function: LossFunction,
-    valid_tokens: Tensor,
-    look: Callable[[Tensor], None] | None = None,
-) -> Tensor:
-    """Of the losses of every token: their sum as the function weighs them, its weights scaled to the valid tokens.
+@dataclass(frozen=True)
+class Returned:
+    """`tokens` is None for a mean."""
 
-    `look` is shown those weights, before they are scaled.
-    """
-    with torch.enable_grad():
-        # As it is in the run: other functions of it than sums may not see a leaf where they expect none.
-        leaf = output.detach().requires_grad_()
-        loss, _ = _parts(loss_function(leaf.view_as(leaf)))
-        weights = torch.autograd.grad(loss.sum(), leaf, allow_unused=True)[0] if loss.requires_grad else None
-    if weights is None:
+    loss: Tensor
+    tokens: Tensor | None
+    report: Mapping[str, Any]
+
+
+def share_of(returned: Returned, objective: Objective) -> Tensor:
+    """The micro-batch's share of the step's objective; what is reported beside it is kept there."""
+    for name, value in returned.report.items():
+        objective.report(str(name), *_pair(name, value, returned.loss.device))
+    loss = returned.loss.float().sum()
+    if returned.tokens is None:
+        return objective.share_of_mean(loss)
+    return objective.share_of_sum(loss, returned.tokens)
+
+
+def returned_by(loss_function: LossFunction, output: Tensor, context: Group) -> Returned:
+    """`context`: the context-parallel ranks."""
+    with _reductions_counted(context) as over_context:
+        returned = _parts(loss_function(output))
+    if over_context:
+        # The value is that of all context ranks, the derivative that of this one.
+        value = returned.loss.detach()
+        returned = replace(returned, loss=returned.loss - value + value / context.size)
+    if torch.is_grad_enabled() and not returned.loss.requires_grad:
         raise UserError(
-            "the loss function's loss does not depend on output_tensor, so nothing could be learned from it; compute it from "
-            "output_tensor, and detach only what is reported"
+            "the loss function's loss does not depend on output_tensor or on any weight, so nothing could be learned from it; compute it "
+            "from output_tensor, and detach only what is reported"
         )
-    if look is not None:
-        look(weights)
-    total = weights.sum()
-    # A micro-batch without a token that counts has nothing to say. Weights that take away as much as they give cannot be scaled to a number
-    # of tokens: the loss is then no number, which ends the run, instead of a zero, from which nothing would be learned in silence.
-    without = torch.where((weights != 0).any(), torch.nan, 0.0)
-    scale = torch.where(total > 0, valid_tokens / torch.where(total > 0, total, 1.0), without)
-    return (output.float() * (weights.float() * scale)).sum()
+    return returned
 
 
-def stated_loss(output: Tensor, loss_function: LossFunction, valid_tokens: Tensor) -> Tensor:
-    """Of anything else, logits say: the function's loss per token it counted, times the valid tokens."""
-    loss, tokens = _parts(loss_function(output))
-    mean = loss.sum() if tokens is None else loss.sum() / tokens.clamp(min=1)
-    return mean.float() * valid_tokens
+def counting_terms_once(
+    loss_function: LossFunction, output: Tensor, module: nn.Module, world: World
+) -> Returned:
+    """`returned_by`, for a stage whose ranks see parts of the stream (sequence parallelism).
+
+    Gradients of weights that act on the stream are summed over these ranks. A term of the loss that depends on such a weight without
+    passing through `output` is whole on each of them, and counts once.
+    """
+    leaf = output.detach().requires_grad_(output.requires_grad)
+    returned = returned_by(loss_function, leaf.view_as(leaf), world.group("context"))
+    if not returned.loss.requires_grad:
+        return returned
+    held = [h for h in held_parameters(module) if h.parameter.requires_grad]
+    sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in held)]
+    ranks = [*([1] if leaf.requires_grad else []), *(_summed_over(h, world) for h in held)]
+    found = torch.autograd.grad(
+        returned.loss.sum(), [leaf if s is output else s for s in sources], allow_unused=True
+    )
+    terms = [(s * g).float().sum() / count for s, g, count in zip(sources, found, ranks) if g is not None]
+    surrogate = torch.stack(terms).sum()
+    # The value of the loss with the derivative of the terms.
+    loss = surrogate + (returned.loss.detach().float().sum() - surrogate.detach())
+    return replace(returned, loss=loss)
 
 
-def _parts(result: Any) -> tuple[Tensor, Tensor | None]:
-    """The loss, and the number of tokens it is a sum over; None where it is a mean."""
+def _summed_over(held: Held, world: World) -> int:
+    partial = any("tensor" in piece.partial_over for piece in held.declared.pieces)
+    return world.tensor.size if partial else 1
+
+
+@contextmanager
+def _reductions_counted(context: Group) -> Iterator[list[Tensor]]:
+    """Gives `torch.distributed.all_reduce` of a loss a derivative, and lists the tensors that were summed over context-parallel ranks.
+
+    Guide 004 sums the loss and the number of tokens over data-parallel ranks, in place, and returns both. The value is then that of all ranks,
+    and autograd, which does not see the reduction, has the derivative of this rank's part. Each of the ranks returns the sum, so the
+    objective contains this rank's part as many times as there are ranks. Sums over context-parallel ranks are left alone: Megatron's
+    functions multiply what they return by the number of these ranks themselves.
+    """
+    honest = dist.all_reduce
+    over_context: list[Tensor] = []
+
+    def all_reduce(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        work = honest(tensor, op, group, async_op)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        only_context = context.size > 1 and ranks == dist.get_process_group_ranks(context.process_group)
+        if op != dist.ReduceOp.SUM or not tensor.requires_grad:
+            return work
+        if only_context:
+            over_context.append(tensor)
+        elif len(ranks) > 1:
+            tensor.register_hook(lambda gradient: gradient * len(ranks))
+        return work
+
+    dist.all_reduce = all_reduce
+    try:
+        yield over_context
+    finally:
+        dist.all_reduce = honest
+
+
+def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of a reported value: one number, averaged over micro-batches and ranks, or a sum and a count."""
+    found = value if isinstance(value, Tensor) else None
+    if found is None:
+        try:
+            parts = value if isinstance(value, tuple | list) else (value,)
+            found = torch.stack([torch.as_tensor(part, device=device).double().reshape(()) for part in parts])
+        except (TypeError, ValueError, RuntimeError):
+            found = torch.empty(0)
+    flat = found.detach().to(device).reshape(-1).double()
+    if flat.numel() == 1:
+        return flat[0], torch.ones((), device=device)
+    if flat.numel() == 2:
+        return flat[0], flat[1]
+    raise UserError(
+        f"the loss function reports {name!r} as {_described(value)}; report one number, or a sum and the number of tokens it is over"
+    )
+
+
+def _parts(result: Any) -> Returned:
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], Tensor):
         raise UserError(
             f"the loss function returned {_described(result)}; it must return (loss, number of tokens), "
@@ -67,11 +151,18 @@ def _parts(result: Any) -> tuple[Tensor, Tensor | None]:
             f"the loss function returned a loss of {loss.numel()} numbers; return one, the sum over the tokens"
         )
     if isinstance(second, Mapping):
-        return loss, None
-    return loss, torch.as_tensor(second, device=loss.device)
+        return Returned(loss, None, second)
+    report = result[2] if len(result) == 3 else {}
+    if not isinstance(report, Mapping):
+        raise UserError(
+            f"the loss function returned a report that is a {type(report).__name__}; return a dictionary of names and values"
+        )
+    return Returned(loss, torch.as_tensor(second, device=loss.device).sum(), report)
 
 
 def _described(result: Any) -> str:
     if isinstance(result, tuple):
         return f"({', '.join(type(part).__name__ for part in result)})"
+    if isinstance(result, Tensor):
+        return f"{result.numel()} numbers"
     return f"a {type(result).__name__}"

@@ -4,7 +4,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,19 @@ from pentatron.megatron import state
 from pentatron.megatron.arguments import arguments_of
 from pentatron.megatron.core.models.gpt.gpt_model import GPTModel
 from pentatron.megatron.datasets import DatasetProvider, provided_data
-from pentatron.megatron.losses import LossFunction, stated_loss, summed_loss
+from pentatron.megatron.losses import counting_terms_once, returned_by, share_of
 from pentatron.models.causal_lm import CausalLM, tie_ends
 from pentatron.monitor.display import Display
 from pentatron.parallel.axes import Axes
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData
+from pentatron.train.objective import ReportedNames
 from pentatron.train.program import Program, StageCall
 from pentatron.train.state import TrainState
 
+# Micro-batches at the beginning of a run whose numbers of tokens are compared.
+_COMPARED = 8
 ForwardStep = Callable[[Iterator[dict[str, Tensor]], Any], tuple[Tensor, Callable[[Tensor], Any]]]
 
 
@@ -52,8 +54,9 @@ class UserProgram(Program):
         self.extra = extra
         self.notes = notes
         self.has_run = False
-        self._compared_masks = False
-        self._read_report = False
+        self.reported_names = ReportedNames()
+        self._first_count: float | None = None
+        self._counts_left = _COMPARED
 
     @contextmanager
     def running(self, resolved: Resolved, world: World, display: Display) -> Iterator[None]:
@@ -106,42 +109,35 @@ class UserProgram(Program):
             output, loss_function = self._called(call.batch, module)
             if not call.is_last:
                 return output
-            if not self._read_report:
-                loss_function = partial(self._reading_report, loss_function)
-            valid = call.batch.valid_tokens
-            # With labels the model gave losses; without, the loss function makes them of logits.
-            of_tokens = output.shape == call.batch.labels.shape
-            if not of_tokens:
-                return stated_loss(output, loss_function, valid)
-            look = partial(self._compare_masks, call.batch.loss_mask) if not self._compared_masks else None
-            return summed_loss(output, loss_function, valid, look)
+            if module.axis.sequence_parallel and run.world.tensor.size > 1:
+                returned = counting_terms_once(loss_function, output, module, run.world)
+            else:
+                returned = returned_by(loss_function, output, run.world.group("context"))
+            if returned.tokens is not None:
+                self._compare_counts(returned.tokens)
+            return share_of(returned, call.objective)
         finally:
             module.receive(None)
             run.stage = None
 
-    def _compare_masks(self, of_data: Tensor, weights: Tensor) -> None:
-        """Says once that the loss function masks more than the data does. Once: comparing numbers makes a GPU wait."""
-        self._compared_masks = True
-        at = state.current().world.at
-        if at.data == at.context == at.tensor == 0 and bool(((weights == 0) & (of_data > 0)).any()):
-            say(
-                "note: the loss function leaves out tokens that count in the data; micro-batches still weigh by the data's count, so the "
-                "numbers depend on --micro-batch-size and on the layout (a loss_mask in the dataset does not)"
-            )
-
-    def _reading_report(self, loss_function: LossFunction, output: Tensor) -> Any:
-        """Says once which of the numbers that the loss function reports are not written: Megatron writes them all."""
-        result = loss_function(output)
-        self._read_report = True
-        at = state.current().world.at
-        if at.data == at.context == at.tensor == 0 and isinstance(result, tuple) and result:
-            others = list(result[-1])[1:] if isinstance(result[-1], Mapping) else []
-            if others:
+    def _compare_counts(self, tokens: Tensor) -> None:
+        """Says once that micro-batches with more tokens weigh more, which is what Megatron does with a flag alone."""
+        run = state.current()
+        at = run.world.at
+        if self._counts_left == 0 or not at.data == at.context == at.tensor == 0:
+            return
+        # Few: comparing numbers makes the host wait for the GPU.
+        self._counts_left -= 1
+        count = float(tokens)
+        if self._first_count is None:
+            self._first_count = count
+        elif count != self._first_count:
+            self._counts_left = 0
+            if not run.resolved.given("calculate_per_token_loss"):
                 say(
-                    f"note: of what the loss function reports the loss alone is written, not {', '.join(map(str, others))}; print the "
-                    "rest in the loss function"
+                    "note: the loss function counts different numbers of tokens in micro-batches, and every token weighs the same in a step; "
+                    "Megatron-LM without --calculate-per-token-loss would weigh every micro-batch the same"
                 )
-        return result
 
     def _called(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
         result = self.forward_step(MicroBatchIterator(batch), module)

@@ -44,7 +44,7 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
     # A step that left the weights alone, because its numbers were none, would make the mean none as well.
     advanced = [r for r in reports if not r.is_skipped]
     if advanced:
-        fields.append(f"lm loss: {sum(r.loss for r in advanced) / len(advanced):.6E}")
+        fields += [f"{name}: {value:.6E}" for name, value in _losses(advanced).items()]
         fields += last.experts.fields() if last.experts else ()
     fields += [
         f"loss scale: {last.loss_scale:.1f}",
@@ -60,6 +60,15 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
         fields.append(f"busiest expert: {last.experts.imbalance:.2f} x mean")
         fields.append(f"idle experts: {last.experts.idle}")
     return " | ".join(fields) + " |"
+
+
+def _losses(reports: list[StepReport]) -> dict[str, float]:
+    """The loss, and what a loss function reports; a name is averaged over the steps that have it."""
+    values: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in {"lm loss": report.loss, **report.reported}.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _teraflops(reports: list[StepReport]) -> float:

@@ -65,6 +65,7 @@ def metrics_row(report: StepReport) -> dict[str, Any]:
         "memory_bytes": report.memory_bytes,
         **({"loss_scale": report.loss_scale} if report.loss_scale != 1.0 else {}),
         **({"skipped": True} if report.is_skipped else {}),
+        **({"reported": dict(report.reported)} if report.reported else {}),
         **({} if report.experts is None else report.experts.as_metrics()),
         **({} if report.ranks is None else report.ranks.as_metrics()),
     }

@@ -75,6 +75,8 @@ class StepReport:
     peak_teraflops: float | None = None
     # Further figures of this rank's memory, under the names viewers show them by.
     memory: Mapping[str, float] = field(default_factory=dict)
+    # What a user's loss function reports, by its own names.
+    reported: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

@@ -29,7 +29,7 @@ def scalars(report: StepReport, validation: float | None, choices: Choices) -> l
     # As in the log, and as Megatron has it: the rate after the step, which the next one will have.
     both = {"learning-rate": report.next_learning_rate, "batch-size": float(report.global_batch_size)}
     if not report.is_skipped:
-        both["lm loss"] = report.loss
+        both |= {"lm loss": report.loss, **report.reported}
         both |= report.experts.by_name() if report.experts else {}
     both |= {"loss-scale": report.loss_scale, "grad-norm": report.gradient_norm}
     found = [

@@ -54,6 +54,8 @@ class OnePassAdam(Update):
         weight_decay: float | None = None,
     ) -> None:
         factor = clipping_on_device(found[1], self.config.clip_grad, scale)
+        if len(found) > 2:
+            factor = factor * found[2]
         control = torch.stack((factor, torch.isfinite(found).all().double())).float()
         self._launch(gradients, learning_rate, control, weight_decay)
 

@@ -80,7 +80,8 @@ class Update(ABC):
         weight_decay: float | None = None,
     ) -> None:
         """An update that is made if loss and squared norm, `found` on the device in fp64, are numbers; nobody waits for them.
-        The norm is that of the gradients, `scale` included. `settle` must tell later whether it was made."""
+        The norm is that of the gradients, `scale` included; a third number is a factor of the gradients that the norm has and they
+        lack. `settle` must tell later whether it was made."""
         raise NotImplementedError
 
     def settle(self, made: bool) -> None:

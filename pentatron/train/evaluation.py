@@ -14,7 +14,7 @@ from pentatron.train.ending import Ending, Endings
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.state import TrainState
-from pentatron.train.step import validation_loss
+from pentatron.train.step import Evaluated, evaluate
 
 
 class Evaluation:
@@ -33,7 +33,7 @@ class Evaluation:
         self.config, self.world, self.model, self.datasets = config, world, model, datasets
         self.state, self.output, self.endings = state, output, endings
         # Of the last one over a whole set: at which step it was, and what it found.
-        self._whole: tuple[int, float] | None = None
+        self._whole: tuple[int, Evaluated] | None = None
         # What broke the last one off, if it was.
         self.ended_by: Ending | None = None
         self._validated: int | None = None
@@ -55,10 +55,10 @@ class Evaluation:
 
     def test(self, where: str) -> float | None:
         """The loss on the test set, told with `where`."""
-        if self.datasets.test is None or (loss := self._loss(self.datasets.test, 0)) is None:
+        if self.datasets.test is None or (found := self._evaluate(self.datasets.test, 0)) is None:
             return None
-        self._tell("test", where, loss)
-        return loss
+        self._tell("test", where, found)
+        return found.loss
 
     def validate(self, where: str) -> float | None:
         """The loss on the next validation samples, told with `where`."""
@@ -67,25 +67,25 @@ class Evaluation:
         whole = self._is_whole(self.datasets.valid)
         if whole and self._whole is not None and self._whole[0] == self.state.step:
             # The same weights on the same samples.
-            loss: float | None = self._whole[1]
+            found: Evaluated | None = self._whole[1]
         else:
-            loss = self._loss(self.datasets.valid, self.state.consumed_valid_samples)
-        if loss is None:
+            found = self._evaluate(self.datasets.valid, self.state.consumed_valid_samples)
+        if found is None:
             return None
         if whole:
-            self._whole = self.state.step, loss
+            self._whole = self.state.step, found
         else:
             self.state.consumed_valid_samples += self.config.train.eval_iters * self.config.eval_batch[0]
         # After the last step a second one may follow at once, which would seem to contradict the first.
         again = self._validated == self.state.step and not whole
         self._validated = self.state.step
-        self._tell("validation", where, loss, " (on the samples after those)" if again else "")
-        return loss
+        self._tell("validation", where, found, " (on the samples after those)" if again else "")
+        return found.loss
 
     def _is_whole(self, samples: Any) -> bool:
         return self.config.train.full_validation and isinstance(samples, FiniteDataset)
 
-    def _loss(self, samples: Any, consumed: int) -> float | None:
+    def _evaluate(self, samples: Any, consumed: int) -> Evaluated | None:
         """The mean over the tokens of `--eval-iters` steps, or of all samples; None if the run is to end at once."""
         steps, (size, micro) = self.config.train.eval_iters, self.config.eval_batch
         if self._is_whole(samples):
@@ -96,21 +96,23 @@ class Evaluation:
         count = self.config.eval_accumulation
         batches = micro_batches(self.config, self.world, samples, consumed, micro)
         walk = _Walk(batches, steps, count, self.endings)
-        loss = validation_loss(self.model, walk, count)
+        found = evaluate(self.model, walk, count)
         self.ended_by = walk.ended_by
         if self.ended_by is not None:
             why = "timelimit reached" if self.ended_by.signal is None else "signal received"
             self.output.note(f"Exiting during evaluation, {why}")
             return None
-        return loss
+        return found
 
-    def _tell(self, name: str, where: str, loss: float, remark: str = "") -> None:
-        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    def _tell(self, name: str, where: str, found: Evaluated, remark: str = "") -> None:
+        values = {"lm loss": found.loss, **found.reported}
+        shown = (f"{n} value: {v:.6E} | {n} PPL: {perplexity(v):.6E} | " for n, v in values.items())
+        line = f" validation loss at {where} | {''.join(shown)}"
         rule = "-" * (len(line) + 1)
         for text in (rule, line, rule):
             self.output.note(text)
         if not self.output.echoes:
-            self.output.display.say(f"step {self.state.step:>5}  {name} loss {loss:.4f}{remark}")
+            self.output.display.say(f"step {self.state.step:>5}  {name} loss {found.loss:.4f}{remark}")
 
 
 class _Walk:

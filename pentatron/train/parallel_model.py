@@ -25,6 +25,7 @@ from pentatron.parallel.world import World
 from pentatron.train.compilation import Compilation, compile_stages
 from pentatron.train.fp8 import WeightScales, use_fp8
 from pentatron.train.graphs import Recording, record_steps
+from pentatron.train.objective import Objective
 from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
 
@@ -129,25 +130,30 @@ def model_dtype(config: RunConfig) -> torch.dtype:
 class MicroBatches:
     """What the executor runs: this rank's stages over the micro-batches of one step.
 
-    The last stage gives each micro-batch's summed loss divided by `divisor`, which is asked for there and then.
+    The last stage gives each micro-batch's share of the objective.
     """
 
     model: ParallelModel
     batches: Sequence[Batch]
     keys: Sequence[DropoutKeys | None]
-    divisor: Callable[[], Tensor]
+    objective: Objective
+
+    @property
+    def divisor(self) -> Callable[[], Tensor]:
+        return self.objective.tokens
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         is_last = stage == self.model.config.placement.stages - 1
-        call = StageCall(stage, is_last, self.batches[micro_batch], received, self.keys[micro_batch])
-        made = self.model.program.forward(self.model.stages[stage], call)
-        return made / self.divisor() if is_last else made
+        call = StageCall(
+            stage, is_last, self.batches[micro_batch], received, self.keys[micro_batch], self.objective
+        )
+        return self.model.program.forward(self.model.stages[stage], call)
 
     def for_one(
         self, batch: Batch, keys: DropoutKeys | None, divisor: Callable[[], Tensor]
     ) -> "MicroBatches":
         """The same of one micro-batch, with other inputs."""
-        return replace(self, batches=[batch], keys=[keys], divisor=divisor)
+        return replace(self, batches=[batch], keys=[keys], objective=Objective(divisor, self.objective.calls))
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape

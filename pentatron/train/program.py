@@ -23,6 +23,7 @@ from pentatron.parallel.axes import Axes
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData, open_data
+from pentatron.train.objective import Objective, ReportedNames
 from pentatron.train.state import TrainState
 
 
@@ -35,11 +36,14 @@ class StageCall:
     batch: Batch
     received: Tensor | None
     keys: DropoutKeys | None
+    objective: Objective
 
 
 class Program:
     # Whether --data-path and its kin name files that must be there.
     reads_named_data = True
+    # Whether loss functions count their own tokens or report values, in `StageCall.objective`; the names of these values.
+    reported_names: ReportedNames | None = None
 
     def running(self, resolved: Resolved, world: World, display: Display) -> AbstractContextManager[None]:
         """Around all of a run on this rank, from before its data is opened."""
@@ -63,7 +67,7 @@ class Program:
         )
 
     def forward(self, module: CausalLM, call: StageCall) -> Tensor:
-        """The stream for the next stage; of the last one, the sum of the micro-batch's losses over its valid tokens."""
+        """The stream for the next stage; of the last one, the micro-batch's share of the step's objective."""
         batch = call.batch
         made: Tensor = module(
             batch.tokens,
@@ -73,7 +77,7 @@ class Program:
             call.keys,
             documents=batch.documents,
         )
-        return (made * batch.loss_mask).sum() if call.is_last else made
+        return call.objective.share_of_sum((made * batch.loss_mask).sum()) if call.is_last else made
 
 
 CONFIGURED = Program()

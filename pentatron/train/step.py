@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.world import World
+from pentatron.train.objective import Objective, Total, ratio_on_device
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
 from pentatron.train.router_loads import ExpertLoad
 from pentatron.train.told import Told
@@ -28,6 +29,10 @@ class StepResult:
     updated: bool = True
     # This rank's part of the loss, for whoever looks for the origin of such numbers.
     own_loss: Tensor | None = None
+    # What the loss function reports beside the loss, over the whole step.
+    reported: Mapping[str, float] = field(default_factory=dict)
+    # Gradients that are still there are so many times what they should be.
+    gradient_scale: float = 1.0
 
 
 def train_step(
@@ -46,22 +51,37 @@ def train_step(
     `scale` times the loss; loss and norm are told without it. `weight_decay` is the configured one unless it is said.
     """
     under_way = _start(model, optimizer, batches, step, scale)
-    if optimizer.decides:
+    # The gradients of router losses are not sums over tokens: where there are some, the ratio must be known before they arise.
+    depends = model.program.reported_names is not None and bool(model.routers.names)
+    if optimizer.decides and not depends:
         # A GPU has the numbers on its way to the host, and goes on meanwhile: it leaves the update out itself.
         with model.timers("optimizer", 1):
-            optimizer.start_step(learning_rate, under_way.totals[:2], scale, weight_decay)
+            optimizer.start_step(learning_rate, under_way.for_update(), scale, weight_decay)
         found = under_way.known()
         optimizer.settle_step(found.is_sound)
     else:
         found = under_way.known()
+        if depends and found.ratio != 1 and found.is_sound:
+            tokens = under_way.tokens / found.ratio
+            under_way = _start(model, optimizer, batches, step, scale, tokens=tokens)
+            found = under_way.known()
         if found.is_sound:
             with model.timers("optimizer", 1):
-                optimizer.step(learning_rate, found.norm, scale, weight_decay)
+                optimizer.step(learning_rate, found.norm, scale / found.ratio, weight_decay)
     # With numbers that are none the weights are left alone, on every rank: the caller decides what to do about it.
     if found.is_sound:
-        model.routers.settle(under_way.totals[2:])
+        model.routers.settle(under_way.of_routers())
     experts = model.routers.report(found.of_routers)
-    return StepResult(found.loss, found.norm, found.tokens, experts, found.is_sound, found.own_loss)
+    return StepResult(
+        found.loss,
+        found.norm,
+        found.tokens,
+        experts,
+        found.is_sound,
+        found.own_loss,
+        found.reported,
+        scale / found.ratio,
+    )
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,9 @@ class Computed:
     tokens: int
     of_routers: Tensor
     own_loss: Tensor
+    # What the gradients are still to be multiplied by; the norm is that of the product.
+    ratio: float = 1.0
+    reported: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
@@ -80,19 +103,49 @@ class Computed:
 
 
 class _UnderWay:
-    """What a step has computed, on the device: `totals` are the loss, the squared norm and the numbers of the routers."""
+    """What a step has computed, on the device: `totals` are the loss, the squared norm, the numbers of the routers and those of the
+    loss functions."""
 
-    def __init__(self, totals: Tensor, tokens: Tensor, own_loss: Tensor, scale: float) -> None:
-        self.totals, self.own_loss, self.scale = totals, own_loss, scale
+    def __init__(
+        self,
+        model: ParallelModel,
+        totals: Tensor,
+        tokens: Tensor,
+        own_loss: Tensor,
+        scale: float,
+        objective: Objective,
+    ) -> None:
+        self.model, self.totals, self.tokens = model, totals, tokens
+        self.own_loss, self.scale, self.objective = own_loss, scale, objective
+        names = model.program.reported_names
+        self._width = 0 if names is None else names.width
         self._told = Told(torch.cat((tokens.double()[None], totals)))
+
+    def of_routers(self) -> Tensor:
+        return self.totals[2 : len(self.totals) - self._width]
+
+    def for_update(self) -> Tensor:
+        """Loss and squared norm, and where loss functions count their tokens what gradients are still to be multiplied by."""
+        found = self.totals[:2]
+        if self.model.program.reported_names is None:
+            return found
+        ratio = ratio_on_device(self.totals[-self._width :], self.tokens)
+        return torch.stack((found[0] * ratio, found[1] * ratio * ratio, ratio))
 
     def known(self) -> Computed:
         """Waits for the numbers, and for nothing that was begun after them."""
         told = self._told.wait()
         tokens, loss, squared_norm = told[:3].tolist()
+        total, names = Total(), self.model.program.reported_names
+        if names is not None:
+            of_losses, told = told[-self._width :], told[: -self._width]
+            total = self.objective.total(of_losses, tokens, names, self.model.world)
         # A program's own mask may be none; then the loss is none either, which is what is told.
         counted = int(tokens) if math.isfinite(tokens) else 0
-        return Computed(loss, math.sqrt(squared_norm) / self.scale, counted, told[3:], self.own_loss)
+        norm = math.sqrt(squared_norm) / self.scale * total.ratio
+        return Computed(
+            loss * total.ratio, norm, counted, told[3:], self.own_loss, total.ratio, total.reported
+        )
 
 
 def compute_gradients(
@@ -114,14 +167,19 @@ def _start(
     step: int,
     scale: float,
     watch: Callable[[MicroBatches], StageProgram] | None = None,
+    tokens: Tensor | None = None,
 ) -> _UnderWay:
+    """`tokens`: what sums of losses are divided by, if not by the valid tokens of the data."""
     world = model.world
     batches = model.own_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
     model.routers.begin_step(len(batches), scale)
     model.weight_scales.refresh()
-    program = MicroBatches(model, batches, model.dropout_keys(batches, step), valid.total)
+    objective = Objective(
+        valid.total if tokens is None else lambda: tokens, len(batches) * world.replicas.size
+    )
+    program = MicroBatches(model, batches, model.dropout_keys(batches, step), objective)
     watched = model.recording.around(program, optimizer, scale) if watch is None else watch(program)
     with model.timers("forward-backward", 1):
         loss = model.executor.train(model.config.schedule(len(batches)), watched, optimizer, scale)
@@ -129,8 +187,12 @@ def _start(
             optimizer.finish_reduction()
     model.weight_scales.forget()
     of_step = torch.stack((_said_once(loss, world), optimizer.squared_norm()))
-    totals = all_reduce_(torch.cat((of_step, model.routers.numbers())), world.everyone)
-    return _UnderWay(totals, valid.total(), loss, scale)
+    numbers = [of_step, model.routers.numbers()]
+    if (names := model.program.reported_names) is not None:
+        numbers.append(objective.numbers(names, world))
+    totals = all_reduce_(torch.cat(numbers), world.everyone)
+    divisor = valid.total() if tokens is None else tokens
+    return _UnderWay(model, totals, divisor, loss, scale, objective)
 
 
 def _said_once(loss: Tensor, world: World) -> Tensor:
@@ -161,26 +223,46 @@ class ValidTokens:
         return self._total
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Evaluated:
+    """The objective over an evaluation, and what the loss function reports beside it."""
+
+    loss: float
+    reported: Mapping[str, float] = field(default_factory=dict)
+
+
 def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> float:
-    """The mean loss per valid token over all batches of all data-parallel ranks, `at_once` micro-batches at a time."""
-    world = model.world
+    return evaluate(model, batches, at_once).loss
+
+
+@torch.no_grad()
+def evaluate(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> Evaluated:
+    """The objective over all batches of all data-parallel ranks: by default the mean loss per valid token. `at_once` micro-batches at a
+    time."""
+    world, names = model.world, model.program.reported_names
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     one = torch.ones((), device=world.device)
+    objective = Objective(lambda: one, 1)
     counts_tokens = world.is_first_of(("tensor", "pipeline"))
     model.train(False)
     model.weight_scales.refresh()
     for whole in _chunks(batches, at_once):
         chunk = model.own_tokens(whole)
-        program = MicroBatches(model, chunk, [None] * len(chunk), lambda: one)
+        program = MicroBatches(model, chunk, [None] * len(chunk), objective)
         loss = model.executor.evaluate(model.config.forward_schedule(len(chunk)), program)
         totals[0] += _said_once(loss, world)
         if counts_tokens:
             totals[1] += torch.stack([b.valid_tokens.double() for b in chunk]).sum()
     model.weight_scales.forget()
     model.train()
-    loss_sum, valid = all_reduce_(totals, world.everyone).tolist()
-    return float(loss_sum / max(valid, 1.0))
+    if names is None:
+        loss_sum, valid = all_reduce_(totals, world.everyone).tolist()
+        return Evaluated(float(loss_sum / max(valid, 1.0)))
+    numbers = torch.cat((totals, objective.numbers(names, world)))
+    summed = all_reduce_(numbers, world.everyone).cpu()
+    loss_sum, valid, counted, sums, means = summed[:5].tolist()
+    total = objective.total(summed[2:], valid, names, world)
+    return Evaluated(loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), total.reported)
 
 
 def _chunks(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

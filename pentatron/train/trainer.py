@@ -313,6 +313,7 @@ class Trainer:
             skipped_samples=self.state.skipped_samples,
             peak_teraflops=self._peak,
             memory=self._memory(),
+            reported=result.reported,
             experts=self._expert_report(result.experts),
             ranks=self.ranks.report(self.state.step, seconds, len(self.model.compilation.given_up())),
             loss_scale=self.scaler.scale,

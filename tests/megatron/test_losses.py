@@ -1,4 +1,4 @@
-"""Loss functions of every kind that Megatron had weigh tokens as ours does."""
+"""The forms in which a loss function returns its loss, and the sentences for what is none of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,82 +8,81 @@ import torch
 from torch import Tensor
 
 from pentatron.config.errors import UserError
-from pentatron.megatron.losses import stated_loss, summed_loss
+from pentatron.megatron.losses import returned_by, share_of
+from pentatron.parallel.world import ALONE
+from pentatron.train.objective import Objective
 
 MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
 
 
-def summed(output: Tensor) -> Any:
-    return (output * MASK).sum(), MASK.sum().int()
+def share(output: Tensor, function: Callable[[Tensor], Any]) -> tuple[Tensor, Objective]:
+    """Of a step of four calls with ten valid tokens."""
+    objective = Objective(lambda: torch.tensor(10.0), 4)
+    return share_of(returned_by(function, output, ALONE), objective), objective
 
 
-def with_report(output: Tensor) -> Any:
-    loss = (output * MASK).sum()
-    return loss, MASK.sum(), {"lm loss": loss.detach()}
-
-
-def mean(output: Tensor) -> Any:
-    loss = (output * MASK).sum() / MASK.sum()
-    return loss, {"lm loss": loss}
-
-
-def summed_over_ranks(output: Tensor) -> Any:
-    """As a function does that reduces in place what it returns: values of all ranks, derivatives of this one."""
-    loss = torch.stack(((output * MASK).sum(), MASK.sum()))
-    with torch.no_grad():
-        loss *= 4
-    return loss[0].clone(), loss[1].detach().int()
-
-
-@pytest.mark.parametrize("function", [summed, with_report, mean, summed_over_ranks])
-def test_what_a_loss_function_says_is_the_sum_over_valid_tokens(function: Callable[[Tensor], Any]) -> None:
+def test_a_sum_is_divided_by_the_tokens_of_the_step() -> None:
     output = torch.rand(2, 4, requires_grad=True)
-    loss = summed_loss(output, function, MASK.sum())
-    torch.testing.assert_close(loss, (output * MASK).sum())
-    loss.backward()
-    torch.testing.assert_close(output.grad, MASK)
+    for count in (4, torch.tensor(4), torch.tensor([4.0])):
+        loss, objective = share(output, lambda x, count=count: ((x * MASK).sum(), count))
+        torch.testing.assert_close(loss, (output * MASK).sum() / 10)
+        assert [float(c) for c in objective.counted] == [4.0] and objective.means == 0
 
 
-def test_weights_of_tokens_are_the_functions_own() -> None:
-    """Twice the weight for the second sequence; and a function that forgets the mask is followed, not mended."""
-    output = torch.rand(2, 4)
-    weights = MASK * torch.tensor([[1.0], [2.0]])
-    loss = summed_loss(output, lambda x: ((x * weights).sum(), weights.sum()), MASK.sum())
-    torch.testing.assert_close(loss, (output * weights).sum() * 4 / 5)
-    forgetful = summed_loss(output, lambda x: (x.sum(), {}), MASK.sum())
-    torch.testing.assert_close(forgetful, output.mean() * 4)
-    assert not torch.isclose(forgetful, (output * MASK).sum())
-
-
-def test_a_micro_batch_without_valid_tokens_adds_nothing() -> None:
+def test_a_mean_is_divided_by_the_calls_of_the_step() -> None:
     output = torch.rand(2, 4, requires_grad=True)
-    loss = summed_loss(output, lambda x: ((x * 0 * MASK).sum(), 0), torch.tensor(0.0))
+    loss, objective = share(output, lambda x: (x.mean(), {"lm loss": x.mean()}))
+    torch.testing.assert_close(loss, output.mean() / 4)
+    assert objective.means == 1 and not objective.counted
+    torch.testing.assert_close(
+        objective.reported["lm loss"], torch.tensor([float(output.mean()), 1.0], dtype=torch.float64)
+    )
+
+
+def test_negative_weights_and_terms_of_their_own_stay() -> None:
+    output, weight = torch.rand(2, 4, requires_grad=True), torch.rand(3, requires_grad=True)
+    loss, _ = share(output, lambda x: (-(x * MASK).sum() + weight.square().sum(), 4))
     loss.backward()
-    assert loss == 0 and output.grad is not None and not output.grad.any()
+    assert output.grad is not None and weight.grad is not None
+    torch.testing.assert_close(output.grad, -MASK / 10)
+    torch.testing.assert_close(weight.grad, weight.detach() / 5)
 
 
-def test_a_loss_of_logits_is_taken_by_its_word() -> None:
-    logits = torch.rand(2, 4, 5, requires_grad=True)
-    total = stated_loss(logits, lambda x: (x.sum(), torch.tensor(8)), MASK.sum())
-    torch.testing.assert_close(total, logits.sum() / 8 * 4)
-    torch.testing.assert_close(stated_loss(logits, lambda x: (x.mean(), {}), MASK.sum()), logits.mean() * 4)
+def nothing(output: Tensor) -> Any:
+    return None
+
+
+def one_tensor(output: Tensor) -> Any:
+    return output.sum()
+
+
+def whole(output: Tensor) -> Any:
+    return output, MASK.sum()
+
+
+def detached(output: Tensor) -> Any:
+    return output.detach().sum(), 4
+
+
+def odd_report(output: Tensor) -> Any:
+    return output.sum(), 4, {"all": output}
+
+
+def no_report(output: Tensor) -> Any:
+    return output.sum(), 4, 5
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "words"),
     [
-        (lambda x: x.sum(), r"returned a Tensor; it must return \(loss, number of tokens\)"),
-        (lambda x: (x, 3), "a loss of 8 numbers; return one"),
-        (lambda x: (x.detach().sum(), 3), "does not depend on output_tensor"),
+        (nothing, "returned a NoneType; it must return"),
+        (one_tensor, "it must return"),
+        (whole, "a loss of 8 numbers; return one"),
+        (detached, "does not depend on output_tensor"),
+        (odd_report, "reports 'all' as 8 numbers; report one number, or a sum"),
+        (no_report, "a report that is a int; return a dictionary"),
     ],
 )
-def test_wrong_loss_functions_get_a_sentence(function: Callable[[Tensor], Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        summed_loss(torch.rand(2, 4), function, MASK.sum())
-
-
-def test_weights_that_cancel_are_no_number_rather_than_nothing() -> None:
-    output = torch.ones(3, requires_grad=True)
-    weights, valid = torch.tensor([1.0, -2.0, 0.5]), torch.tensor(3.0)
-    assert summed_loss(output, lambda x: ((x * weights).sum(), {}), valid).isnan()
-    assert summed_loss(output, lambda x: ((x * 0.0).sum(), {}), valid) == 0
+def test_what_is_no_loss_is_told(function: Callable[[Tensor], Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        share(torch.rand(2, 4, requires_grad=True), function)

@@ -121,4 +121,9 @@ def test_a_program_trains_as_the_configured_one(
     run_distributed(
         train_both, world_size, program=program, folder=tmp_path, words=words, world_size=world_size
     )
-    assert outcome(tmp_path / "program") == outcome(tmp_path / "configured")
+    (rows, weights), (expected, kept) = outcome(tmp_path / "program"), outcome(tmp_path / "configured")
+    assert weights == kept
+    assert [row[1] for row in rows] == [row[1] for row in expected]
+    # Guide 004's function sums what it returns over ranks in fp32: values differ in their last bits.
+    for row, other in zip(rows, expected, strict=True):
+        assert row == other or (program is guide and row[0] == pytest.approx(other[0], rel=1e-6))

@@ -32,6 +32,7 @@ from pentatron.megatron.training.training import (
     train,
 )
 from pentatron.megatron.training.utils import get_ltor_masks_and_position_ids
+from pentatron.monitor.metrics import read_metrics
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.timers import Timers as LoopTimers
 from pentatron.parallel.world import single_process
@@ -198,40 +199,55 @@ def test_batches_that_a_program_times_are_in_the_loops_lines() -> None:
     assert block is not None and "batch-generator ...." in block and "other" not in block
 
 
-def assert_said_of_this_alone(
-    sentence: str, step: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("uneven", "words", "said"),
+    [(True, "", 1), (False, "", 0), (True, "--calculate-per-token-loss", 0)],
+)
+def test_uneven_counts_of_tokens_are_remarked_upon(
+    uneven: bool, words: str, said: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once of a run with this forward step, and not of one with the usual."""
-    write_corpus(tmp_path / "corpus")
-    for name, chosen in (("usual", pretrain_gpt.forward_step), ("own", step)):
-        config = resolved(f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/{name}")
-        run_training(config, single_process(), True, program=program(forward_step=chosen))
-        assert capsys.readouterr().out.count(sentence) == (name == "own")
+    calls = iter(range(10**6))
 
-
-def test_a_mask_of_the_programs_own_is_remarked_upon(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def half(data_iterator: Any, model: Any) -> Any:
+    def step(data_iterator: Any, model: Any) -> Any:
         output, _ = pretrain_gpt.forward_step(data_iterator, model)
-        keep = torch.arange(output.shape[1]) % 2
+        keep = torch.arange(output.shape[1]) > (next(calls) if uneven else 1)
         return output, lambda losses: ((losses * keep).sum(), keep.sum() * len(losses))
 
-    assert_said_of_this_alone(
-        "the loss function leaves out tokens that count in the data", half, tmp_path, capsys
-    )
+    write_corpus(tmp_path / "corpus")
+    config = resolved(f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/own {words}")
+    run_training(config, single_process(), True, program=program(forward_step=step))
+    sentence = "Megatron-LM without --calculate-per-token-loss would weigh every micro-batch the same"
+    assert capsys.readouterr().out.count(sentence) == said
 
 
-def test_numbers_that_are_reported_beside_the_loss_are_told_to_be_unwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_name_that_is_reported_is_written(tmp_path: Path) -> None:
+    """One number is averaged over micro-batches, a pair is a sum over a count; a name may come later."""
+    steps = iter(range(10**6))
+
     def more(data_iterator: Any, model: Any) -> Any:
         output, loss_function = pretrain_gpt.forward_step(data_iterator, model)
 
         def reporting(losses: Any) -> Any:
             loss, tokens, report = loss_function(losses)
-            return loss, tokens, report | {"accuracy": loss.detach(), "twice": 2 * loss.detach()}
+            late = {"late": 7.0} if next(steps) > 0 else {}
+            return loss, tokens, {**report, "twice": (2 * loss.detach(), tokens), "three": 3, **late}
 
         return output, reporting
 
-    assert_said_of_this_alone("the loss alone is written, not accuracy, twice; print", more, tmp_path, capsys)
+    write_corpus(tmp_path / "corpus")
+    words = f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/own --log-interval 1 --tensorboard-dir {tmp_path}/tb"
+    run_training(resolved(words), single_process(), True, program=program(forward_step=more))
+    rows = list(read_metrics(tmp_path / "own" / "metrics.jsonl"))
+    for row in rows:
+        found = row["reported"]
+        assert found["lm loss"] == pytest.approx(row["loss"], rel=1e-6)
+        assert found["twice"] == pytest.approx(2 * row["loss"], rel=1e-6) and found["three"] == 3
+    assert rows[-1]["reported"]["late"] == 7
+    lines = [x for x in (tmp_path / "own" / "train.log").read_text().splitlines() if " iteration " in x]
+    assert all(
+        "| twice: " in x and "| three: 3.000000E+00 |" in x and x.count("lm loss:") == 1 for x in lines
+    )
+    assert "| late: 7.000000E+00 |" in lines[-1]
+    assert "twice value: " in (tmp_path / "own" / "train.log").read_text(), "of the validation"
+    events = b"".join(file.read_bytes() for file in (tmp_path / "tb").glob("events*"))
+    assert b"twice vs samples" in events and b"late" in events

@@ -112,7 +112,9 @@ class GPTModel(gpt_model.GPTModel):
         if self._call is None:
             if input_ids is None or position_ids is None:
                 raise UserError("GPTModel: outside a run input_ids and position_ids are needed; give both")
-            return super().forward(input_ids, position_ids, attention_mask, labels, self._input)
+            return self._without_padding(
+                super().forward(input_ids, position_ids, attention_mask, labels, self._input), labels
+            )
         batch = self._call.batch
         tokens = batch.tokens if input_ids is None else input_ids
         positions = batch.position_ids if position_ids is None else position_ids
@@ -120,9 +122,22 @@ class GPTModel(gpt_model.GPTModel):
         documents = batch.documents
         if attention_mask is not None and documents is None:
             documents = self.documents_of(attention_mask, tokens)
-        return CausalLM.forward(
+        made = CausalLM.forward(
             self, tokens, positions, labels, self._call.received, self._call.keys, documents=documents
         )
+        return self._without_padding(made, labels)
+
+    def _without_padding(self, made: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits with those of the vocabulary's padding so low that a softmax gives them nothing; anything else as it is."""
+        if labels is not None or not self.post_process:
+            return made
+        width = made.shape[-1]
+        words = self.vocab_size - self.axis.group.rank * width
+        if words >= width:
+            return made
+        # Finite: a probability of zero times its logarithm is then zero, and not NaN.
+        low = torch.finfo(made.dtype).min / 2
+        return made.masked_fill(torch.arange(width, device=made.device) >= words, low)
 
     def _check(self, tokens: Tensor, positions: Tensor) -> None:
         assert self._call is not None

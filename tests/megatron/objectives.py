@@ -1,0 +1,250 @@
+"""Loss functions of users, a step with them on the ranks of a layout, and the same step as a plain torch loop."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt_builders import gpt_builder
+from model_provider import model_provider
+from pentatron.config.resolve import Resolved
+from pentatron.megatron import losses
+from pentatron.megatron import program as program_module
+from pentatron.megatron.core import mpu
+from pentatron.megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from pentatron.megatron.losses import Returned
+from pentatron.megatron.program import UserProgram
+from pentatron.monitor.display import Silent
+from pentatron.optim.build import build_optimizer
+from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.world import World, connect, single_process
+from pentatron.train.comparison import Trajectory
+from pentatron.train.objective import Objective
+from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.step import train_step
+from pentatron.train.trial import micro_batches, reveal, sent
+from tests.support import LLAMA, resolved
+
+CPU = torch.device("cpu")
+BATCH = 8
+# Of the samples of a step, by the first token of each.
+WEIGHTS = torch.tensor([0.0, 1.0, 100.0, -1.0])
+WORDS = f"{LLAMA} --num-layers 2 --global-batch-size {BATCH} --clip-grad 0 --train-iters 1 --vocab-size 60 --make-vocab-size-divisible-by 64"
+
+# What a function makes of the losses (or logits) of a micro-batch, its mask, labels, the model, and the weights of its samples:
+# a sum, and what it is divided by in the sum form.
+Made = tuple[Tensor, Tensor]
+# The name of a loss, and the form in which it is returned.
+Case = tuple[str, str]
+
+
+def weighted(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
+    return (output * mask * weights[:, None]).sum(), mask.sum()
+
+
+def own_mask(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
+    """Tokens that count in the data are left out, and their number."""
+    kept = mask * (labels % 3 != 0)
+    return (output * kept).sum(), kept.sum()
+
+
+def regularised(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
+    """A term that does not pass through the output, of weights that the last stage has in every layout."""
+    norm = model.final_norm
+    assert isinstance(norm, nn.Module)
+    return (output * mask).sum() + 50 * sum(p.square().sum() for p in norm.parameters()), mask.sum()
+
+
+def focal(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
+    return ((1 - torch.exp(-output)) ** 2 * output * mask).sum(), mask.sum()
+
+
+def factor(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
+    return 0.001 * (output * mask).sum(), mask.sum()
+
+
+LOSSES: dict[str, Callable[..., Made]] = {
+    f.__name__: f for f in (weighted, own_mask, regularised, focal, factor)
+}
+
+
+def in_form(form: str, made: Made) -> Any:
+    total, count = made
+    mean = total / count.clamp(min=1)
+    report = {"objective": total.detach() / count.clamp(min=1), "pair": torch.stack((total.detach(), count))}
+    return {
+        "sum, count, report": (total, count.int(), report),
+        "sum, count": (total, count.int()),
+        "loss, report": (mean, report),
+        "reduced over data": None,
+    }[form] or _reduced(total, count)
+
+
+def _reduced(total: Tensor, count: Tensor) -> Any:
+    """Guide 004's: both numbers are summed over data-parallel ranks in place."""
+    both = torch.stack((total, count))
+    dist.all_reduce(both, group=mpu.get_data_parallel_group())
+    return both[0].clone(), both[1].detach().int()
+
+
+def forward_step(name: str, form: str, of_logits: bool, chosen: Callable[[Tensor], Tensor]) -> Any:
+    def step(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        labels, mask = batch["labels"], batch["loss_mask"]
+        weights = chosen(batch["tokens"])
+        output = model(batch["tokens"], batch["position_ids"], None, labels=None if of_logits else labels)
+
+        def loss_func(output: Tensor) -> Any:
+            found = token_losses(output, labels) if of_logits else output
+            return in_form(form, LOSSES[name](found, mask, labels, model, weights))
+
+        return output, loss_func
+
+    return step
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of a rank's part of the vocabulary, or of all of it by torch's own function."""
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        return vocab_parallel_cross_entropy(logits, labels)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
+
+
+def by_last_tokens(tokens: Tensor) -> Tensor:
+    return WEIGHTS.to(tokens.device)[_agreed(tokens[:, -1])]
+
+
+def _agreed(numbers: Tensor) -> Tensor:
+    """Ranks with parts of the same sequences agree on a number for each: the sum of theirs."""
+    numbers = numbers.clone()
+    group = mpu.get_context_parallel_group()
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(numbers, group=group)
+    return numbers % len(WEIGHTS)
+
+
+@contextmanager
+def _open(words: str, world_size: int, program: UserProgram) -> Iterator[tuple[Resolved, World]]:
+    found = resolved(words, world_size)
+    world = (
+        connect(found.config.grid, dist.get_rank(), dist.get_rank(), CPU)
+        if world_size > 1
+        else single_process()
+    )
+    with program.running(found, world, Silent()):
+        yield found, world
+
+
+def stepped(
+    words: str, name: str, form: str, of_logits: bool = False, bug: str = ""
+) -> tuple[Trajectory, float, dict[str, float]]:
+    """The gradients of one step on this rank, as they are applied; the objective; what was reported."""
+    plant(bug)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    program = UserProgram(
+        None, partial(model_provider, gpt_builder), forward_step(name, form, of_logits, by_last_tokens), {}
+    )
+    with _open(f"{WORDS} {words}", size, program) as (found, world):
+        config = found.config
+        model = build_parallel_model(config, world, program)
+        reveal(model)
+        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+        drawn = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
+        seen = Trajectory()
+        take_norm = optimizer.squared_norm
+
+        def also_keep() -> Tensor:
+            """A step may be computed twice; the last one counts."""
+            seen.fragments["gradients 1"] = sent(optimizer.gradients(owned_only=True))
+            return take_norm()
+
+        optimizer.squared_norm = also_keep  # type: ignore[method-assign]
+        result = train_step(model, optimizer, drawn, 1e-3, 0)
+        for *_, values in seen.fragments["gradients 1"]:
+            values.div_(result.gradient_scale)
+        seen.norms.append(result.gradient_norm)
+        return seen, result.loss, dict(result.reported)
+
+
+def several(words: str, cases: Sequence[Case]) -> list[Any]:
+    """A rank's steps, one case after the other."""
+    return [stepped(words, *case) for case in cases]
+
+
+@functools.cache
+def plain_loop(
+    micro_batch: int, name: str, form: str, context: int = 1, of_logits: bool = False, more: str = ""
+) -> Any:
+    """The same step, as anybody writes it: one model, one micro-batch after the other, one backward."""
+    program = UserProgram(None, partial(model_provider, gpt_builder), lambda *_: None, {})
+    with _open(f"{WORDS} --micro-batch-size {micro_batch} {more}", 1, program) as (found, world):
+        config = found.config
+        model = build_parallel_model(config, world, program)
+        reveal(model)
+        (module,) = model.stages.values()
+        model.routers.begin_step(config.accumulation)
+        sums: list[Tensor] = []
+        counts: list[Tensor] = []
+        for batch in itertools.islice(micro_batches(config, world, 0), config.accumulation):
+            last = sum(cut(batch.tokens, rank, context)[:, -1] for rank in range(context))
+            weights = WEIGHTS[last % len(WEIGHTS)]
+            output = module(
+                batch.tokens, batch.position_ids, None, labels=None if of_logits else batch.labels
+            )
+            if of_logits:
+                output = token_losses(output[..., : config.model.vocab_size], batch.labels)
+            for rank in range(context):
+                parts = (cut(x, rank, context) for x in (output, batch.loss_mask, batch.labels))
+                total, count = LOSSES[name](*parts, module, weights)
+                sums.append(total)
+                counts.append(count)
+        if form == "loss, report":
+            objective = torch.stack([t / c.clamp(min=1) for t, c in zip(sums, counts)]).mean()
+        else:
+            objective = torch.stack(sums).sum() / torch.stack(counts).sum()
+        objective.backward()  # type: ignore[no-untyped-call]
+        gradients = {
+            f"gradients/{h.tensor}": h.parameter.grad.detach().clone()
+            for h in held_parameters(module)
+            if h.parameter.grad is not None
+        }
+        means = [float(t.detach() / c.clamp(min=1)) for t, c in zip(sums, counts)]
+        return gradients, float(objective), sum(means) / len(means)
+
+
+def cut(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """The part of each sequence that a context-parallel rank has: an early and a late chunk."""
+    if ranks == 1:
+        return whole
+    chunks = whole.chunk(2 * ranks, dim=1)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim=1)
+
+
+def plant(bug: str) -> None:
+    """The behaviour before: derivatives by each token's loss, scaled to the valid tokens of the micro-batch, and nothing else."""
+    if not bug:
+        return
+
+    def normalised(returned: Returned, objective: Objective) -> Tensor:
+        return objective.share_of_sum(returned.loss)
+
+    def weights_alone(loss_function: Any, output: Tensor, context: Any) -> Returned:
+        leaf = output.detach().requires_grad_()
+        loss = losses._parts(loss_function(leaf.view_as(leaf))).loss
+        (found,) = torch.autograd.grad(loss.sum(), leaf)
+        return Returned((output * found * (valid(output) / found.sum())).sum(), None, {})
+
+    def valid(output: Tensor) -> float:
+        call = program_module.state.current()
+        del call
+        return float(output.numel())
+
+    program_module.returned_by = weights_alone  # type: ignore[assignment]
+    program_module.share_of = normalised
