@@ -34,7 +34,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--nodes", "2"], ["how many GPUs does a node have? Say --gpus-per-node G"]),
         (["--nodes", "0", "--gpus-per-node", "4", "--time", "soon"],
          ["--nodes 0 must be at least 1", "--time soon must look like"]),
-        ([*CLUSTER, "--max-restarts", "1", "--fresh"], ["with --fresh every restart would start anew"]),
         ([*CLUSTER, "--sbatch", "--time=5 --exclusive --gres=gpu:1"],
          ["--sbatch: --time=5 would go past the checks", "--sbatch: --gres=gpu:1 would go past"]),
         ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist here"]),
