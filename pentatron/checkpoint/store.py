@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pentatron.checkpoint.bases import read_bases
+from pentatron.checkpoint.bases import keep_base, read_bases, read_record, record_bases, restore_bases
+from pentatron.checkpoint.free_name import free_name
 from pentatron.checkpoint.manifest import (
     FILE_NAME,
     DamagedCheckpoint,
@@ -147,7 +148,7 @@ class CheckpointStore:
         free = shutil.disk_usage(existing).free / 2**20
         return NotSaved(
             f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free)",
-            "earlier checkpoints are intact, and once this is mended the same command goes on from the newest",
+            "earlier checkpoints are intact, and once this is mended training can go on from the newest",
         )
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
@@ -176,9 +177,16 @@ class CheckpointStore:
         sync_folder(self.folder)
 
     def _free_step(self, step: int) -> Path:
-        """A name newer than any of this step: saved again after a rollback, it stands beside the old one."""
+        """A name newer than any of this step: saved again after a rollback, it stands beside the old one. One of an earlier run makes way."""
+        self._keep_bases(step)
         taken = [_order(p)[1] for p in self.steps() if _order(p)[0] == step]
         return self.folder / (f"{step_name(step)}-again{max(taken) + 1}" if taken else step_name(step))
+
+    def _keep_bases(self, step: int) -> None:
+        """Steps of this number that an earlier run left in the folder get other names, and stay."""
+        bases = read_bases(self.folder) or ()
+        for base in [p for p in self.steps() if _order(p)[0] == step and p.name in bases]:
+            keep_base(base)
 
     def steps(self) -> list[Path]:
         """Finished steps, oldest first; of a step saved again, the last one last."""
@@ -198,6 +206,7 @@ class CheckpointStore:
         if set_aside:
             with contextlib.suppress(OSError):
                 restore_replaced(self.folder)
+                restore_bases(self.folder)
         for folder in reversed(self._candidates()):
             try:
                 manifest = read_manifest(folder)
@@ -218,15 +227,33 @@ class CheckpointStore:
 
     def set_aside(self, step: Path) -> Path:
         """Renames a damaged step, so that nobody takes it for a good one; where it now lies."""
-        aside = _free_name(step.with_name(f"{step.name}{_DAMAGED}"))
+        aside = free_name(step.with_name(f"{step.name}{_DAMAGED}"))
         step.rename(aside)
         return aside
 
     def _candidates(self) -> list[Path]:
-        """The steps the run has saved. What it began from counts while there are none, and none was lost."""
-        steps, bases = self.steps(), read_bases(self.folder) or ()
-        own = [step for step in steps if step.name not in bases]
-        return own or ([] if bases and self.damaged() else steps)
+        """The steps the run has saved. What it began from counts while there are none, and none was lost: of several, that comes last."""
+        steps, record = self.steps(), read_record(self.folder)
+        own = [step for step in steps if record is None or step.name not in record.steps]
+        if own or record is None:
+            return own
+        if any(step.name not in record.steps for step in self.damaged()):
+            return []
+        return sorted(steps, key=lambda step: record.origin is not None and step.name == record.origin.name)
+
+    def newest_own(self) -> int | None:
+        """The number of the last step that the run itself has saved."""
+        bases = read_bases(self.folder) or ()
+        found, _ = self.newest_valid(verify=False, set_aside=False)
+        return None if found is None or found.folder.name in bases else found.manifest.step
+
+    def begin_again(self) -> None:
+        """Every step that is there belongs to earlier runs from now on; the newest of them is what this one begins from."""
+        self.record_beginning(next(reversed(self._candidates()), None))
+
+    def record_beginning(self, origin: Path | None) -> None:
+        """Keeps for later starts which steps are not the run's own, and what its weights come from."""
+        record_bases(self.folder, [*self.steps(), *self.damaged()], origin)
 
     def damaged(self) -> list[Path]:
         """Steps that were set aside earlier."""
@@ -367,11 +394,3 @@ def _order(folder: Path) -> tuple[int, int]:
     match = STEP_NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1] or match[3]), int(match[2] or 0)
-
-
-def _free_name(wanted: Path) -> Path:
-    number, candidate = 1, wanted
-    while candidate.exists():
-        number += 1
-        candidate = wanted.with_name(f"{wanted.name}-{number}")
-    return candidate

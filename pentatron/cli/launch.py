@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.cli.options import read_options
-from pentatron.cli.prepare import Prepared, prepare
+from pentatron.cli.prepare import prepare
 from pentatron.cli.terminal import say
 from pentatron.config.counted import counted
 from pentatron.config.draft import Facts
@@ -169,42 +169,18 @@ def _arrange(
         requeues=not options["no-requeue"],
         restarts=options["max-restarts"],
     )
-    problems = problems_of(job)
-    if job.restarts > 0 and not entry.resumes:
-        problems.append(
-            f"--max-restarts: {entry.name} starts anew each time, so a restart would lose what was trained; use pentatron "
-            f"train or pretrain_gpt.py, or leave it out"
-        )
-    if problems:
+    if problems := problems_of(job):
         raise ConfigError(problems)
     cores = job.cpus or os.cpu_count() or 1
     prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
-    if job.restarts and config.run.fresh:
-        raise UserError("--max-restarts: with --fresh every restart would start anew; leave one of them out")
     uses_gpus = config.launch.device != "cpu"
     job = dataclasses.replace(
         job,
         uses_gpus=uses_gpus,
-        again=_to_go_on(prepared, entry),
         variables=tuple(variables_of_a_job(config, job.nodes, job.processes, job.cpus, uses_gpus)),
     )
     return job, config, [*prepared.resolved.notices, *_remarks(job, config, kind)]
-
-
-def _to_go_on(prepared: Prepared, entry: EntryPoint) -> tuple[str, ...]:
-    """What makes a second start of the same command go on where the first one stopped."""
-    config = prepared.resolved.config
-    words: list[str] = []
-    if config.run.fresh:
-        words.append("--no-fresh")
-    if not entry.resumes and not prepared.resolved.given("load"):
-        assert config.checkpoint.save is not None
-        if not prepared.resolved.given("run_dir"):
-            # Or it would follow --save, away from what the first start wrote.
-            words += ["--run-dir", str(config.run.run_dir)]
-        words += ["--save", config.checkpoint.save, "--load", config.checkpoint.save]
-    return tuple(words)
 
 
 def _equation(job: Job, config: RunConfig) -> str:
@@ -227,6 +203,10 @@ def _remarks(job: Job, config: RunConfig, kind: str) -> list[str]:
         found.append(
             f"the container sees {job.folder} and nothing else of the machine; name other folders, such as that of the data, "
             f"with --container-mounts FROM:TO,..."
+        )
+    if not config.checkpoint.save_checkpoints and (job.restarts or (kind == "slurm" and job.requeues)):
+        found.append(
+            "no checkpoint is saved, so a job that is started again begins at step 0; --save keeps what is trained"
         )
     if kind == "slurm" and not job.cpus and "--exclusive" not in job.batch_lines:
         found.append(

@@ -12,6 +12,7 @@ from pentatron.config.flags import Assigned
 from pentatron.config.loaded import FREE, LOADED, adopt
 from pentatron.config.resolve import foreseen
 from pentatron.config.run import table
+from pentatron.config.start import Start, another_run
 
 if TYPE_CHECKING:
     from pentatron.train.sources import Source
@@ -20,19 +21,17 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 _TOKENIZER_FILE = "tokenizer.json"
 
 
-def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
+def learn_from_loaded(draft: Draft, facts: Facts, start: Start) -> None:
     """Fills the draft with what is known of the model a run will load; what contradicts it is wrong."""
     save = Path(foreseen(draft, facts)["save"])
     use_named_step(draft, save)
     # The libraries that read checkpoints take a second to import, so they wait until there may be one.
-    if not starts_afresh and save.is_dir():
+    if start is Start.RESUME and save.is_dir():
         from pentatron.train.sources import find_source
 
         own = find_source(save)
         if own is not None and not own.is_foreign:
-            settings = _learn(
-                draft, facts, own, "choose another --run-dir, or start anew with --fresh", is_own=True
-            )
+            settings = _learn_from_own(draft, facts, own)
             keep_global_batch(draft, facts, settings, str(own.folder))
             return
     if draft["load"] is None:
@@ -42,7 +41,7 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
         from pentatron.train.sources import find_source
 
         there = find_source(save, megatron=draft["ckpt_format"] is not None)
-        if there is None or not there.is_foreign:
+        if there is None or (start is Start.RESUME and not there.is_foreign):
             if draft.given("load"):
                 from pentatron.checkpoint.find import refuse_other_formats
 
@@ -50,6 +49,20 @@ def learn_from_loaded(draft: Draft, facts: Facts, starts_afresh: bool) -> None:
             nothing_to_load(draft)
             return
     learn_from_named(draft, facts)
+
+
+def _learn_from_own(draft: Draft, facts: Facts, own: "Source") -> Mapping[str, Any]:
+    """The same from the run in the folder; where nobody chose the folder, what contradicts it may be another run."""
+    way_out = "choose another --run-dir, or start anew with --fresh"
+    if draft.given("load"):
+        # It names this folder, and --fresh would move that aside.
+        way_out = "choose another --load, and another --save"
+    known = set(draft.wrong)
+    settings = _learn(draft, facts, own, way_out, is_own=True)
+    if not (draft.given("run_dir") or draft.given("save")):
+        for name in draft.wrong.keys() - known:
+            draft.wrong[name] = f"{another_run(foreseen(draft, facts)['run_dir'])}: {draft.wrong[name]}"
+    return settings
 
 
 def told_by_a_model(draft: Draft) -> set[str]:

@@ -9,13 +9,16 @@ from pentatron.cli.environment import Worker, find_worker, launched_too_often, t
 from pentatron.cli.epoch import learn_epoch
 from pentatron.cli.loaded import learn_from_loaded, told_by_a_model, use_hub_folder
 from pentatron.cli.named_data import find_data
-from pentatron.cli.supervised import goes_on, this_worker
+from pentatron.cli.restarted import this_attempt
+from pentatron.cli.supervised import this_worker
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import Assigned
-from pentatron.config.resolve import Resolved, gather, problems_beside, resolve
+from pentatron.config.resolve import Resolved, foreseen, gather, problems_beside, resolve
 from pentatron.config.run import table
+from pentatron.config.start import Start, start_of
+from pentatron.train.attempts import FIRST, Attempt
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Prepared:
     resolved: Resolved
     facts: Facts
     worker: Worker | None
+    attempt: Attempt
+    start: Start
 
 
 def prepare(
@@ -39,8 +44,6 @@ def prepare(
     """
     worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
-    if goes_on():
-        draft.derive("fresh", False, "started again after a failure")
     find_tokenizer(draft)
     learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
@@ -54,10 +57,14 @@ def prepare(
     if starts and not own_data and worker is None:
         # Ranks that a launcher started tell each other, as one machine may have files that another lacks.
         find_data(draft)
-    # As a run does: who names something to load wants to go on from it.
-    afresh = draft["fresh"] or not (entry.resumes or draft.given("load"))
+    attempt = FIRST
+    if planned is None:
+        attempt = this_attempt(os.environ, Path(foreseen(draft, facts)["run_dir"]))
+    if attempt.restarted:
+        _go_on_after_restart(draft, facts)
+    start = start_of(foreseen(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
     try:
-        learn_from_loaded(draft, facts, afresh)
+        learn_from_loaded(draft, facts, start)
     except UserError as error:
         others = problems_beside(draft, facts, told_by_a_model(draft)) if draft.given("load") else []
         if not others:
@@ -66,7 +73,16 @@ def prepare(
     if not own_data and not facts.launcher:
         # Under a launcher the ranks count when they have met, for the same reason.
         learn_epoch(draft)
-    return Prepared(resolve(draft, facts), facts, worker)
+    return Prepared(resolve(draft, facts), facts, worker, attempt, start)
+
+
+def _go_on_after_restart(draft: Draft, facts: Facts) -> None:
+    """A restart goes on with the run, also where the command starts anew."""
+    draft.derive("fresh", False, "started again after a failure")
+    if not foreseen(draft, facts)["save_checkpoints"]:
+        draft.notices.append(
+            "the job was started again, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
+        )
 
 
 def asked_threads(facts: Facts) -> int:

@@ -13,7 +13,6 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pentatron.config.entry import EntryPoint
 from pentatron.launch.failure import crash_path, write_record
 from pentatron.launch.hang import Limits
 from pentatron.launch.local import JOB, LAUNCHER, RESTART
@@ -123,14 +122,3 @@ def this_worker() -> Supervised | None:
         return None
     launcher, rank, restarts = (int(os.environ[name]) for name in (LAUNCHER, "RANK", RESTART))
     return Supervised(Path(os.environ[JOB]), launcher, rank, restarts)
-
-
-def goes_on() -> bool:
-    """Whether this job was started again: it goes on from its last step, also where a new run would start anew."""
-    place = this_worker()
-    return place is not None and place.restarts > 0
-
-
-def entry_now(entry: EntryPoint) -> EntryPoint:
-    """The entry point as it acts in this process."""
-    return replace(entry, resumes=True) if goes_on() else entry

@@ -19,7 +19,7 @@ from pentatron.cli.environment import (
     require_repeatable_kernels,
 )
 from pentatron.cli.prepare import Prepared, prepare
-from pentatron.cli.supervised import entry_now, this_worker
+from pentatron.cli.supervised import this_worker
 from pentatron.cli.terminal import complain, say
 from pentatron.cli.variables import limit_connections, require_interface, variable_notes
 from pentatron.cli.worker_errors import explain, last_words
@@ -27,6 +27,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.config.start import Start, how_to_go_on
 from pentatron.parallel.meeting import waiting_aloud, what_is_waited_for
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.train.heartbeat import beating
@@ -51,7 +52,6 @@ def train(
     `typed` are all words of the command line, where the program keeps some for itself.
     """
     started = time.time()
-    entry = entry_now(entry)
     own_data = program is not None and not program.reads_named_data
     prepared = prepare(words, entry, starts=True, own_data=own_data)
     check_spec(prepared.resolved)
@@ -59,7 +59,7 @@ def train(
         return _work(prepared, entry, prepared.worker, program, started)
     if not needs_launcher(prepared):
         return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program, started)
-    return launch_workers(prepared, [*restart, *(words if typed is None else typed)], entry)
+    return launch_workers(prepared, [*restart, *(words if typed is None else typed)])
 
 
 def needs_launcher(prepared: Prepared) -> bool:
@@ -173,6 +173,7 @@ def _work(
                 program or CONFIGURED,
                 started,
                 lambda error: last_words(error, config, worker.rank),
+                prepared.attempt,
             )
     except Exception as error:
         code = explain(error, config, worker)
@@ -186,7 +187,7 @@ def _work(
     return 0
 
 
-def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: EntryPoint) -> int:
+def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     """Starts this program once for every rank, waits for them, and starts them again when they crash."""
     from pentatron.launch.hang import Limits
     from pentatron.launch.local import run_workers
@@ -196,7 +197,7 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: Entry
 
     config, ranks = prepared.resolved.config, prepared.facts.world_size
     assert config.launch.threads_per_process is not None and config.run.run_dir is not None
-    assert config.launch.max_restarts is not None
+    assert config.launch.max_restarts is not None and config.checkpoint.save is not None
     folder = RunFolder(Path(config.run.run_dir))
     # The workers would find out as well, seconds later and each by itself.
     if config.launch.device == "cuda":
@@ -214,16 +215,16 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str], entry: Entry
             place = (ranks, config.launch.master_port, os.environ, os.getpid())
             return run_workers(python_words, *place, told, JobWatch(limits, folder.path), restart)
 
-        resumes = (entry.resumes or prepared.resolved.given("load")) and not config.run.fresh
         ended = Supervisor(
             attempt,
             ranks,
             config.launch.max_restarts,
             folder.path,
             told,
-            resumes,
+            prepared.start is Start.RESUME,
             lambda: _saved_step(config),
             complain,
+            way_on=how_to_go_on(prepared.start, config.checkpoint.save),
         ).run()
     if ended.exit_code == 0:
         _what_next(config, folder)
@@ -235,8 +236,7 @@ def _saved_step(config: RunConfig) -> int | None:
     from pentatron.checkpoint.store import CheckpointStore
 
     assert config.checkpoint.save is not None
-    found, _ = CheckpointStore(Path(config.checkpoint.save), None).newest_valid(verify=False, set_aside=False)
-    return None if found is None else found.manifest.step
+    return CheckpointStore(Path(config.checkpoint.save), None).newest_own()
 
 
 def _program(called: Path) -> str:

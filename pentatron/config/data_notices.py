@@ -80,7 +80,7 @@ def _not_tested(draft: Draft, facts: Facts) -> str:
 
 def _no_tokenizer(draft: Draft, facts: Facts) -> str:
     if not draft["save_checkpoints"]:
-        return "the text is continued with the last checkpoint, and none is saved (--no-save-checkpoints)"
+        return "the text is continued with the last checkpoint, and none is saved"
     named = draft["corpus"] or (names_files(draft) and (draft["tokenizer_type"] or draft["tokenizer_model"]))
     return "" if named else "no tokenizer is known, so no text can be continued"
 

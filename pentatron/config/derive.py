@@ -7,6 +7,8 @@ from pentatron.config.derive_layout import derive_layout
 from pentatron.config.derive_positions import derive_positions
 from pentatron.config.derive_schedule import derive_length, plan_so_far, settle_stepwise_batch
 from pentatron.config.draft import KEPT, Draft, Facts
+from pentatron.config.flags import Assigned
+from pentatron.config.start import is_inside
 from pentatron.layout.divisors import divisors, either
 
 _HEAD_WIDTHS = (64, 32, 16, 8)
@@ -233,15 +235,19 @@ def _batches_of_a_rank(draft: Draft) -> list[str]:
 
 
 def _folders(draft: Draft) -> list[str]:
+    if draft.given("save") and not draft.given("save_checkpoints") and not draft["save_checkpoints"]:
+        draft.derive("save_checkpoints", True, "--save is given")
     if draft.given("save") and draft["save_checkpoints"] and not draft.given("run_dir"):
         # Two runs of one script are told apart by this alone; their logs must not run into each other.
         draft.derive("run_dir", draft["save"], "beside the checkpoints of --save")
-    if draft["run_dir"] is None:
-        draft.derive("run_dir", f"runs/{draft['preset'] or 'run'}", "runs/NAME")
     if draft["save"] is None:
         draft.derive("save", f"{draft['run_dir']}/checkpoints", "the run folder")
     if draft["load"] is None:
         draft.derive("load", draft["save"], "the run's own checkpoints")
+    for name, rest in draft.in_run_folder.items():
+        place = Path(draft["run_dir"]) / rest
+        same_kind = place.absolute() if Path(draft[name]).is_absolute() else place
+        draft.values[name] = Assigned(str(same_kind), draft.source(name))
     if draft["save_interval"] is None and draft["train_iters"] is not None:
         often = max(1, min(draft["train_iters"], max(100, draft["train_iters"] // 10)))
         draft.derive("save_interval", often, "a tenth of the run, at least 100 steps")
@@ -252,8 +258,8 @@ def _moved_aside(draft: Draft) -> list[str]:
     """`--fresh` moves the run's folders away; what is to be loaded must not be in them."""
     if not draft["fresh"] or not draft.given("load") or draft["load"] is None:
         return []
-    load, places = Path(draft["load"]), [Path(draft[name]) for name in ("run_dir", "save")]
-    inside = [place for place in places if load.resolve().is_relative_to(place.resolve())]
+    load, places = draft["load"], [draft[name] for name in ("run_dir", "save")]
+    inside = [place for place in places if is_inside(load, place)]
     if not inside:
         return []
     return [f"--fresh would move {inside[0]} aside, and --load {load} with it; leave one of them out"]

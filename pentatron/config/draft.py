@@ -27,17 +27,21 @@ class Facts:
 class Draft:
     """`wrong` holds a sentence for every setting whose value cannot be used, whatever the others are.
 
-    `epoch`: the samples of one pass over the training data, where `--epochs` asks and files were read for it.
+    `epoch`: the samples of one pass over the training data, where `--epochs` asks and files were read for it. `in_run_folder`: settings
+    that name a place in the run's own folder, and the place, as long as the folder is not known.
     """
 
     values: dict[str, Assigned]
     notices: list[str] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
     epoch: int | None = None
+    in_run_folder: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> "Draft":
         """To be changed while this one stays as it is."""
-        return Draft(dict(self.values), list(self.notices), dict(self.wrong), self.epoch)
+        return Draft(
+            dict(self.values), list(self.notices), dict(self.wrong), self.epoch, dict(self.in_run_folder)
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value

@@ -19,6 +19,7 @@ class EntryPoint:
     spellings: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     default_preset: str | None = None
+    # Whether a run goes on by itself from what its folder holds. Others start anew, unless --load names that folder.
     resumes: bool = True
     # Flags that the program takes for itself beside the settings: whoever misspells one is to hear of it, and where they are listed, if
     # that is another program.
@@ -46,7 +47,10 @@ PRETRAIN_GPT = EntryPoint(
         "lr_decay_style": "linear",
         "tokenizer_type": "GPT2BPETokenizer",
         "console_lines": "megatron",
+        # As in Megatron, --save asks for checkpoints.
+        "save_checkpoints": False,
     },
+    resumes=False,
 )
 EXAMPLE = EntryPoint(
     name="megatron_core_training_example.py",

@@ -33,7 +33,14 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
             f"layout, so other parallel sizes give other losses (hidden dropout does not depend on it)"
         )
     found += [*_every_layer_recomputed(draft), *_idle_pipeline(draft), *_no_bias_in_experts(draft)]
+    found += _without_checkpoints(draft)
     return [*found, *slow_on_a_cpu(draft)]
+
+
+def _without_checkpoints(draft: Draft) -> list[str]:
+    if draft["save_checkpoints"] or draft.given("save_checkpoints") or draft["skip_train"]:
+        return []
+    return ["no checkpoint is written, as --save is not given"]
 
 
 def _no_bias_in_experts(draft: Draft) -> list[str]:
@@ -263,7 +270,13 @@ def _no_wandb(draft: Draft, facts: Facts) -> str:
 
 
 def _nothing_saved(draft: Draft, facts: Facts) -> str:
-    return "" if draft["save_checkpoints"] else "nothing is saved (--no-save-checkpoints)"
+    if draft["save_checkpoints"]:
+        return ""
+    return (
+        "nothing is saved (--no-save-checkpoints)"
+        if draft.given("save_checkpoints")
+        else "nothing is saved without --save"
+    )
 
 
 def _read_only(draft: Draft, facts: Facts) -> str:

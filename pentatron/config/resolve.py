@@ -17,6 +17,8 @@ from pentatron.config.notices import notices_for
 from pentatron.config.presets import presets
 from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
+from pentatron.config.run_name import name_of_run
+from pentatron.config.saved_config import places_in_run
 
 # Who names data or a starting point does not want the demo underneath.
 _REPLACES_DEMO = (
@@ -73,8 +75,10 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     """Collects the written values; later sources win: entry point, preset, file, flags."""
     flags = parse_flags(words, entry)
     layers: list[dict[str, Assigned]] = []
+    of_file: dict[str, Assigned] = {}
     if "config" in flags.values:
-        layers.append(read_file(flags.values["config"].value, entry))
+        of_file = read_file(flags.values["config"].value, entry)
+        layers.append(of_file)
     notices = list(flags.notices)
     if "deepspeed_config" in flags.values:
         of_deepspeed, told = read_deepspeed(flags.values["deepspeed_config"].value)
@@ -90,8 +94,14 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     if preset is not None:
         values |= _preset(preset)
     draft = Draft({**values, **written}, notices)
+    if of_file:
+        kept = {name: assigned.value for name, assigned in of_file.items() if written[name] is assigned}
+        draft.in_run_folder = places_in_run(flags.values["config"].value, kept)
     _drop_idle_default(draft)
     read_data_files(draft)
+    if draft["run_dir"] is None:
+        # Before anything is learned from what lies in the folder: the same words must always lead to it.
+        draft.derive("run_dir", f"runs/{name_of_run(draft)}", "runs/NAME, after the model and the data")
     return draft
 
 

@@ -161,7 +161,7 @@ def _death_of_a_reader(readers: Sequence[BaseProcess]) -> UserError | None:
     else:
         cause = "not enough memory is the usual cause"
     return UserError(
-        f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and the same command goes on from the newest "
+        f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and training can go on from the newest "
         "one, perhaps with fewer --num-workers"
     )
 

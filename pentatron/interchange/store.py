@@ -5,7 +5,6 @@ checked by its sums, in any layout, with no pickled file read. What Megatron-LM 
 """
 
 import dataclasses
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentatron.checkpoint.bases import keep_base
 from pentatron.checkpoint.cover import cover_problem
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
@@ -208,13 +208,15 @@ class TorchDistStore(CheckpointStore):
             yield f"{name}.{EXTRA_STATE}/shard_0_1"
 
     def _free_step(self, step: int) -> Path:
-        """The name that Megatron-LM looks for. A step of ours of that name, saved before a rollback, makes way; others' are kept."""
+        """The name that Megatron-LM looks for. A step of this run of that name, saved before a rollback, makes way; others are kept."""
+        self._keep_bases(step)
         final = self.folder / iteration_name(step)
         if not final.exists():
             return final
-        own = (final / FILE_NAME).is_file()
-        kept = final.with_name(f"{final.name}.before-{secrets.token_hex(4)}")
-        final.rename(hidden_while_replaced(final) if own else kept)
+        if (final / FILE_NAME).is_file():
+            final.rename(hidden_while_replaced(final))
+        else:
+            keep_base(final)
         return final
 
 

@@ -48,8 +48,6 @@ class Job:
     grace: int = 300
     requeues: bool = True
     restarts: int = 0
-    # What a second start adds, so that it goes on where the first one stopped.
-    again: tuple[str, ...] = ()
     # Variables the script sets where the user has not, each with its reason.
     variables: tuple[Variable, ...] = ()
 

@@ -32,7 +32,6 @@ def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
             *exports(job),
         ],
         words_array(job.words),
-        _second_start(job),
         _step(job),
         _end(job),
     ]
@@ -76,15 +75,6 @@ def _repeatable_meeting() -> list[str]:
     return [
         'export RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         *new_addresses(),
-    ]
-
-
-def _second_start(job: Job) -> list[str]:
-    if not job.again:
-        return []
-    return [
-        "# This program starts anew unless told otherwise; a job that was put back into the queue goes on.",
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then train+=({shlex.join(job.again)}); fi',
     ]
 
 

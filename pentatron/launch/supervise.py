@@ -32,7 +32,7 @@ def pause_before(in_vain: int) -> int:
 class Supervisor:
     """`limit`: so many restarts in a row may reach no new checkpoint; each that does is counted from 1 again, as a run of weeks meets many
     crashes that have nothing to do with each other. `resumes`: also the first attempt goes on with what is there. `saved_step`: the last
-    step that can be gone on from.
+    step that can be gone on from. `way_on`: the command that does so.
 
     `tell` puts a line on the terminal; the same lines go to the log of the run in `folder`.
     """
@@ -46,6 +46,7 @@ class Supervisor:
     saved_step: Callable[[], int | None]
     tell: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
+    way_on: str = "the same command goes on from there"
     # By another job, which writes there.
     _in_use: bool = False
 
@@ -123,7 +124,7 @@ class Supervisor:
     def _where_it_stands(self, saved: int | None) -> str:
         if saved is None:
             return "No checkpoint had been saved yet"
-        return f"The last checkpoint, step {saved}, is intact: the same command goes on from there"
+        return f"The last checkpoint, step {saved}, is intact: {self.way_on}"
 
     def _again(self, in_vain: int, saved: int | None, step: int) -> str:
         lost = max(0, step - (saved or 0))

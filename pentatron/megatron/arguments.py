@@ -47,8 +47,11 @@ class Arguments(SimpleNamespace):
 
 
 def arguments_of(resolved: Resolved, world: World, extra: Mapping[str, Any]) -> Arguments:
-    # Of the settings these two are what the user expected; programs want to know what is.
-    here = {"world_size": world.everyone.size, "local_rank": world.local_rank}
+    # Of the settings these are what the user expected; programs want to know what is.
+    here: dict[str, Any] = {"world_size": world.everyone.size, "local_rank": world.local_rank}
+    if not resolved.config.checkpoint.save_checkpoints:
+        # As in Megatron, where programs ask by it whether to save.
+        here["save"] = None
     return Arguments({**resolved.config.flat(), **here}, {**_derived(resolved.config, world), **extra})
 
 

@@ -18,9 +18,8 @@ def take_data(state: TrainState, data: OpenedData, origin: Path, chosen: Checkpo
     changed = data.identity.changes_since(before)
     if changed and not chosen.allow_changed_data:
         raise UserError(
-            f"the data is not what {origin} was trained on ({changed}); bring it back, go on all the same with "
-            f"--allow-changed-data, take the weights alone with --load {origin.parent} --finetune and another --run-dir, "
-            "or start anew with --fresh"
+            f"the data is not what {origin} was trained on; bring it back, go on all the same with --allow-changed-data, take the "
+            f"weights alone with --load {origin.parent} --finetune and another --run-dir, or start anew with --fresh ({changed})"
         )
     now = data.identity.knowing(before)
     state.data_fingerprint, state.data_files = now.fingerprint, now.files_as_json()

@@ -75,7 +75,7 @@ class Health:
             saved = (
                 f"The checkpoint of step {step} has everything before it"
                 if self.config.checkpoint.save_checkpoints
-                else "Nothing is saved (--no-save-checkpoints)"
+                else "Nothing is saved"
             )
         origin = "" if found.origin is None else f", and begins with {found.origin.sentence()}"
         return BadNumbers(

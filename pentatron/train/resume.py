@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pentatron.checkpoint.bases import read_bases, record_bases
+from pentatron.checkpoint.bases import read_bases
 from pentatron.checkpoint.described import saved_settings
-from pentatron.checkpoint.find import checkpoints_of
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.checkpoint.survey import is_resumable
@@ -18,6 +17,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.loaded import LOADED
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
+from pentatron.config.start import CHOOSING, Start, another_run, names_checkpoints
 from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import open_folder
 from pentatron.hf.small_files import carry_files
@@ -30,6 +30,7 @@ from pentatron.parallel.world import World
 from pentatron.train.changes import changes_since, require_same_model
 from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData
+from pentatron.train.origin import require_same_origin
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import restore_random_state
 from pentatron.train.schedules import saved_schedule
@@ -37,9 +38,6 @@ from pentatron.train.sources import Source, find_source, named_source
 from pentatron.train.state import TrainState
 
 T = TypeVar("T")
-
-# They choose what is taken from what is loaded.
-_CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,18 @@ class _Start:
         optimizer: AnyOptimizer,
         store: CheckpointStore,
         data: OpenedData | None,
+        start: Start,
     ) -> None:
-        self.resolved, self.config, self.world = resolved, resolved.config, world
+        self.resolved, self.config, self.world, self.start = resolved, resolved.config, world, start
         self.model, self.optimizer, self.store = model, optimizer, store
         self.data = data
-        self.asked = [table()[n].flag for n in _CHOOSING if getattr(self.config.checkpoint, n)]
+        self.asked = [table()[n].flag for n in CHOOSING if getattr(self.config.checkpoint, n)]
 
     def begin(self) -> Beginning:
-        found, complaints = self._find(Source(self.store.folder, is_huggingface=False), set_aside=True)
+        own_steps = Source(self.store.folder, is_huggingface=False)
+        found, complaints = None, list[str]()
+        if self.start is not Start.IN_PLACE:
+            found, complaints = self._find(own_steps, set_aside=True)
         if found is not None:
             began = self._resume(found) if self._is_own(found) else self._from_foreign(found)
             return dataclasses.replace(began, notes=[*complaints, *began.notes])
@@ -85,14 +87,14 @@ class _Start:
             return self._from_scratch()
         megatron = self.config.checkpoint.ckpt_format is not None
         own = self._first_rank(lambda: find_source(Path(load), megatron)) if self._loads_itself() else None
-        if self._loads_itself() and (own is None or not own.is_foreign):
+        if self._loads_itself() and (own is None or not (own.is_foreign or self.start is Start.IN_PLACE)):
             # A run may load what it will save; at first there is nothing.
             return self._from_scratch()
         source = own or self._first_rank(lambda: named_source(load, megatron))
         if source.is_huggingface:
             return self._from_huggingface(source)
         # Only in our own folder may anything be renamed: another run may be using the other one.
-        found, complaints = self._find(source, set_aside=False)
+        found, complaints = self._find(source, set_aside=self._loads_itself() and not source.is_foreign)
         assert found is not None, "a source has steps"
         began = self._from_steps(found)
         return dataclasses.replace(began, notes=[*complaints, *began.notes])
@@ -124,8 +126,8 @@ class _Start:
 
     def _loads_itself(self) -> bool:
         """Whether --load names the folder of this run's checkpoints, or the run that it is in."""
-        load, own = self.config.checkpoint.load, self.store.folder.resolve()
-        return load is None or own in (Path(load).resolve(), checkpoints_of(Path(load)).resolve())
+        load = self.config.checkpoint.load
+        return load is None or names_checkpoints(load, str(self.store.folder))
 
     def _from_foreign(self, found: Found) -> Beginning:
         """From weights in the run's folder that are not its own, unless --load names others."""
@@ -145,8 +147,13 @@ class _Start:
 
     def _resume(self, found: Found) -> Beginning:
         """Everything as it was saved."""
-        state, changes, remarks = self._go_on(found, optimizer=True, random=True)
         elsewhere = self.resolved.given("load") and not self._loads_itself()
+        if elsewhere:
+            load = str(self.config.checkpoint.load)
+            on_some_ranks(
+                self.world.is_first, lambda: require_same_origin(self.store.folder, load), self.world.everyone
+            )
+        state, changes, remarks = self._go_on(found, optimizer=True, random=True)
         said = [f"--load {self.config.checkpoint.load}"] * elsewhere + self.asked
         if said:
             changes.append(
@@ -165,6 +172,10 @@ class _Start:
                 found.folder.resolve().parent == self.store.folder.resolve() and found.manifest.step > 0
             )
             began = dataclasses.replace(began, replaces_training=in_place)
+            if in_place:
+                began.notes.append(
+                    f"the steps of earlier training stay in {self.store.folder}; one whose number is saved again gets the ending .before"
+                )
         else:
             state, changes, remarks = self._go_on(found, not chosen.no_load_optim, not chosen.no_load_rng)
             began = Beginning(state, changes, is_saved=False, goes_on_from=found.folder, remarks=remarks)
@@ -217,10 +228,21 @@ class _Start:
         """Keeps for later starts which steps are not the run's own, and for exports the files besides weights."""
 
         def write() -> None:
-            record_bases(self.store.folder, self.store.steps(), origin)
+            self.store.record_beginning(origin)
             carry_files(source.small_files, self.store.folder)
 
         on_some_ranks(self.world.is_first, write, self.world.everyone)
+
+    def _naming_another_run(self, found: Found, load: Callable[[], None]) -> None:
+        """Where nobody chose the run's folder, what does not fit it may be another run: that comes first in the refusal."""
+        chosen = self.resolved.given("run_dir") or self.resolved.given("save")
+        if chosen or found.folder.resolve().parent != self.store.folder.resolve():
+            load()
+            return
+        try:
+            load()
+        except UserError as error:
+            raise UserError(f"{another_run(str(self.config.run.run_dir))}: {error}") from None
 
     def _weights(self, without_prefix: bool = False) -> Iterator[Fragment]:
         for fragment in self.optimizer.fragments(owned_only=False):
@@ -263,7 +285,7 @@ class _Start:
             if random:
                 restore_random_state(found, self.world)
 
-        on_some_ranks(True, load, self.world.everyone)
+        on_some_ranks(True, lambda: self._naming_another_run(found, load), self.world.everyone)
         if not optimizer:
             state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)
@@ -285,12 +307,13 @@ def starting_point(
     optimizer: AnyOptimizer,
     store: CheckpointStore,
     data: OpenedData | None,
+    start: Start = Start.RESUME,
 ) -> Beginning:
     """Fills model and optimizer with the newest valid checkpoint of the run itself, else with what --load names.
 
-    `data`: None where it is not known yet; then whoever opens it compares it with that of the checkpoint.
+    `data`: None where it is not known yet; it is compared with that of the checkpoint when it is opened.
     """
-    return _Start(resolved, world, model, optimizer, store, data).begin()
+    return _Start(resolved, world, model, optimizer, store, data, start).begin()
 
 
 def require_same_rule(found: Found, config: RunConfig) -> None:

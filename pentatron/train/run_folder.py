@@ -1,7 +1,7 @@
 """The folder of a run: what lies where, and what happens to an earlier run in the same place."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +10,25 @@ from pentatron.config.printable import one_line
 from pentatron.config.redaction import redacted_value
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
+from pentatron.config.saved_config import HEADER
+from pentatron.config.start import is_inside
+from pentatron.train.run_files import divide_files, is_config_of_a_run
 
-_HEADER = "# Every setting of this run and where it came from. Use it again with: --config THIS_FILE"
 # A later run that reads the saved configuration must not end up in this run's folder.
 _OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save"})
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Where an earlier run lies now, and what stayed beside the new one, as no run made it."""
+
+    folder: Path
+    stayed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.stayed[:3]) + (" ..." if len(self.stayed) > 3 else "")
+        stayed = f"; {shown}, which no run made, stayed" if self.stayed else ""
+        return f"the earlier run was moved to {self.folder}{stayed}"
 
 
 @dataclass(frozen=True)
@@ -59,30 +74,41 @@ class RunFolder:
             raise UserError(
                 f"the run folder {self.path} cannot be written ({reason}); choose another with --run-dir or --save"
             ) from None
-        if self.config.exists() and not self.config.read_text(encoding="utf-8", errors="replace").startswith(
-            _HEADER
-        ):
+        if self.config.exists() and not is_config_of_a_run(self.config):
             raise UserError(f"{self.config} is not the file of a run; choose another folder with --run-dir")
 
-    def move_aside(self) -> Path | None:
-        """Keeps an earlier run under a new name; nothing is ever overwritten, and nothing foreign is moved."""
-        entries = {entry.name for entry in self.path.iterdir()} - {".lock"}
-        if not entries:
+    def move_aside(self, inputs: Sequence[str] = ()) -> Moved | None:
+        """Keeps an earlier run under a new name: nothing is ever overwritten, and what no run made stays where it is.
+
+        `inputs`: what the run that takes its place reads.
+        """
+        made, others = divide_files(self.path)
+        if not any(entry.name != ".lock" for entry in made):
             return None
-        # A run that was refused while it began leaves its log alone.
-        if not entries & {"config.yaml", "metrics.jsonl", "checkpoints", "latest", "data", "train.log"}:
-            raise UserError(
-                f"{self.path} holds other files than a run's, so it is not moved aside; choose another folder"
-            )
+        for path in inputs:
+            if is_inside(path, *map(str, made)):
+                raise UserError(
+                    f"{path} is a file of the earlier run in {self.path}, which would be moved aside; choose another --save or --run-dir"
+                )
         whole = self.path.resolve()
         number = 1
         while (aside := whole.with_name(f"{whole.name}.{number}")).exists():
             number += 1
         try:
-            whole.rename(aside)
+            if others or Path.cwd().is_relative_to(whole):
+                # The folder a command is typed in stays that folder.
+                aside.mkdir()
+                for entry in made:
+                    if entry.name != ".lock":
+                        entry.rename(aside / entry.name)
+            else:
+                whole.rename(aside)
         except OSError as error:
-            raise UserError(f"the earlier run {self.path} cannot be moved aside ({error.strerror})") from None
-        return aside
+            raise UserError(
+                f"the earlier run {self.path} cannot be moved to {aside} ({error.strerror}); move it yourself, or choose another "
+                f"--save or --run-dir"
+            ) from None
+        return Moved(aside, tuple(entry.name for entry in others))
 
     def set_metrics_aside(self) -> Path:
         """Those of other training in this folder: its steps have the numbers that now come again."""
@@ -113,7 +139,7 @@ def _chosen(text: str) -> list[str]:
 def config_text(resolved: Resolved) -> str:
     """The configuration as YAML with the origin of every value; derived values are comments, so that the file can
     be given to --config on another machine or with other sizes."""
-    lines = [_HEADER]
+    lines = [HEADER]
     section = ""
     values: Mapping[str, object] = resolved.config.flat()
     left_out = _OF_THIS_RUN_ALONE | ({"load"} if _loads_itself(resolved.config) else set())

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pentatron.checkpoint.lock import folder_lock
-from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.config.start import Start, how_to_go_on, start_of
 from pentatron.interchange.store import store_for
 from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.memory_samples import MemorySampler
 from pentatron.monitor.recorder import Recorder
 from pentatron.optim.build import AnyOptimizer, build_optimizer
-from pentatron.parallel.collectives import earliest, on_some_ranks
+from pentatron.parallel.collectives import broadcast_object, earliest, on_some_ranks
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
+from pentatron.train.attempts import FIRST, Attempt, record_attempt
 from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.disk_space import disk_notes
@@ -35,6 +34,7 @@ from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
 from pentatron.train.last_words import Sentence, sentence_of, write_last_words
 from pentatron.train.moments import Moments
+from pentatron.train.opening import leave_to_earlier_runs, open_folders
 from pentatron.train.output import Output
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.profiling import BesideTheSteps
@@ -71,12 +71,14 @@ def run_training(
     program: Program = CONFIGURED,
     started: float | None = None,
     sentence: Sentence = sentence_of,
+    attempt: Attempt = FIRST,
 ) -> Outcome:
     """Trains as configured on this rank of the world; `launcher` is the process that must live while we do.
 
-    `started`: when this process began, in seconds since the epoch. `sentence`: what the log says of an error that ends the run.
+    `resumes`: the program goes on by itself from what the run's folder holds. `started`: when this process began, in seconds since
+    the epoch. `sentence`: what the log says of an error that ends the run. `attempt`: which start of its job this is.
     """
-    with open_session(resolved, world, resumes, launcher, program, started, sentence) as session:
+    with open_session(resolved, world, resumes, launcher, program, started, sentence, attempt) as session:
         session.open_data()
         session.build()
         session.prepare()
@@ -92,59 +94,41 @@ def open_session(
     program: Program,
     started: float | None = None,
     sentence: Sentence = sentence_of,
+    attempt: Attempt = FIRST,
 ) -> "Iterator[Session]":
     """A run whose folders are ours until the end of the block."""
     config = resolved.config
-    assert config.run.run_dir is not None and config.checkpoint.save is not None
+    assert config.run.run_dir is not None
     folder = RunFolder(Path(config.run.run_dir))
-    # Who names a checkpoint to load wants to go on from it, also with a script that otherwise starts anew.
-    goes_on = resumes or resolved.given("load") or config.train.skip_train
-    start_afresh = config.run.fresh or not goes_on
+    # The first rank decides, as a launcher may tell each machine something else.
+    start = start_of(config.flat(), resolved.given("load"), resumes or attempt.restarted)
+    start = broadcast_object(start, world.everyone)
     own_lines = config.log.console_lines == "short"
     display = open_display(config.log.progress_bar, shows_steps=own_lines) if world.is_first else Silent()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
         stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
-        checkpoints = Path(config.checkpoint.save)
-        on_some_ranks(
-            world.is_first,
-            lambda: _open_folders(folder, checkpoints, start_afresh, display, cleanup),
-            world.everyone,
-        )
+
+        def open_ours() -> None:
+            open_folders(config, folder, start, display, cleanup)
+            if not config.train.skip_train:
+                record_attempt(folder.path, attempt)
+                if start is Start.IN_PLACE:
+                    leave_to_earlier_runs(config)
+
+        on_some_ranks(world.is_first, open_ours, world.everyone)
         world.whereabouts.folder_is_ours()
         first = earliest(time.time() if started is None else started, world.everyone)
         try:
             resolved = settle_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
-            session = Session(resolved, world, folder, display, stop, first, cleanup, program)
+            session = Session(resolved, world, folder, display, stop, first, cleanup, program, start)
+            session.typed_again = start_of(config.flat(), resolved.given("load"), resumes)
             yield session
             session.leave()
         except BaseException as error:
             write_last_words(folder, world, error, sentence)
             raise
-
-
-def _open_folders(
-    folder: RunFolder, checkpoints: Path, start_afresh: bool, display: Display, cleanup: contextlib.ExitStack
-) -> None:
-    """Makes the run's folder, and the one of its checkpoints, ours until the end of the run."""
-    own = checkpoints.resolve() == folder.path.resolve()
-    if not own and not start_afresh and CheckpointStore(folder.path, keep=None).steps():
-        # Of a run that was given --save alone: its log is here, and so are its checkpoints.
-        raise UserError(
-            f"{folder.path} holds checkpoints itself, of a run with --save {folder.path}; name it like that to go on, or choose "
-            f"another --run-dir"
-        )
-    inside = checkpoints.resolve().is_relative_to(folder.path.resolve())
-    for place in [folder] if inside else [folder, RunFolder(checkpoints)]:
-        place.create()
-        if start_afresh:
-            with folder_lock(place.path, display.say):
-                moved = place.move_aside()
-            if moved is not None:
-                display.say(f"the earlier run was moved to {moved}")
-            place.create()
-        cleanup.enter_context(folder_lock(place.path, display.say))
 
 
 class Session:
@@ -164,8 +148,10 @@ class Session:
         started: float,
         cleanup: contextlib.ExitStack,
         program: Program,
+        start: Start,
     ) -> None:
         self.resolved, self.config, self.world = resolved, resolved.config, world
+        self.start = self.typed_again = start
         self.folder, self.display, self.stop, self.started = folder, display, stop, started
         self.cleanup, self.program = cleanup, program
         self.data: OpenedData | None = None
@@ -213,7 +199,9 @@ class Session:
         )
         self.moments.mark("build_optimizer_finish")
         self.store = store_for(config)
-        began = starting_point(self.resolved, world, self.model, self.optimizer, self.store, self.data)
+        began = starting_point(
+            self.resolved, world, self.model, self.optimizer, self.store, self.data, self.start
+        )
         require_fitting_batches(config, began.state)
         notes = [
             *began.notes,
@@ -285,7 +273,7 @@ class Session:
                 output.attempt("loss.svg", lambda: draw_curve(self.folder), WITHOUT_IT)
             if ending is not None:
                 output.note(ending.line)
-                output.say(_farewell(ending, self.state, self.config))
+                output.say(_farewell(ending, self.state, self.config, self.typed_again))
             elif not self.config.train.skip_train:
                 finish(self.config, self.folder, datasets, output)
             self.moments.mark("finish")
@@ -381,14 +369,13 @@ def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) ->
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")
 
 
-def _farewell(ending: Ending, state: TrainState, config: RunConfig) -> str:
+def _farewell(ending: Ending, state: TrainState, config: RunConfig, typed_again: Start) -> str:
     if config.train.skip_train:
         return f"{ending.reason} before the evaluation was done"
     if state.step == 0:
         return f"{ending.reason} before the first step; nothing was trained yet"
-    kept = (
-        "its checkpoint is saved, the same command goes on from there"
-        if config.checkpoint.save_checkpoints
-        else "nothing is saved (--no-save-checkpoints)"
-    )
+    save = config.checkpoint.save
+    assert save is not None
+    saved = f"its checkpoint is saved, {how_to_go_on(typed_again, save)}"
+    kept = saved if config.checkpoint.save_checkpoints else "nothing is saved"
     return f"{ending.reason} after step {state.step}; {kept}"

@@ -20,7 +20,7 @@ RUN = f"{TINY} --train-iters 6 --eval-interval 0 --sample-tokens 0"
 
 
 def on(processes: int, folder: Path, words: str) -> Resolved:
-    said = [*f"{RUN} {words}".split(), "--run-dir", str(folder)]
+    said = [*f"{RUN} {words}".split(), "--save", str(folder), "--load", str(folder)]
     return prepare(said, PRETRAIN_GPT, Facts(processes, processes, 1)).resolved
 
 
@@ -43,7 +43,7 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
     script = tmp_path / "pretrain.py"
     script.write_text(ENTRY)
     spread = (
-        f"{script} {RUN} --nproc-per-node 2 --threads-per-process 1 --run-dir {cut} {words} --exit-interval 3"
+        f"{script} {RUN} --nproc-per-node 2 --threads-per-process 1 --save {cut} {words} --exit-interval 3"
     )
     code, _, err = forked(*spread.split())
     assert code == 0, err

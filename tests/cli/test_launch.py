@@ -34,7 +34,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--nodes", "2"], ["how many GPUs does a node have? Say --gpus-per-node G"]),
         (["--nodes", "0", "--gpus-per-node", "4", "--time", "soon"],
          ["--nodes 0 must be at least 1", "--time soon must look like"]),
-        ([*CLUSTER, "--max-restarts", "1", "--fresh"], ["with --fresh every restart would start anew"]),
         ([*CLUSTER, "--sbatch", "--time=5 --exclusive --gres=gpu:1"],
          ["--sbatch: --time=5 would go past the checks", "--sbatch: --gres=gpu:1 would go past"]),
         ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist here"]),
@@ -136,19 +135,17 @@ def test_tensor_groups_over_nodes_and_one_core_are_remarked_upon(capsys: pytest.
     assert "without --cpus-per-task Slurm may give one core to the 4 workers" in said
 
 
-def test_a_script_that_starts_anew_goes_on_after_a_requeue(
+def test_a_job_that_saves_nothing_and_may_start_again_is_remarked_upon(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "train.py").write_text("")
-    words = "--script train.py --vocab_size 50 --hidden_size 32 --num_layers 1 --max_steps 5 --run-dir out".split()
+    (here / "pretrain_gpt.py").write_text("")
+    words = ["--script", "pretrain_gpt.py", *MODEL]
+    said = "note: no checkpoint is saved, so a job that is started again begins at step 0"
     assert main(["launch", "slurm", *CLUSTER, *words]) == 0
-    script = (here / "pentatron.sbatch").read_text()
-    assert "-gt 0 ]; then train+=(--save out/checkpoints --load out/checkpoints); fi" in script
-    assert main(["launch", "slurm", *CLUSTER, *words[:-2]]) == 0
-    script = (here / "pentatron.sbatch").read_text()
-    assert "(--run-dir output_standard --save output_standard/checkpoints --load" in script, "where it was"
-    assert main(["launch", "slurm", *CLUSTER, *words, "--max-restarts", "1"]) == 2
-    assert "train.py starts anew each time" in capsys.readouterr().err
+    assert said in capsys.readouterr().out
+    for other in (["--save", "out"], ["--no-requeue"]):
+        assert main(["launch", "slurm", *CLUSTER, *words, *other]) == 0
+        assert said not in capsys.readouterr().out
 
 
 def test_a_file_of_others_is_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,15 +119,6 @@ def test_only_what_was_cut_short_queues_again(
     assert bool(cluster.calls("scontrol requeue")) == requeued
 
 
-def test_a_second_start_goes_on(cluster: StubCluster) -> None:
-    """Guides' scripts start anew unless told otherwise, which a job that queued again must not do."""
-    script = written(cluster, again=("--save", "a b", "--load", "a b"))
-    assert cluster.run(script, cwd=Path("/")) == 0
-    assert cluster.run(script, cwd=Path("/"), SLURM_RESTART_COUNT="1") == 0
-    first, second = (words for node, words in cluster.started() if node == 0)
-    assert first.endswith("--bf16") and second.endswith("--bf16 --save a b --load a b")
-
-
 @pytest.mark.parametrize("kind", [batch_script, node_script])
 def test_lines_of_a_setup_may_read_what_is_not_set(
     kind: Callable[[Job, list[str], str], str], cluster: StubCluster

@@ -44,7 +44,7 @@ def both(folder: Path, port: int) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     guide_module("guide_pretrain")
-    words = f"{DEFAULT} {RUN} {LAYOUT} --data-path {folder}/corpus --run-dir {folder}/flow --device cpu"
+    words = f"{DEFAULT} {RUN} {LAYOUT} --data-path {folder}/corpus --run-dir {folder}/flow --device cpu --save-checkpoints"
     own = "--threads-per-process 1 --log-interval 1 --log-progress --greeting hello"
     sys.argv = ["guide_flow.py", *f"{words} {own}".split()]
     with (folder / f"said-{rank}").open("w") as said:

@@ -110,7 +110,7 @@ def steps(folder: Path, samples: int, words: str) -> str:
     """One run as its own program would do it; returns the error, if one ends it."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    flags = f"{DEFAULT} {RUN} --mock-data --eval-interval 0 --run-dir {folder} --device cpu --lr-decay-iters 4 {words}"
+    flags = f"{DEFAULT} {RUN} --mock-data --eval-interval 0 --save {folder} --load {folder} --device cpu --lr-decay-iters 4 {words}"
     sys.argv = ["my_script.py", *flags.split()]
     initialize_megatron()
     assert get_tokenizer() is get_tokenizer(), "read once"

@@ -35,7 +35,7 @@ RUN = (
 
 
 def settings(folder: Path, words: str = "", world_size: int = 1, plan: str = RAMP) -> Resolved:
-    said = f"{TINY} {REVEALING} {RUN} {plan} --run-dir {folder} {words}".split()
+    said = f"{TINY} {REVEALING} {RUN} {plan} --save-checkpoints --run-dir {folder} {words}".split()
     return resolve(gather(said, PRETRAIN_GPT), Facts(world_size, world_size, 1))
 
 
@@ -254,7 +254,8 @@ def test_a_weight_decay_that_changes_acts(tmp_path: Path) -> None:
         ("from it to it", "--start-weight-decay 0.4 --end-weight-decay 0.4 --weight-decay-incr-style linear"),
         ("growing", "--start-weight-decay 0.1 --end-weight-decay 0.4 --weight-decay-incr-style linear"),
     ):
-        said = [*f"{TINY} {REVEALING} {least} {words}".split(), "--run-dir", str(tmp_path / name)]
+        said = f"{TINY} {REVEALING} {least} {words} --save-checkpoints".split()
+        said += ["--run-dir", str(tmp_path / name)]
         run_training(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)), single_process(), True)
     assert final_state(tmp_path / "constant") == final_state(tmp_path / "from it to it")
     assert final_state(tmp_path / "constant") != final_state(tmp_path / "growing")

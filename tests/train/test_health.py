@@ -195,9 +195,7 @@ def test_no_checkpoint_is_promised_where_none_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Poison(2, lambda call: call >= 11).install(monkeypatch)
-    with pytest.raises(
-        BadNumbers, match=r"leaves this step out\. Nothing is saved \(--no-save-checkpoints\)$"
-    ):
+    with pytest.raises(BadNumbers, match=r"leaves this step out\. Nothing is saved$"):
         run(tmp_path / "a", "--no-save-checkpoints")
     assert steps(tmp_path / "a") == []
 

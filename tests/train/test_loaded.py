@@ -25,8 +25,9 @@ from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.loaded import architecture, differences
-from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.resolve import Resolved, foreseen, gather, resolve
 from pentatron.config.run import table
+from pentatron.config.start import start_of
 from pentatron.hf.small_files import carry_files
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, region
@@ -47,15 +48,16 @@ LAYOUTS = {
 }
 
 
-def prepared(folder: Path, words: str, world: int = 1) -> Resolved:
+def prepared(folder: Path, words: str, world: int = 1, resumes: bool = True) -> Resolved:
     """As a command does it, from its words on."""
     draft, facts = gather(f"{RUN} --run-dir {folder} {words}".split(), TRAIN), Facts(world, world, 1)
-    learn_from_loaded(draft, facts, bool(draft["fresh"]))
+    learn_from_loaded(draft, facts, start_of(foreseen(draft, facts), draft.given("load"), resumes))
     return resolve(draft, facts)
 
 
-def train(folder: Path, words: str) -> None:
-    run_training(prepared(folder, words), single_process(), resumes=True)
+def train(folder: Path, words: str, resumes: bool = True) -> None:
+    """`resumes`: as `pentatron train`, else as Megatron's programs."""
+    run_training(prepared(folder, words, resumes=resumes), single_process(), resumes)
 
 
 def train_on_a_rank(folder: Path, words: str) -> None:
@@ -307,10 +309,11 @@ def test_the_base_in_the_runs_own_folder_is_begun_from_once_and_never_deleted(co
     train(copied, f"{words} --train-iters 4")
     assert losses(copied)[:3] == before and len(losses(copied)) == 4
     steps = {path.name for path in own.iterdir() if path.is_dir()}
-    assert steps == {"step-00000002", "step-00000004", "step-00000003", "step-00000004-again1"}
-    assert newest(own).folder.name == "step-00000004-again1"
+    bases = {"step-00000002.before", "step-00000004.before"}
+    assert steps == {*bases, "step-00000003", "step-00000004"}
+    assert newest(own).folder.name == "step-00000004"
     # Where its own saves are lost, the run does not begin again behind its user's back.
-    for name in ("step-00000003", "step-00000004-again1"):
+    for name in ("step-00000003", "step-00000004"):
         (own / name / "manifest.json").unlink()
     for _ in range(2):
         with pytest.raises(UserError, match=r"no checkpoint in .* is usable .*--fresh"):

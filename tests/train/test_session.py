@@ -77,6 +77,7 @@ def test_the_run_folder_holds_everything(tmp_path: Path) -> None:
         "checkpoints",
         "loss.svg",
         "app_metrics.json",
+        "job.json",
     }
     rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -191,10 +192,13 @@ def test_the_log_of_a_run_that_was_refused_is_moved_aside_too(tmp_path: Path) ->
     """It is all that such a run leaves; files of others stay where they are."""
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="other files than a run's"):
-        RunFolder(tmp_path / "demo").move_aside()
+    assert RunFolder(tmp_path / "demo").move_aside() is None
     (tmp_path / "demo" / "train.log").write_text("refused")
-    assert RunFolder(tmp_path / "demo").move_aside() == tmp_path.resolve() / "demo.1"
+    moved = RunFolder(tmp_path / "demo").move_aside()
+    assert moved is not None and moved.folder == tmp_path.resolve() / "demo.1"
+    assert [p.name for p in moved.folder.iterdir()] == ["train.log"]
+    assert [p.name for p in (tmp_path / "demo").iterdir()] == ["notes.txt"]
+    assert str(moved).endswith("; notes.txt, which no run made, stayed")
 
 
 def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
@@ -276,13 +280,21 @@ def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None
 
 
 def test_foreign_files_are_neither_moved_nor_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="other files than a run's"):
-        run(tmp_path, resumes=False)
-    (tmp_path / "config.yaml").write_text("mine: too")
+    place = tmp_path / "a"
+    (place / "data").mkdir(parents=True)
+    for name in ("thesis.txt", "data/corpus.bin"):
+        (place / name).write_text("mine")
+    for _ in range(2):
+        run(place, "--train-iters 2", resumes=False)
+    assert (place / "thesis.txt").read_text() == (place / "data" / "corpus.bin").read_text() == "mine"
+    assert {p.name for p in (tmp_path / "a.1").iterdir()} >= {"checkpoints", "metrics.jsonl", "config.yaml"}
+    assert not (tmp_path / "a.1" / "thesis.txt").exists() and not (tmp_path / "a.1" / "data").exists()
+    other = tmp_path / "b"
+    other.mkdir()
+    (other / "config.yaml").write_text("mine: too")
     with pytest.raises(UserError, match="is not the file of a run"):
-        run(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"thesis.txt", "config.yaml", ".lock"}
+        run(other)
+    assert {p.name for p in other.iterdir()} == {"config.yaml"}
 
 
 def test_a_stop_before_the_first_step_promises_no_checkpoint(

@@ -11,7 +11,7 @@ from pentatron.cli.environment import Worker
 from pentatron.cli.help import entry_help
 from pentatron.cli.main import guarded
 from pentatron.cli.prepare import prepare
-from pentatron.cli.supervised import entry_now, this_worker
+from pentatron.cli.supervised import this_worker
 from pentatron.cli.terminal import say
 from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent, needs_launcher
 from pentatron.cli.worker_errors import explain, last_words
@@ -55,12 +55,11 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
         say(entry_help(entry, None))
         return 0
     words, added = take_extra_arguments(typed, provider, entry)
-    entry = entry_now(entry)
     # Which data it is, the program says later.
     prepared = prepare(words, entry, own_data=True)
     check_spec(prepared.resolved)
     if prepared.worker is None and needs_launcher(prepared):
-        return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed], entry)
+        return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed])
     worker = prepared.worker or Worker(0, 1, 0, 1, "none")
     program = UserProgram(
         None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
@@ -71,7 +70,9 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
         with ExitStack() as opening:
             world, resolved = opening.enter_context(joined_run(prepared, worker))
             session = opening.enter_context(
-                open_session(resolved, world, entry.resumes, launching_agent(), program)
+                open_session(
+                    resolved, world, entry.resumes, launching_agent(), program, attempt=prepared.attempt
+                )
             )
             current().flow = Flow(session, program)
             # Only now: what failed so far was closed again.

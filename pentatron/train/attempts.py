@@ -1,0 +1,62 @@
+"""Which start of a job this is: what tells a restart by a launcher from a command that is typed again."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pentatron.config.parsing import parse_json
+from pentatron.data.atomic import write_file
+
+FILE_NAME = "job.json"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """By a launcher that restarts jobs. `job`: its name for the job; None: it tells none. `restarts`: how often it restarted it so far."""
+
+    job: str | None
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start. `restarted`: the same job has used the run's folder before, so its run goes on."""
+
+    restarted: bool = False
+    launchers: Mapping[str, Launched] = field(default_factory=dict)
+
+
+FIRST = Attempt()
+
+
+def attempt_in(folder: Path, launchers: Mapping[str, Launched]) -> Attempt:
+    """What this start is to the folder of a run. A launcher counts restarts of a job; the folder says whether that job used it."""
+    return Attempt(any(_is_restart(folder, name, now) for name, now in launchers.items()), launchers)
+
+
+def _is_restart(folder: Path, launcher: str, now: Launched) -> bool:
+    if now.restarts == 0:
+        return False
+    recorded = _read(folder)
+    before = None if recorded is None else recorded.get(launcher)
+    if recorded is None or now.job is None:
+        # Nothing tells the folder's job from this one: a restart goes on.
+        return before is None or before.restarts < now.restarts
+    # Otherwise the folder holds an earlier run, which this job has not met yet, or one that this start itself began.
+    return before is not None and before.job == now.job and before.restarts < now.restarts
+
+
+def record_attempt(folder: Path, attempt: Attempt) -> None:
+    """Says in the run's folder, which must be ours, which start of which job uses it."""
+    text = json.dumps({name: asdict(launched) for name, launched in attempt.launchers.items()})
+    write_file(folder / FILE_NAME, f"{text}\n".encode())
+
+
+def _read(folder: Path) -> dict[str, Launched] | None:
+    """None: no start was recorded, or not by a file that can be read."""
+    try:
+        found = parse_json((folder / FILE_NAME).read_text(encoding="utf-8"))
+        return {str(name): Launched(**launched) for name, launched in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,70 @@
+"""Which starts are restarts, by what launchers leave in the environment."""
+
+from pathlib import Path
+
+import pytest
+
+from pentatron.cli.restarted import this_attempt
+from pentatron.launch.local import JOB, LAUNCHER, RESTART
+from pentatron.train.attempts import FILE_NAME, Attempt, record_attempt
+
+
+def elastic(agent: str, restarts: int, **others: str) -> dict[str, str]:
+    """As torchrun sets it on one machine."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    errors = f"/tmp/torchelastic_x/{agent}/attempt_{restarts}/0/error.json"
+    counted = {"TORCHELASTIC_ERROR_FILE": errors, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    return {**place, **counted, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **others}
+
+
+def slurm(job: str, restarts: int) -> dict[str, str]:
+    return {"SLURM_JOB_ID": job, **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})}
+
+
+def began(folder: Path, environment: dict[str, str]) -> Attempt:
+    """A start that came so far that the folder was its own."""
+    attempt = this_attempt(environment, folder)
+    record_attempt(folder, attempt)
+    return attempt
+
+
+@pytest.mark.parametrize("launched", [elastic, slurm])
+def test_a_restart_is_one_of_the_job_that_used_the_folder(launched: object, tmp_path: Path) -> None:
+    start = elastic if launched is elastic else slurm
+    assert not began(tmp_path, start("a", 0)).restarted
+    assert this_attempt(start("a", 1), tmp_path).restarted
+    assert not this_attempt(start("b", 1), tmp_path).restarted, "another job's run is there"
+    assert began(tmp_path, start("a", 1)).restarted
+    assert not this_attempt(start("a", 1), tmp_path).restarted, "another command of the same start"
+    assert this_attempt(start("a", 2), tmp_path).restarted
+    assert not this_attempt({}, tmp_path).restarted and not this_attempt(start("a", 0), tmp_path).restarted
+
+
+def test_a_folder_that_says_nothing_of_its_job_is_gone_on_with(tmp_path: Path) -> None:
+    assert this_attempt(slurm("1", 1), tmp_path).restarted
+    (tmp_path / FILE_NAME).write_text("not JSON")
+    assert this_attempt(slurm("1", 1), tmp_path).restarted
+    began(tmp_path, {})
+    assert not this_attempt(slurm("1", 1), tmp_path).restarted, "typed by hand, outside any job"
+    assert this_attempt({"SLURM_RESTART_COUNT": "1"}, tmp_path).restarted, "a job without a name"
+
+
+def test_a_job_of_slurm_goes_on_also_where_torchrun_is_a_new_one(tmp_path: Path) -> None:
+    began(tmp_path, {**slurm("7", 0), **elastic("a", 0)})
+    assert this_attempt({**slurm("7", 1), **elastic("b", 0)}, tmp_path).restarted
+    assert not this_attempt({**slurm("8", 1), **elastic("b", 0)}, tmp_path).restarted
+
+
+def test_over_several_machines_the_name_of_the_job_counts(tmp_path: Path) -> None:
+    over = {"LOCAL_WORLD_SIZE": "1"}
+    began(tmp_path, elastic("a", 0, **over, TORCHELASTIC_RUN_ID="one"))
+    assert this_attempt(elastic("b", 1, **over, TORCHELASTIC_RUN_ID="one"), tmp_path).restarted
+    assert not this_attempt(elastic("a", 1, **over, TORCHELASTIC_RUN_ID="two"), tmp_path).restarted
+
+
+def test_our_own_launcher_says_so_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began(tmp_path, {})
+    for restarts in (0, 1):
+        for name, value in {LAUNCHER: "1", JOB: str(tmp_path), RESTART: str(restarts), "RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        assert this_attempt({}, tmp_path).restarted is (restarts == 1)
