@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 # By name, as users keep scripts of their own beside them.
@@ -62,6 +63,28 @@ def test_entry_points_show_their_own_help_without_torch(name: str) -> None:
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith(f"usage: {name} ")
+
+
+def git(*words: str, given: str = "") -> list[str]:
+    # Without what a developer ignores everywhere.
+    call = ["git", "-C", ROOT, "-c", "core.excludesFile=/dev/null", *words]
+    shown = subprocess.run(call, input=given, capture_output=True, text=True, check=False)
+    assert not shown.stderr, shown.stderr
+    return shown.stdout.splitlines()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
+def test_git_ignores_what_the_guides_leave_and_nothing_of_ours() -> None:
+    commands = yaml.safe_load((ROOT / "docs/guides/commands.yaml").read_text(encoding="utf-8"))["commands"]
+    left = {
+        *(f"{name}/x" for c in commands for name in (*c.get("steps", ()), *c.get("leaves", ()))),
+        *"runs/demo/train.log data/my_text_document.bin exported/demo/config.json checkpoints/next/latest my.bin my.idx my.meta".split(),
+        *"pentatron.sbatch pentatron.sh data.jsonl vocab.json merges.txt qwen2.5-7b-hf/config.json".split(),
+    }
+    assert set(git("check-ignore", "--stdin", "--no-index", given="\n".join(sorted(left)))) == left
+    assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
+    ours = ["pentatron/data/new.py", "tests/checkpoint/new.py", "docs/data/x.bin", "new.py"]
+    assert git("check-ignore", "--stdin", "--no-index", given="\n".join(ours)) == [], "control"
 
 
 def test_the_builder_makes_the_configured_model() -> None:
