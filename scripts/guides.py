@@ -58,14 +58,19 @@ def load_commands(path: Path = COMMANDS) -> list[Command]:
 
 def make_workplace(folder: Path) -> None:
     """A copy of the repository, with what the guides' readers bring along: a model, its tokenizer, texts."""
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    for name in names:
+    # A new file in a folder of ours comes along, what users keep beside those folders does not.
+    ours = {name.split("/")[0] for name in _listed("-c")}
+    for name in _listed("-co", "--exclude-standard", "--", *sorted(ours)):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     subprocess.run([sys.executable, str(ROOT / "scripts/guide_files.py"), str(folder)], check=True)
+
+
+def _listed(*words: str) -> list[str]:
+    """Files of the repository, as `git ls-files` names them."""
+    listed = subprocess.run(["git", "ls-files", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
 
 
 def run(command: Command, folder: Path, port: int) -> Outcome:

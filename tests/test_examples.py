@@ -27,8 +27,8 @@ CONFIGS = {
 @pytest.mark.parametrize("script", CONFIGS)
 def test_a_model_script_has_the_shape_of_its_preset(script: str) -> None:
     variable = "MODEL_OPTIONS" if "/rl/" in script else "MODEL_ARGS"
-    command = f"source {script}; echo ${{{variable}}}"
-    words = subprocess.run(["bash", "-euc", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = f"source {ROOT / script}; echo ${{{variable}}}"
+    words = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, check=True)
     draft = gather(words.stdout.split(), PRETRAIN_GPT)
     shape = presets()[CONFIGS[script]]
     assert {name: draft[name] for name in shape} == shape

@@ -6,9 +6,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted(ROOT.glob("*.sh"))
+# By name, as users keep scripts of their own beside them.
+SCRIPTS = [
+    "benchmark.sh",
+    "quick_test.sh",
+    *(f"run_{name}.sh" for name in "3d_parallel deepspeed megatron multinode pytorch_ddp".split()),
+]
 ENTRY_POINTS = [
     "megatron_core_training_example.py",
     "pretrain_gpt.py",
@@ -36,10 +42,10 @@ def test_every_dependency_is_pinned() -> None:
     assert "torch==2.13.0" in lines("requirements.lock")
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
-def test_shell_scripts_are_well_formed(script: Path) -> None:
-    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    assert script.stat().st_mode & 0o111, "can be started as it is"
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shell_scripts_are_well_formed(script: str) -> None:
+    assert subprocess.run(["bash", "-n", ROOT / script], check=False).returncode == 0
+    assert (ROOT / script).stat().st_mode & 0o111, "can be started as it is"
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
@@ -53,10 +59,32 @@ def test_entry_points_show_their_own_help_without_torch(name: str) -> None:
         f"assert {may_know_torch} or 'torch' not in sys.modules"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", program, name], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, ROOT / name], capture_output=True, text=True, check=False
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith(f"usage: {name} ")
+
+
+def git(*words: str, given: str = "") -> list[str]:
+    # Without what a developer ignores everywhere.
+    call = ["git", "-C", ROOT, "-c", "core.excludesFile=/dev/null", *words]
+    shown = subprocess.run(call, input=given, capture_output=True, text=True, check=False)
+    assert not shown.stderr, shown.stderr
+    return shown.stdout.splitlines()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
+def test_git_ignores_what_the_guides_leave_and_nothing_of_ours() -> None:
+    commands = yaml.safe_load((ROOT / "docs/guides/commands.yaml").read_text(encoding="utf-8"))["commands"]
+    left = {
+        *(f"{name}/x" for c in commands for name in (*c.get("steps", ()), *c.get("leaves", ()))),
+        *"runs/demo/train.log data/my_text_document.bin exported/demo/config.json checkpoints/next/latest my.bin my.idx my.meta".split(),
+        *"pentatron.sbatch pentatron.sh data.jsonl vocab.json merges.txt qwen2.5-7b-hf/config.json".split(),
+    }
+    assert set(git("check-ignore", "--stdin", "--no-index", given="\n".join(sorted(left)))) == left
+    assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
+    ours = ["pentatron/data/new.py", "tests/checkpoint/new.py", "docs/data/x.bin", "new.py"]
+    assert git("check-ignore", "--stdin", "--no-index", given="\n".join(ours)) == [], "control"
 
 
 def test_the_builder_makes_the_configured_model() -> None:

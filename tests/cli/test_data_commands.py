@@ -129,8 +129,8 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
         ("--input x.jsonl", "--output-prefix is missing"),
         ("--input x.jsonl --output-prefix o", "--tokenizer-type is missing; it is one of HuggingFaceTokenizer"),
         ("--input x.jsonl --output-prefix o --tokenizer-type No", "no input file x.jsonl"),
-        ("--input README.md --output-prefix o --tokenizer-type No", "unknown tokenizer type 'No'"),
-        ("--input README.md --output-prefix o --tokenizer-type HFTokenizer --tokenizer-model /no",
+        ("--input text.md --output-prefix o --tokenizer-type No", "unknown tokenizer type 'No'"),
+        ("--input text.md --output-prefix o --tokenizer-type HFTokenizer --tokenizer-model /no",
          "Tokenizer not found: no file /no; check --tokenizer-model"),
         ("--input x.jsonl --output-prefix o --tokenizer-type No --workers 0", "--workers 0 must be 1 or more"),
         ("--input x.jsonl --output-prefix o --tokenizer-type No --workers two", "--workers wants a whole number"),
@@ -140,14 +140,12 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
         ("--append-eod=yes", "--append-eod takes no value"),
         ("--find-optimal-num-workers", "--find-optimal-num-workers is not available; one worker for each core"),
         ("data.jsonl", "'data.jsonl' is no flag; write --input data.jsonl"),
-        ("--input README.md --output-prefix README.md/o --tokenizer-type ByteTokenizer",
-         "README.md cannot be read or written (File exists)"),
+        ("--input text.md --output-prefix text.md/o --tokenizer-type ByteTokenizer",
+         "text.md cannot be read or written (File exists)"),
     ],
 )  # fmt: skip
-def test_mistakes_are_sentences(
-    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_mistakes_are_sentences(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("text.md").write_text("a text\n")
     assert main(["prepare", *words.split()]) == 2
     assert message in capsys.readouterr().err
 

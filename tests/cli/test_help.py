@@ -183,10 +183,10 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("checkpoint reshard --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
         ("plan --preset llama3-8b --gpu 8", "--gpu 8 is not known here (a number of GPUs is --gpus 8); use one of"),
         ("plan nowhere --gpus 8", "nowhere does not exist; name a Hugging Face folder or a run, or a model with --preset NAME"),
-        ("plan pentatron --gpus 8", "pentatron holds no checkpoint and no Hugging Face model; name"),
+        ("plan folder --gpus 8", "folder holds no checkpoint and no Hugging Face model; name"),
         ("plan llama3-8b --gpus 8", "there is no folder llama3-8b; the preset of that name is --preset llama3-8b"),
-        ("generate pyproject.toml", "pyproject.toml is a file; name a run"),
-        ("train --run-dir pyproject.toml", "the run folder pyproject.toml cannot be written (it is a file); choose another"),
+        ("generate file.txt", "file.txt is a file; name a run"),
+        ("train --run-dir file.txt", "the run folder file.txt cannot be written (it is a file); choose another"),
         ("help trian", "unknown command 'trian' (did you mean train?)"),
         ("prepare --output-prefix --overwrite", "--output-prefix wants a value"),
         ("prepare --output-prefix= --overwrite", "--output-prefix wants a value"),
@@ -204,6 +204,8 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_mistake_is_one_line_and_exit_code_2(
     words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("folder").mkdir()
+    Path("file.txt").touch()
     assert main(words.split()) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"pentatron: {sentence}")

@@ -113,8 +113,7 @@ def test_two_launchers_train_one_model(tmp_path: Path) -> None:
     }  # fmt: skip
     machines = [
         subprocess.Popen(
-            ["bash", "run_multinode.sh", *SMALL.split(), "--run-dir", str(folder)],
-            cwd=ROOT,
+            ["bash", ROOT / "run_multinode.sh", *SMALL.split(), "--run-dir", str(folder)],
             env={**common, "NODE_RANK": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 def start(*words: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, *words],
-        cwd=cwd or ROOT,
+        cwd=cwd,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,7 +50,7 @@ def start(*words: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
 
 def start_forked(*words: str, fork_workers: bool = True) -> Command:
     """The same without the seconds that every process takes for its imports; in tests without a process group."""
-    return Command.start(*words, cwd=ROOT, environment=environment(), fork_workers=fork_workers)
+    return Command.start(*words, cwd=Path.cwd(), environment=environment(), fork_workers=fork_workers)
 
 
 def finish_forked(words: Sequence[str], fork_workers: bool) -> tuple[int, str, str]:
@@ -204,7 +204,7 @@ def test_torchrun_workers_train_one_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = "--vocab_size 100 --hidden_size 32 --num_layers 1 --batch_size 2 --max_seq_len 16 --max_steps 4".split()
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    code, out, err = finish(start(*launcher, "train.py", *words, "--run-dir", str(folder)))
+    code, out, err = finish(start(*launcher, str(ROOT / "train.py"), *words, "--run-dir", str(folder)))
     assert code == 0, err
     assert "4 × 16 tokens a step" in out, "--batch_size is per rank here"
     assert len(losses(folder)) == 4
@@ -218,7 +218,7 @@ def test_the_example_needs_torch_and_numpy_only(tmp_path: Path) -> None:
     missing = ["rich", "tokenizers", "safetensors", "yaml", "matplotlib", "wandb", "torch._dynamo"]
     words = "--num-layers=1 --hidden-size=32 --seq-length=16 --vocab-size=50 --batch-size=4 --train-steps=5 --dataset-size=20"
     argv = [
-        "megatron_core_training_example.py",
+        str(ROOT / "megatron_core_training_example.py"),
         *words.split(),
         "--nproc-per-node=1",
         "--threads-per-process=1",

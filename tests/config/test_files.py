@@ -207,6 +207,7 @@ def test_what_a_run_saves_begins_where_the_run_began(tmp_path: Path, monkeypatch
     assert kept("--save s --load s") is None
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
-def test_the_configurations_we_ship_can_be_read(path: Path) -> None:
-    assert {"num_layers", "hidden_size", "train_iters", "lr"} <= set(read_file(str(path), PARALLEL_3D))
+@pytest.mark.parametrize("name", ["large_model.yaml", "medium_model.yaml", "small_model.yaml"])
+def test_the_configurations_we_ship_can_be_read(name: str) -> None:
+    found = read_file(str(ROOT / "configs" / name), PARALLEL_3D)
+    assert {"num_layers", "hidden_size", "train_iters", "lr"} <= set(found)

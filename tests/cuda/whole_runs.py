@@ -111,7 +111,8 @@ def _losses(folder: Path, words: str, device: str) -> list[float]:
     )
     done = subprocess.run(
         [sys.executable, "-m", "pentatron", "train", *command.split()],
-        cwd=ROOT,
+        cwd=folder.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -114,5 +114,5 @@ def test_a_rank_dies_with_its_zygote_even_if_nobody_kills_it(tmp_path: Path) -> 
         "    os.kill(parent, signal.SIGKILL)\n"
         "time.sleep(30)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script, note], cwd=REPOSITORY).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", script, note]).returncode == -signal.SIGKILL
     wait_until(lambda: not is_running(int(note.read_text())), seconds=10)

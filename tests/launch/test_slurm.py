@@ -38,11 +38,13 @@ def launcher(processes: int, nodes: int, node: int, rest: str, port: int = 29500
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_starts_one_launcher_on_every_node(name: str, cluster: StubCluster) -> None:
+def test_a_template_starts_one_launcher_on_every_node(
+    name: str, cluster: StubCluster, tmp_path: Path
+) -> None:
     nodes, processes, words = TEMPLATES[name]
     script = ROOT / "examples" / "slurm" / f"{name}.sbatch"
     assert os.access(script, os.X_OK)
-    assert cluster.run(script, "--a", "b c", cwd=ROOT, ALL_ARGS="--bf16") == 0
+    assert cluster.run(script, "--a", "b c", cwd=tmp_path, ALL_ARGS="--bf16") == 0
     expected = [(node, launcher(processes, nodes, node, f"{words} --a b c")) for node in range(nodes)]
     assert cluster.started() == expected
     text = script.read_text()
@@ -57,7 +59,7 @@ def test_the_guides_number_of_tasks_would_start_too_many(cluster: StubCluster, t
     script = tmp_path / "wrong.sbatch"
     right = (ROOT / "examples/slurm/parallel_3d.sbatch").read_text()
     script.write_text(right.replace("--ntasks-per-node=1", "--ntasks-per-node=8"))
-    assert cluster.run(script, cwd=ROOT) == 0
+    assert cluster.run(script, cwd=tmp_path) == 0
     assert [node for node, _ in cluster.started()] == [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8
 
 

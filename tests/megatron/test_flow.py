@@ -93,7 +93,7 @@ def test_the_printed_flow_trains_as_the_configured_run(tmp_path: Path) -> None:
 def test_a_script_is_run_with_megatrons_names() -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pentatron.megatron", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False)
 
     shown = run(str(GUIDE_CODE / "guide_pretrain.py"), "--help")
     assert shown.returncode == 0, shown.stderr

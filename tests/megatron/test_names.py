@@ -68,9 +68,7 @@ def test_the_table_of_names_is_true() -> None:
 
 
 def python(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
 BLOCKED = """
