@@ -243,7 +243,7 @@ def test_every_name_that_is_reported_is_written(tmp_path: Path) -> None:
         assert found["lm loss"] == pytest.approx(row["loss"], rel=1e-6)
         assert found["twice"] == pytest.approx(2 * row["loss"], rel=1e-6) and found["three"] == 3
     assert rows[-1]["reported"]["late"] == 7
-    lines = [x for x in (tmp_path / "own" / "train.log").read_text().splitlines() if " iteration " in x]
+    lines = [x for x in (tmp_path / "own" / "train.log").read_text().splitlines() if "consumed samples" in x]
     assert all(
         "| twice: " in x and "| three: 3.000000E+00 |" in x and x.count("lm loss:") == 1 for x in lines
     )

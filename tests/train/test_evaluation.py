@@ -50,9 +50,9 @@ def evaluations(folder: Path) -> dict[str, float]:
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     """The samples that each evaluation reads."""
     seen: list[list[list[int]]] = []
-    original = evaluation_module.validation_loss
+    original = evaluation_module.evaluate
 
-    def watched(model: Any, batches: Any, at_once: int) -> float:
+    def watched(model: Any, batches: Any, at_once: int) -> Any:
         read: list[list[int]] = []
         seen.append(read)
 
@@ -63,7 +63,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 
         return original(model, noting(), at_once)
 
-    monkeypatch.setattr(evaluation_module, "validation_loss", watched)
+    monkeypatch.setattr(evaluation_module, "evaluate", watched)
     return seen
 
 
