@@ -5,7 +5,7 @@ asked.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
@@ -74,7 +74,7 @@ def check(schedule: Schedule) -> Checked:
     _check_channels(schedule)
     timeline = _simulate(schedule, needs)
     _check_one_queue(schedule, needs)
-    _check_device_synchronisation(schedule)
+    _check_device_synchronisation(schedule, needs)
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
     return Checked(
@@ -261,7 +261,6 @@ def _check_one_queue(schedule: Schedule, needs: Needs) -> None:
     There work begins in the order in which the host gave it. A message whose stream is still busy with the one before on its channel holds up
     all that follows, whatever stream that belongs to. Where this ends, it ends with more queues too.
     """
-    position = [0 for _ in schedule.actions]
     begun: dict[Channel, list[int]] = {}
     place: dict[tuple[int, Action], int] = {}
 
@@ -279,34 +278,21 @@ def _check_one_queue(schedule: Schedule, needs: Needs) -> None:
             begun[channel][end] += 1
         return True
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.actions):
-            at = position[rank]
-            while at < len(actions) and begins(rank, actions[at], needs[rank][at]):
-                at += 1
-            moved, position[rank] = moved or at > position[rank], at
-    for rank, actions in enumerate(schedule.actions):
-        if position[rank] < len(actions):
-            raise ScheduleError(
-                f"rank {rank}: {_named(actions[position[rank]])} waits for ever where a GPU has one queue for all its work"
-            )
+    _walk(schedule, needs, begins, "where a GPU has one queue for all its work")
 
 
-def _check_device_synchronisation(schedule: Schedule) -> None:
+def _check_device_synchronisation(schedule: Schedule, needs: Needs) -> None:
     """Runs the lists as if the host waited for the whole device before it launches a computation.
 
     CUDA may do so at any launch: to load the kernel's code (lazy loading), to allocate or free memory. Messages under way are kernels
     that wait for their peer, so a rank then waits until every message that it has posted, sent or to be received, is posted by its
     peer as well. Where this ends, it also ends with a synchronisation at some launches and none at others.
     """
-    position = [0 for _ in schedule.actions]
     # For each channel how many messages each end has posted: the sender, the receiver.
     posted: dict[Channel, list[int]] = {}
     own: list[set[Channel]] = [set() for _ in schedule.actions]
 
-    def begins(rank: int, action: Action) -> bool:
+    def begins(rank: int, action: Action, needed: tuple[Action, ...]) -> bool:
         if action.kind in COMPUTATIONS:
             return all(
                 posted[channel][rank == channel[0]] >= posted[channel][rank == channel[1]]
@@ -318,19 +304,25 @@ def _check_device_synchronisation(schedule: Schedule) -> None:
             own[rank].add(channel)
         return True
 
+    _walk(schedule, needs, begins, "if its launch synchronises the device")
+
+
+def _walk(
+    schedule: Schedule, needs: Needs, begins: Callable[[int, Action, tuple[Action, ...]], bool], where: str
+) -> None:
+    """Each rank goes through its list as far as its actions can begin, in turns; raises if some never do."""
+    position = [0 for _ in schedule.actions]
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.actions):
             at = position[rank]
-            while at < len(actions) and begins(rank, actions[at]):
+            while at < len(actions) and begins(rank, actions[at], needs[rank][at]):
                 at += 1
             moved, position[rank] = moved or at > position[rank], at
     for rank, actions in enumerate(schedule.actions):
         if position[rank] < len(actions):
-            raise ScheduleError(
-                f"rank {rank}: {_named(actions[position[rank]])} waits for ever if its launch synchronises the device"
-            )
+            raise ScheduleError(f"rank {rank}: {_named(actions[position[rank]])} waits for ever {where}")
 
 
 class _Wire:

@@ -59,12 +59,13 @@ RECOMPUTED = {
 # On a CPU products are those of rounded values, computed in fp32.
 FP8 = "--bf16 --fp8 hybrid"
 
-# One of so many layouts of four processes; all of them would take minutes more.
-OF_FOUR = 4
+# One of so many layouts of four processes over NCCL, of two and of four over gloo; all of them would take minutes more.
+OF_FOUR, OF_TWO_GLOO, OF_FOUR_GLOO = 4, 4, 12
 
 EXACT, PRESETS = "fp32 on the GPU against the CPU", "Every preset's structure in small form, fp32"
 FASTER, HALVES = "What is on by default against plain layers", "bf16, fp16 and fp8"
-ORACLE, LAYOUTS = "Beside transformers, both on the GPU", "Processes that share the GPU"
+ORACLE, LAYOUTS = "Beside transformers, both on the GPU", "Processes that share the GPU, over gloo"
+OVER_NCCL = "Processes that share the GPU, over NCCL"
 CONTROLS, WHOLE = "Planted mistakes in layouts", "Whole runs"
 TABLES = {
     EXACT: "The same model, batches and steps. Wide: 256 wide, heads of 64 and 128, 192 tokens.",
@@ -73,14 +74,16 @@ TABLES = {
     HALVES: "Plain layers: how many times as far from fp32 as the CPU in the same precision.",
     ORACLE: "Models made and saved by `transformers`, loaded from their folder and trained 20 steps beside the original, fp32.",
     LAYOUTS: "Two or four processes over gloo, fp32, against one process on the GPU. Pipelines, rings and all-to-all pass through host memory.",
+    OVER_NCCL: "Two or four processes over NCCL, fp32, against one process on the GPU. NCCL takes them for hosts of their own (`NCCL_HOSTID`) and connects "
+    "them by sockets: its order of calls and its waiting are those of several GPUs, its speed is not.",
     CONTROLS: "The mistake must be seen.",
     WHOLE: "Resumed: equal bit for bit, so any difference counts as infinite; with `--deterministic-mode` but where a line says otherwise, compiled anew for the resumed run. "
     "Without the flag two undisturbed runs may differ, which is told. Started by `pentatron train`: losses within 1e-5. Texts: the words of the CPU, probabilities within 1e-4.",
 }
 NOT_RUN = (
-    "NCCL between GPUs, and with it several GPUs or machines: there was one GPU. All collectives above went over gloo.",
-    f"Layouts of eight processes, and all but one in {OF_FOUR} of those of four: `make parity` has them on a CPU, "
-    "`scripts/parity.py --device cuda` on a GPU.",
+    "NCCL between GPUs, and with it several GPUs or machines: there was one GPU, which all processes shared.",
+    f"Layouts of eight processes, and all but one in {OF_FOUR} of those of four without experts in a pipeline: `make parity` has them on a "
+    "CPU, `scripts/parity.py --device cuda --backend nccl` on a GPU.",
     "GPUs other than the one named above; AMD and Intel GPUs.",
     "bf16 of the layouts, tensor by tensor: `make parity` holds it on a CPU, `bench/precision.py` compares loss curves on a GPU.",
 )
@@ -202,7 +205,7 @@ def _oracle_by_default(name: str, device: str) -> Rows:
 
 def _layouts() -> list[Check]:
     found = []
-    for ranks, every, count in ((2, 1, 4), (4, OF_FOUR, 4)):
+    for ranks, every, count in ((2, OF_TWO_GLOO, 2), (4, OF_FOUR_GLOO, 2)):
         for number, cases in enumerate(spread.in_batches(spread.of_size(ranks)[::every], count), 1):
             measure = functools.partial(spread.layouts, cases, UNCOMPILED)
             found.append(Check(LAYOUTS, f"{ranks} processes, part {number}", measure, ranks))
@@ -216,6 +219,25 @@ def _layouts() -> list[Check]:
             )
         )
     return found
+
+
+def _over_nccl() -> list[Check]:
+    experts = spread.experts_in_pipelines(4)
+    others = [case for case in spread.of_size(4)[::OF_FOUR] if case not in experts]
+    return [
+        Check(
+            OVER_NCCL,
+            f"{name}, part {number}",
+            functools.partial(spread.over_nccl, cases, UNCOMPILED),
+            named_ranks,
+        )
+        for name, every, count, named_ranks in (
+            ("2 processes", spread.of_size(2), 6, 2),
+            ("4 processes", others, 3, 4),
+            ("experts in pipelines", experts, 4, 4),
+        )
+        for number, cases in enumerate(spread.in_batches(every, count), 1)
+    ]
 
 
 def _by_default(cases: spread.Cases, device: str) -> Rows:
@@ -265,6 +287,7 @@ def checks() -> list[Check]:
     # What takes longest comes first.
     return [
         *_whole(),
+        *reversed(_over_nccl()),
         *reversed(_layouts()),
         *_faster(),
         *_exact(),

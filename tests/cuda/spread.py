@@ -1,4 +1,4 @@
-"""Several processes that share the GPU, over gloo: layouts against one process on the same GPU."""
+"""Several processes that share the GPU, over NCCL or gloo: layouts against one process on the same GPU."""
 
 import functools
 import itertools
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps, worst
 from tests.cuda import on_ranks
 from tests.cuda.trials import Found, Rows
-from tests.harness import run_distributed
+from tests.harness import GLOO, NCCL, run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
@@ -54,18 +54,34 @@ def alone(words: str, device: str) -> Trajectory:
     return run(words, 1, device)
 
 
-def layouts(cases: Cases, more: str, device: str) -> Rows:
+def experts_in_pipelines(ranks: int) -> Cases:
+    """Every layout of experts with a pipeline: each schedule, both dispatchers."""
+    return [case for case in of_size(ranks) if case[1] in MIXTURES and "pp2" in case[0]]
+
+
+def over_nccl(cases: Cases, more: str, device: str) -> Rows:
+    """On a CPU, for a rehearsal, over gloo."""
+    rows = layouts(cases, more, device, NCCL if device == "cuda" else GLOO)
+    return {f"{name}, NCCL": row for name, row in rows.items()}
+
+
+def layouts(cases: Cases, more: str, device: str, backend: str = GLOO) -> Rows:
     commands = {case: f"{named(*case).command(case[1])} {more}" for case in cases}
     ranks = named(*cases[0]).ranks
     try:
         found = run_distributed(
-            on_ranks.several, ranks, timeout=TIMEOUT, commands=list(commands.values()), device=device
+            on_ranks.several,
+            ranks,
+            timeout=TIMEOUT,
+            backend=backend,
+            commands=list(commands.values()),
+            device=device,
         )
     except RanksFailed as error:
         if len(cases) == 1:
             return {_shown(*cases[0]): Found(float("inf"), note=str(error).strip().splitlines()[-1])}
         # Which one it was, and what the others are worth.
-        return {name: row for case in cases for name, row in layouts([case], more, device).items()}
+        return {name: row for case in cases for name, row in layouts([case], more, device, backend).items()}
     by_layout = zip(*found)
     return {_shown(*case): _judged(case, more, device, seen) for case, seen in zip(commands, by_layout)}
 

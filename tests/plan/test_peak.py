@@ -101,4 +101,4 @@ def test_messages_that_come_early_have_room_in_the_plan() -> None:
     )
     message = 4 * 16 * 128
     assert usual == 4 * message
-    assert large == usual + 5 * message
+    assert large == usual + 6 * message

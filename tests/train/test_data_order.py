@@ -205,9 +205,9 @@ def test_full_validation_reads_every_sample_once(tmp_path: Path, monkeypatch: py
     )
     seen: list[list[int]] = []
     labels = []
-    original = evaluation_module.validation_loss
+    original = evaluation_module.evaluate
 
-    def watched(model: Any, batches: Any, at_once: int) -> float:
+    def watched(model: Any, batches: Any, at_once: int) -> Any:
         read = list(batches)
         for batch in read:
             counts = batch.loss_mask.sum(1) > 0
@@ -215,7 +215,7 @@ def test_full_validation_reads_every_sample_once(tmp_path: Path, monkeypatch: py
             labels.append(int(batch.valid_tokens))
         return original(model, read, at_once)
 
-    monkeypatch.setattr(evaluation_module, "validation_loss", watched)
+    monkeypatch.setattr(evaluation_module, "evaluate", watched)
     run(tmp_path / "r", words)
     valid = laid_out(tmp_path, words).valid
     assert isinstance(valid, BlendedDataset) and len(valid) % 8
