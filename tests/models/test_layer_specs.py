@@ -138,7 +138,6 @@ def same_model(model: CausalLM, words: str) -> None:
     words_alone = slice(config.model.vocab_size)
     found = model(tokens, positions, None)
     assert torch.equal(found[..., words_alone], expected(tokens, positions)[..., words_alone])
-    assert not found.softmax(-1)[..., config.model.vocab_size :].any(), ()
     losses.sum().backward()
     expected(tokens, positions, labels).sum().backward()
     mine = {h.name: h.parameter.grad for h in held_parameters(model)}
