@@ -65,6 +65,7 @@ OF_FOUR, OF_TWO_GLOO, OF_FOUR_GLOO = 4, 4, 12
 EXACT, PRESETS = "fp32 on the GPU against the CPU", "Every preset's structure in small form, fp32"
 FASTER, HALVES = "What is on by default against plain layers", "bf16, fp16 and fp8"
 ORACLE, LAYOUTS = "Beside transformers, both on the GPU", "Processes that share the GPU, over gloo"
+OBJECTIVES = "Loss functions of users, over NCCL"
 OVER_NCCL = "Processes that share the GPU, over NCCL"
 CONTROLS, WHOLE = "Planted mistakes in layouts", "Whole runs"
 TABLES = {
@@ -76,6 +77,7 @@ TABLES = {
     LAYOUTS: "Two or four processes over gloo, fp32, against one process on the GPU. Pipelines, rings and all-to-all pass through host memory.",
     OVER_NCCL: "Two or four processes over NCCL, fp32, against one process on the GPU. NCCL takes them for hosts of their own (`NCCL_HOSTID`) and connects "
     "them by sockets: its order of calls and its waiting are those of several GPUs, its speed is not.",
+    OBJECTIVES: "Gradients of one step of two processes over NCCL against a plain torch loop over the same micro-batches, both on the GPU; allowed: 1e-5.",
     CONTROLS: "The mistake must be seen.",
     WHOLE: "Resumed: equal bit for bit, so any difference counts as infinite; with `--deterministic-mode` but where a line says otherwise, compiled anew for the resumed run. "
     "Without the flag two undisturbed runs may differ, which is told. Started by `pentatron train`: losses within 1e-5. Texts: the words of the CPU, probabilities within 1e-4.",
@@ -240,6 +242,13 @@ def _over_nccl() -> list[Check]:
     ]
 
 
+def _objectives() -> list[Check]:
+    return [
+        Check(OBJECTIVES, f"loss functions, {layout}", functools.partial(spread.objectives, layout), 2)
+        for layout in ("tp2 sp", "pp2", "dp2 zero2", "cp2")
+    ]
+
+
 def _by_default(cases: spread.Cases, device: str) -> Rows:
     return {f"{name}, as by default": row for name, row in spread.layouts(cases, FAST, device).items()}
 
@@ -288,6 +297,7 @@ def checks() -> list[Check]:
     return [
         *_whole(),
         *reversed(_over_nccl()),
+        *_objectives(),
         *reversed(_layouts()),
         *_faster(),
         *_exact(),

@@ -5,11 +5,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pentatron.train.comparison import Trajectory, disagreements, failures, gaps, worst
+from pentatron.train.comparison import GRADIENTS, Trajectory, disagreements, failures, gaps, gathered, worst
 from tests.cuda import on_ranks
 from tests.cuda.trials import Found, Rows
 from tests.harness import GLOO, NCCL, run_distributed
 from tests.harness.report import RanksFailed
+from tests.megatron import objectives as user_losses
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
 from tests.parity.judge import Task, judged
@@ -96,6 +97,28 @@ def _judged(case: tuple[str, str], more: str, device: str, seen: Iterable[Trajec
 
 def _shown(layout: str, family: str) -> str:
     return f"{layout} ({family})"
+
+
+def objectives(layout: str, device: str) -> Rows:
+    """Loss functions of users on ranks over NCCL, against a plain loop on the GPU."""
+    ranks, words, context = user_losses.LAYOUTS[layout]
+    found = run_distributed(
+        user_losses.several,
+        ranks,
+        timeout=TIMEOUT,
+        backend=NCCL if device == "cuda" else GLOO,
+        words=f"{words} --micro-batch-size 2",
+        cases=user_losses.CASES,
+        device=device,
+    )
+    rows: Rows = {}
+    for case, seen in zip(user_losses.CASES, zip(*found), strict=True):
+        gradients, _, _ = user_losses.plain_loop(2, *case, context, device=device)
+        gap = user_losses.distance(
+            gathered([trajectory for trajectory, _, _ in seen], "gradients 1"), gradients
+        )
+        rows[f"{case[0]} ({case[1]}), {layout}"] = Found(gap / GRADIENTS[1])
+    return rows
 
 
 def smallest_bugs(count: int) -> list[str]:

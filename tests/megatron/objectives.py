@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,11 +33,10 @@ from pentatron.train.step import train_step
 from pentatron.train.trial import micro_batches, reveal, sent
 from tests.support import LLAMA, resolved
 
-CPU = torch.device("cpu")
 BATCH = 8
 # Of the samples of a step, by the first token of each.
 WEIGHTS = torch.tensor([0.0, 1.0, 100.0, -1.0])
-WORDS = f"{LLAMA} --num-layers 2 --global-batch-size {BATCH} --clip-grad 0 --train-iters 1 --vocab-size 60 --make-vocab-size-divisible-by 64"
+WORDS = f"{LLAMA} --num-layers 2 --global-batch-size {BATCH} --clip-grad 0 --train-iters 1 --vocab-size 60 --make-vocab-size-divisible-by 64 --compile off"
 
 # What a function makes of the losses (or logits) of a micro-batch, its mask, labels, the model, and the weights of its samples:
 # a sum, and what it is divided by in the sum form.
@@ -73,6 +73,35 @@ def factor(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weigh
 LOSSES: dict[str, Callable[..., Made]] = {
     f.__name__: f for f in (weighted, own_mask, regularised, focal, factor)
 }
+
+
+CASES: list[Case] = [
+    *((name, "sum, count, report") for name in LOSSES),
+    ("regularised", "loss, report"),
+    ("weighted", "loss, report"),
+    ("weighted", "reduced over data"),
+]
+
+# Ranks, flags, and the context ranks that share a sequence.
+LAYOUTS = {
+    "tp2": (2, "--tensor-model-parallel-size 2", 1),
+    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel", 1),
+    "pp2": (2, "--pipeline-model-parallel-size 2", 1),
+    "dp2": (2, "", 1),
+    "dp2 zero2": (2, "--zero-stage 2", 1),
+    "cp2": (2, "--context-parallel-size 2", 2),
+    "pp2 dp2": (4, "--pipeline-model-parallel-size 2", 1),
+}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest ‖Δg‖ of a tensor, against its norm or a thousandth of the whole gradient's."""
+    whole = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    assert found.keys() >= expected.keys()
+    return max(
+        float((found[name] - g[: len(found[name])]).norm()) / max(float(g.norm()), 1e-3 * whole)
+        for name, g in expected.items()
+    )
 
 
 def in_form(form: str, made: Made) -> Any:
@@ -131,19 +160,19 @@ def _agreed(numbers: Tensor) -> Tensor:
 
 
 @contextmanager
-def _open(words: str, world_size: int, program: UserProgram) -> Iterator[tuple[Resolved, World]]:
+def _open(words: str, world_size: int, program: UserProgram, device: str) -> Iterator[tuple[Resolved, World]]:
     found = resolved(words, world_size)
     world = (
-        connect(found.config.grid, dist.get_rank(), dist.get_rank(), CPU)
+        connect(found.config.grid, dist.get_rank(), dist.get_rank(), torch.device(device))
         if world_size > 1
-        else single_process()
+        else single_process(torch.device(device))
     )
     with program.running(found, world, Silent()):
         yield found, world
 
 
 def stepped(
-    words: str, name: str, form: str, of_logits: bool = False, bug: str = ""
+    words: str, name: str, form: str, of_logits: bool = False, bug: str = "", device: str = "cpu"
 ) -> tuple[Trajectory, float, dict[str, float]]:
     """The gradients of one step on this rank, as they are applied; the objective; what was reported."""
     plant(bug)
@@ -151,7 +180,7 @@ def stepped(
     program = UserProgram(
         None, partial(model_provider, gpt_builder), forward_step(name, form, of_logits, by_last_tokens), {}
     )
-    with _open(f"{WORDS} {words}", size, program) as (found, world):
+    with _open(f"{WORDS} {words}", size, program, device) as (found, world):
         config = found.config
         model = build_parallel_model(config, world, program)
         reveal(model)
@@ -173,18 +202,24 @@ def stepped(
         return seen, result.loss, dict(result.reported)
 
 
-def several(words: str, cases: Sequence[Case]) -> list[Any]:
+def several(words: str, cases: Sequence[Case], device: str = "cpu") -> list[Any]:
     """A rank's steps, one case after the other."""
-    return [stepped(words, *case) for case in cases]
+    return [stepped(words, *case, device=device) for case in cases]
 
 
 @functools.cache
 def plain_loop(
-    micro_batch: int, name: str, form: str, context: int = 1, of_logits: bool = False, more: str = ""
+    micro_batch: int,
+    name: str,
+    form: str,
+    context: int = 1,
+    of_logits: bool = False,
+    more: str = "",
+    device: str = "cpu",
 ) -> Any:
     """The same step, as anybody writes it: one model, one micro-batch after the other, one backward."""
     program = UserProgram(None, partial(model_provider, gpt_builder), lambda *_: None, {})
-    with _open(f"{WORDS} --micro-batch-size {micro_batch} {more}", 1, program) as (found, world):
+    with _open(f"{WORDS} --micro-batch-size {micro_batch} {more}", 1, program, device) as (found, world):
         config = found.config
         model = build_parallel_model(config, world, program)
         reveal(model)
@@ -194,7 +229,7 @@ def plain_loop(
         counts: list[Tensor] = []
         for batch in itertools.islice(micro_batches(config, world, 0), config.accumulation):
             last = sum(cut(batch.tokens, rank, context)[:, -1] for rank in range(context))
-            weights = WEIGHTS[last % len(WEIGHTS)]
+            weights = WEIGHTS.to(last.device)[last % len(WEIGHTS)]
             output = module(
                 batch.tokens, batch.position_ids, None, labels=None if of_logits else batch.labels
             )
@@ -211,7 +246,7 @@ def plain_loop(
             objective = torch.stack(sums).sum() / torch.stack(counts).sum()
         objective.backward()  # type: ignore[no-untyped-call]
         gradients = {
-            f"gradients/{h.tensor}": h.parameter.grad.detach().clone()
+            f"gradients/{h.tensor}": h.parameter.grad.detach().cpu().clone()
             for h in held_parameters(module)
             if h.parameter.grad is not None
         }

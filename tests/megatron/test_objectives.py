@@ -1,36 +1,24 @@
 """What a user's loss function returns is what is trained: gradients against a plain torch loop over the same micro-batches."""
 
-import math
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from pentatron.train.comparison import gathered
 from tests.harness import run_distributed
-from tests.megatron.objectives import BATCH, LOSSES, Case, plain_loop, several, stepped
+from tests.megatron.objectives import (
+    BATCH,
+    CASES,
+    LAYOUTS,
+    LOSSES,
+    Case,
+    distance,
+    plain_loop,
+    several,
+    stepped,
+)
 
 FORMS = ("sum, count, report", "sum, count", "loss, report", "reduced over data")
-# Ranks, flags, and the context ranks that share a sequence.
-LAYOUTS = {
-    "tp2": (2, "--tensor-model-parallel-size 2", 1),
-    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel", 1),
-    "pp2": (2, "--pipeline-model-parallel-size 2", 1),
-    "dp2": (2, "", 1),
-    "dp2 zero2": (2, "--zero-stage 2", 1),
-    "cp2": (2, "--context-parallel-size 2", 2),
-    "pp2 dp2": (4, "--pipeline-model-parallel-size 2", 1),
-}
-
-
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest ‖Δg‖ of a tensor, against its norm or a thousandth of the whole gradient's."""
-    whole = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
-    assert found.keys() >= expected.keys()
-    return max(
-        float((found[name] - g[: len(found[name])]).norm()) / max(float(g.norm()), 1e-3 * whole)
-        for name, g in expected.items()
-    )
 
 
 def assert_trained(found: list[Any], case: Case, micro_batch: int, context: int) -> None:
@@ -50,14 +38,6 @@ def test_one_process_trains_what_the_function_returns(name: str, micro_batch: in
         assert_trained(
             [stepped(f"--micro-batch-size {micro_batch}", name, form)], (name, form), micro_batch, 1
         )
-
-
-CASES: list[Case] = [
-    *((name, "sum, count, report") for name in LOSSES),
-    ("regularised", "loss, report"),
-    ("weighted", "loss, report"),
-    ("weighted", "reduced over data"),
-]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
