@@ -251,7 +251,7 @@ def plain_loop(
             if h.parameter.grad is not None
         }
         means = [float(t.detach() / c.clamp(min=1)) for t, c in zip(sums, counts)]
-        return gradients, float(objective), sum(means) / len(means)
+        return gradients, float(objective.detach()), sum(means) / len(means)
 
 
 def cut(whole: Tensor, rank: int, ranks: int) -> Tensor:
@@ -274,12 +274,7 @@ def plant(bug: str) -> None:
         leaf = output.detach().requires_grad_()
         loss = losses._parts(loss_function(leaf.view_as(leaf))).loss
         (found,) = torch.autograd.grad(loss.sum(), leaf)
-        return Returned((output * found * (valid(output) / found.sum())).sum(), None, {})
-
-    def valid(output: Tensor) -> float:
-        call = program_module.state.current()
-        del call
-        return float(output.numel())
+        return Returned((output * found * (output.numel() / found.sum())).sum(), None, {})
 
     program_module.returned_by = weights_alone  # type: ignore[assignment]
     program_module.share_of = normalised
