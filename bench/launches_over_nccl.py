@@ -67,6 +67,11 @@ class Rank:
         ACTIONS[what](self.ones)
         print(f"    {what} took {time.perf_counter() - began:.2f} s", flush=True)
 
+    def reply(self) -> None:
+        """Sends what it has received."""
+        dist.recv(self.received, 1, group=self.down)
+        dist.isend(self.received, 1, group=self.up).wait()
+
     def end(self) -> None:
         torch.cuda.synchronize()
         dist.barrier(group=dist.new_group([0, 1], backend="gloo"))
@@ -93,8 +98,7 @@ def early(at: Rank, what: str) -> None:
         dist.isend(at.ones, 0, group=at.down)
         work.wait()
     else:
-        dist.recv(at.received, 1, group=at.down)
-        dist.isend(at.received, 1, group=at.up).wait()
+        at.reply()
 
 
 def early_sent(at: Rank, what: str) -> None:
@@ -106,8 +110,7 @@ def early_sent(at: Rank, what: str) -> None:
         at.timed(what)
         work.wait()
     else:
-        dist.recv(at.received, 1, group=at.down)
-        dist.isend(at.received, 1, group=at.up).wait()
+        at.reply()
 
 
 def late(at: Rank, what: str) -> None:
@@ -119,8 +122,7 @@ def late(at: Rank, what: str) -> None:
         at.timed(what)
         work.wait()
     else:
-        dist.recv(at.received, 1, group=at.down)
-        dist.isend(at.received, 1, group=at.up).wait()
+        at.reply()
 
 
 CASES = [

@@ -284,7 +284,7 @@ def _check_one_queue(schedule: Schedule, needs: Needs) -> None:
 def _check_device_synchronisation(schedule: Schedule, needs: Needs) -> None:
     """Runs the lists as if the host waited for the whole device before it launches a computation.
 
-    CUDA may do so at any launch: to load the kernel's code (lazy loading), to allocate or free memory. Messages under way are kernels
+    CUDA may do so at any launch: to load the kernel's code (lazy loading) or to free memory. Messages under way are kernels
     that wait for their peer, so a rank then waits until every message that it has posted, sent or to be received, is posted by its
     peer as well. Where this ends, it also ends with a synchronisation at some launches and none at others.
     """

@@ -80,6 +80,7 @@ CASES: list[Case] = [
     ("regularised", "loss, report"),
     ("weighted", "loss, report"),
     ("weighted", "reduced over data"),
+    ("weighted", "reduced over context"),
 ]
 
 # Ranks, flags, and the context ranks that share a sequence.
@@ -113,14 +114,19 @@ def in_form(form: str, made: Made) -> Any:
         "sum, count": (total, count.int()),
         "loss, report": (mean, report),
         "reduced over data": None,
-    }[form] or _reduced(total, count)
+        "reduced over context": None,
+    }[form] or _reduced(total, count, form)
 
 
-def _reduced(total: Tensor, count: Tensor) -> Any:
-    """Guide 004's: both numbers are summed over data-parallel ranks in place."""
+def _reduced(total: Tensor, count: Tensor, form: str) -> Any:
+    """Both numbers are summed in place: by guide 004 over data-parallel ranks, by Megatron over context-parallel ranks, whose number
+    it then multiplies the sum by."""
     both = torch.stack((total, count))
-    dist.all_reduce(both, group=mpu.get_data_parallel_group())
-    return both[0].clone(), both[1].detach().int()
+    if form == "reduced over data":
+        dist.all_reduce(both, group=mpu.get_data_parallel_group())
+        return both[0].clone(), both[1].detach().int()
+    dist.all_reduce(both, group=mpu.get_context_parallel_group())
+    return both[0] * mpu.get_context_parallel_world_size(), both[1].detach().int()
 
 
 def forward_step(name: str, form: str, of_logits: bool, chosen: Callable[[Tensor], Tensor]) -> Any:
