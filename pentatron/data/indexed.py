@@ -8,10 +8,13 @@ The `.bin` file is the plain concatenation of all sequences in one integer type.
 The boundaries count sequences: the first is 0, the last is S, and D is the number of documents + 1.
 The format carries no checksum, so the reader checks at open everything that the two files say about each other. Where a sidecar with
 checksums lies beside them (`data/sidecar.py`), the index is compared with it at open, and every block of tokens when first read.
+A file that is rewritten or truncated while it is mapped raises an error at the next read (`_Stamp`).
 """
 
 import struct
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +36,45 @@ DTYPES: dict[int, np.dtype[Any]] = {
 UINT16_VOCAB_LIMIT = 65500
 # Sequences checked at a time: bounds the temporary memory when a file holds a billion of them.
 CHECK_BLOCK = 1 << 20
+# Seconds between two stat calls per file: rare enough to cost nothing, frequent enough to precede most reads of a changed page.
+STAMP_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """Metadata of a mapped file. Its bytes are the same as long as size and modification time are."""
+
+    path: Path
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        found = path.stat()
+        return cls(path, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def now(self) -> "_Stamp":
+        """The current metadata, or the same if the file cannot be reached: the mapping outlives a removed name."""
+        try:
+            return self.of(self.path)
+        except OSError:
+            return self
+
+    def differs(self, now: "_Stamp") -> bool:
+        # A copy with the same size and time (rsync -a) has another inode and the same bytes.
+        return (self.size, self.modified_ns) != (now.size, now.modified_ns)
+
+    def error(self, now: "_Stamp") -> UserError:
+        what = (
+            f"it had {self.size} bytes and has {now.size}"
+            if self.size != now.size
+            else "its modification time is not that of the file that was opened"
+        )
+        return UserError(
+            f"{self.path} changed while it was read ({what}); restore the file and run the same command, which resumes from the newest "
+            f"checkpoint, or start another run on the new data"
+        )
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -51,6 +93,8 @@ class IndexedDataset:
         self.bin_path, self.idx_path = pair_paths(prefix)
         if missing := missing_pairs([prefix]):
             raise UserError(missing)
+        self._stamps = [_Stamp.of(self.bin_path), _Stamp.of(self.idx_path)]
+        self._stamped_at = time.monotonic()
         code, sequences, boundaries = _read_header(self.idx_path)
         self.dtype = DTYPES[code]
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r").view(np.ndarray)
@@ -101,6 +145,8 @@ class IndexedDataset:
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """A read-only view of the tokens [start, stop) of the whole corpus."""
+        if time.monotonic() - self._stamped_at > STAMP_SECONDS:
+            self._check_unchanged()
         if self.sidecar is not None and stop > start:
             item = self.dtype.itemsize
             first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
@@ -130,6 +176,22 @@ class IndexedDataset:
                 f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
                 "prepared with another tokenizer; give that one, or prepare the data again"
             )
+
+    def _check_unchanged(self) -> None:
+        """Refuses a pair that changed since it was opened, before its pages are read.
+
+        With checksums, a `.bin` of the same inode and size is compared again block by block instead: `touch` changes no token.
+        """
+        binary, index = self._stamps
+        now = binary.now()
+        if binary.differs(now):
+            if self.sidecar is None or (binary.inode, binary.size) != (now.inode, now.size):
+                raise binary.error(now)
+            self._compared = bytearray(len(self._compared))
+            self._stamps[0] = now
+        if index.differs(now := index.now()):
+            raise index.error(now)
+        self._stamped_at = time.monotonic()
 
     def _check_sidecar(self, sidecar: Sidecar, index: npt.NDArray[np.uint8]) -> None:
         said = sidecar.facts

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from pentatron.config.printable import one_line
+from pentatron.config.redaction import redacted
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 
@@ -19,9 +20,9 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
     with path.open("a", encoding="utf-8") as file:
         line = (
             f"{now or datetime.now():{_TIME}}",
-            f"Job ID: {one_line(job_id)}",
+            f"Job ID: {one_line(redacted(job_id))}",
             f"# GPUs: {devices}",
-            *words,
+            *map(redacted, words),
         )
         file.write("\t".join(line) + "\n")
 

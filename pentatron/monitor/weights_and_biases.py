@@ -1,12 +1,15 @@
 """The numbers of every step for Weights & Biases."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pentatron.config.errors import UserError
+from pentatron.config.redaction import redacted
 from pentatron.monitor.recorder import Recorder, RecorderDown
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.scalars import Choices, of_evaluation, scalars
@@ -22,6 +25,17 @@ class Place:
     folder: Path
 
 
+@contextmanager
+def _redacted_arguments() -> Iterator[None]:
+    """Hides secrets of the command line from `wandb.init`, which stores and uploads `sys.argv`."""
+    typed = sys.argv
+    sys.argv = [redacted(word) for word in typed]
+    try:
+        yield
+    finally:
+        sys.argv = typed
+
+
 class WeightsAndBiases(Recorder):
     def __init__(self, place: Place, settings: Mapping[str, Any], choices: Choices, interval: int) -> None:
         """Online, offline or off is what `wandb` itself is told (WANDB_MODE, `wandb login`)."""
@@ -31,13 +45,14 @@ class WeightsAndBiases(Recorder):
             raise UserError("--wandb-project needs the wandb package: pip install wandb") from None
         place.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = wandb.init(
-                dir=os.fspath(place.folder),
-                name=place.name,
-                project=place.project,
-                entity=place.entity,
-                config=dict(settings),
-            )
+            with _redacted_arguments():
+                self._run = wandb.init(
+                    dir=os.fspath(place.folder),
+                    name=redacted(place.name),
+                    project=place.project,
+                    entity=place.entity,
+                    config=dict(settings),
+                )
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
             raise RecorderDown(

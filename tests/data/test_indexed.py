@@ -250,3 +250,68 @@ def test_a_swapped_pair_is_refused(prefix: Path, tmp_path: Path) -> None:
     shutil.copy(f"{other}.bin", f"{prefix}.bin")
     with pytest.raises(ValueError, match="not a pair"):
         IndexedDataset(prefix)
+
+
+@pytest.fixture
+def opened(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> IndexedDataset:
+    """A mapped pair without checksums that is looked at before every read."""
+    monkeypatch.setattr(indexed, "STAMP_SECONDS", -1.0)
+    return IndexedDataset(prefix, with_sidecar=False)
+
+
+def rewrite_in_place(path: Path, change: Callable[[bytes], bytes]) -> None:
+    with path.open("r+b") as file:
+        content = change(file.read())
+        file.seek(0)
+        file.write(content)
+        file.truncate()
+    later = path.stat().st_mtime_ns + 10**6
+    os.utime(path, ns=(later, later))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda old: bytes(len(old)), "its modification time is not that"),
+        (lambda old: old[: len(old) // 2], r"it had \d+ bytes and has \d+"),
+        (lambda old: old + old, r"it had \d+ bytes and has \d+"),
+    ],
+    ids=["overwritten", "truncated", "appended"],
+)
+def test_a_change_of_an_open_pair_ends_reading(
+    prefix: Path, opened: IndexedDataset, suffix: str, change: Callable[[bytes], bytes], what: str
+) -> None:
+    assert opened.get(0).tolist() == DOCUMENTS[0]
+    rewrite_in_place(Path(f"{prefix}{suffix}"), change)
+    with pytest.raises(
+        ValueError, match=rf"corpus\.v1_text_document\{suffix} changed while it was read \({what}"
+    ):
+        opened.get(0)
+
+
+def test_a_replaced_pair_ends_reading(prefix: Path, opened: IndexedDataset) -> None:
+    write(prefix, DOCUMENTS[::-1])
+    with pytest.raises(ValueError, match=r"\.bin changed while it was read"):
+        opened.get(0)
+
+
+def test_a_removed_or_copied_pair_is_read_on(prefix: Path, opened: IndexedDataset, tmp_path: Path) -> None:
+    """Neither changes a token of the mapped file."""
+    binary = Path(f"{prefix}.bin")
+    shutil.copy2(binary, tmp_path / "copy")
+    (tmp_path / "copy").replace(binary)
+    assert opened.get(2).tolist() == DOCUMENTS[2]
+    binary.unlink()
+    assert opened.get(1).tolist() == DOCUMENTS[1]
+
+
+def test_checksums_decide_about_a_touched_file(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "STAMP_SECONDS", -1.0)
+    dataset, binary = IndexedDataset(prefix), Path(f"{prefix}.bin")
+    assert dataset.get(1).tolist() == DOCUMENTS[1]
+    rewrite_in_place(binary, lambda old: old)
+    assert dataset.get(1).tolist() == DOCUMENTS[1]
+    rewrite_in_place(binary, lambda old: bytes(len(old)))
+    with pytest.raises(ValueError, match=r"\.bin is damaged between bytes 0 and"):
+        dataset.get(1)

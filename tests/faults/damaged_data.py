@@ -185,6 +185,41 @@ def another_tokenizer(lab: Lab) -> Outcome:
     return outcome
 
 
+def changed_under_the_run(do: str, sums: bool, named: str) -> Callable[[Lab], Outcome]:
+    """The run ends before it reads another sample; with the file restored, the same command ends as the undisturbed run does."""
+
+    def run(lab: Lab) -> Outcome:
+        binary = Path(f"{write_corpus(lab.corpus)}.bin")
+        if not sums:
+            binary.with_suffix(".meta").unlink()
+        # Longer than the interval between two checks: a truncated page that is read before the next one is a SIGBUS.
+        fault = Fault("update", do, step=5, seconds=0.05, file=str(binary), once=lab.marker())
+        ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
+        outcome.told(ran, named, lab.when(), 10)
+        outcome.ended(ran, 2)
+        outcome.lost(5 - max(int(path.name[5:]) for path in lab.run.glob("checkpoints/step-*")), 2)
+        write_corpus(lab.corpus)
+        again = lab.fork(LAYOUT)
+        outcome.expect(again.code == 0, again.text)
+        outcome.same_state(lab.is_equal(LAYOUT) if sums else lab.newest(LAST) is not None)
+        return outcome
+
+    return run
+
+
+SERIES.case(".bin overwritten during the run")(
+    changed_under_the_run("zero", True, r"corpus\.bin is damaged between bytes 0 and")
+)
+SERIES.case(".bin overwritten during the run, no checksums", quick=True)(
+    changed_under_the_run("zero", False, r"corpus\.bin changed while it was read \(its modification time")
+)
+SERIES.case(".bin truncated during the run", quick=True)(
+    changed_under_the_run(
+        "truncate", True, r"corpus\.bin changed while it was read \(it had \d+ bytes and has 0\)"
+    )
+)
+
+
 @SERIES.case("a data worker dies")
 def dead_reader(lab: Lab) -> Outcome:
     fault = Fault("sample", "kill", step=0, once=lab.marker())

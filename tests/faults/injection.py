@@ -255,6 +255,21 @@ def _fill(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any)
     return original(*given, **named)
 
 
+def _truncate(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """In place, as a program that writes the file again does first."""
+    os.truncate(fault.file, fault.bytes)
+    time.sleep(fault.seconds)
+    return original(*given, **named)
+
+
+def _zero(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """The same inode and the same size with zeros in place of its bytes."""
+    with Path(fault.file).open("r+b") as file:
+        file.write(bytes(os.fstat(file.fileno()).st_size))
+    time.sleep(fault.seconds)
+    return original(*given, **named)
+
+
 def _set_clock_back(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """For this process."""
     now = time.time
@@ -308,6 +323,8 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "dawdle": _dawdle,
     "record": _record,
     "fill": _fill,
+    "truncate": _truncate,
+    "zero": _zero,
     "set the clock back": _set_clock_back,
     "raise": _raise,
     "leave out": _leave_out,

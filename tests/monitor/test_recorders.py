@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import time
 from pathlib import Path
 
@@ -95,7 +96,10 @@ def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     wandb_internal_pb2 = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    place = Place("small", "first", None, tmp_path / "wandb-files")
+    key = f"hf_{'k' * 24}"
+    typed = ["pentatron", "train", "--job-id", key, "--hidden-size", "64"]
+    monkeypatch.setattr("sys.argv", typed)
+    place = Place("small", f"first {key}", None, tmp_path / "wandb-files")
     run = WeightsAndBiases(place, {"model": {"hidden_size": 64}}, Choices(), interval=1)
     for step in (1, 2):
         run.record(report(step, loss=4.0 / step), None)
@@ -112,6 +116,10 @@ def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.1)
     assert [(row["_step"], row["lm loss"]) for row in rows] == [(1, 4.0), (2, 2.0)]
     assert rows[0]["samples vs steps"] == 28 and "lm loss vs samples" not in rows[0]
+    assert sys.argv is typed
+    holding = [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert not holding, "wandb keeps the command line and the name of a run"
+    assert b"--hidden-size" in file.read_bytes(), "so the command line is there, without its secret"
 
 
 def test_progress_counts_the_time_of_earlier_jobs_up_to_their_last_checkpoint(tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ def test_a_run_may_have_any_name(
 
 def test_a_name_adds_no_line_to_the_progress_of_a_job(tmp_path: Path) -> None:
     append_event(tmp_path / "progress.txt", "1\nJob ID: 2\tSaved checkpoint", 1, "Starting job")
-    assert len((tmp_path / "progress.txt").read_text().splitlines()) == 1
+    append_event(tmp_path / "progress.txt", f"hf_{'k' * 24}", 1, f"WANDB_API_KEY={'k' * 24}")
+    first, second = (tmp_path / "progress.txt").read_text().splitlines()
+    assert "Job ID: 2" in first and "k" * 24 not in second and second.count(HIDDEN) == 2
 
 
 @pytest.mark.parametrize("counts", [(2**63, 1), (2**64 - 1, 2**64 - 1), (0, 2**61), (2**60, 2)])
