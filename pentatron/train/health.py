@@ -38,6 +38,7 @@ class Health:
         # Only attention dropout draws from torch's generators; without it a step can be repeated as it is.
         self._draws = config.model.attention_dropout > 0 and config.loop.rerun_mode != "disabled"
         self._random: list[Tensor] = []
+        self._empty_steps = 0
 
     @property
     def stops(self) -> bool:
@@ -102,8 +103,10 @@ class Health:
             torch.cuda.set_rng_state(self._random[1], self.world.device)
 
     def watch(self, result: StepResult) -> None:
-        """Tells of a loss or a norm far above all before; the run goes on."""
+        """Tells of a loss or a norm far above all before, and of steps in which no label counts; the run goes on."""
         loop, state = self.config.loop, self.state
+        if result.loss == 0 and result.gradient_norm == 0:
+            self._count_empty_step()
         if state.updates > _STEPS_BEFORE:
             if loop.check_for_spiky_loss and _stands_out(result.loss, state.largest_loss):
                 self._tell("loss", result.loss, state.largest_loss)
@@ -111,6 +114,16 @@ class Health:
                 self._tell("gradient norm", result.gradient_norm, state.largest_norm)
         state.largest_loss = max(state.largest_loss, result.loss)
         state.largest_norm = max(state.largest_norm, result.gradient_norm)
+
+    def _count_empty_step(self) -> None:
+        """Warns at the first such step, the tenth, the hundredth, ..."""
+        self._empty_steps += 1
+        if str(self._empty_steps).strip("0") == "1":
+            steps = "1 step" if self._empty_steps == 1 else f"{self._empty_steps} steps"
+            self.output.say(
+                f"warning: step {self.state.step + 1}: loss and gradients are 0, in {steps} so far: no label counts in the loss, and "
+                f"weight decay alone changes the weights; check the data, its masks and --eod-mask-loss"
+            )
 
     def _tell(self, what: str, value: float, before: float) -> None:
         self.output.say(

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ import pentatron.train.health as health_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import AgreedError, BadNumbers
+from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.following import Follower
@@ -343,3 +346,20 @@ def test_nothing_stands_out_from_what_was_not_watched(tmp_path: Path) -> None:
     assert told == [] and (state.largest_loss, state.largest_norm) == (2.0, 1.0)
     health.watch(StepResult(30.0, 1.0, 8))
     assert len(told) == 1
+
+
+def test_steps_without_a_label_are_reported(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "ends", np.uint16) as writer:
+        for _ in range(40):
+            writer.add_document([256] * 9)
+    data = f"--data-path {tmp_path / 'ends'} --split 1 --tokenizer-type ByteTokenizer --vocab-size 257 --eod-mask-loss"
+    run(tmp_path / "a", f"{data} --eval-interval 0 --train-iters 11")
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert re.findall(
+        r"warning: step (\d+): loss and gradients are 0, in (\d+) steps? so far: no label counts", log
+    ) == [
+        ("1", "1"),
+        ("10", "10"),
+    ]
+    run(tmp_path / "b")
+    assert "no label counts" not in (tmp_path / "b" / "train.log").read_text()
