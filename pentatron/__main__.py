@@ -1,5 +1,7 @@
 """`python -m pentatron` is the same as `pentatron`."""
 
+import contextlib
+import os
 import sys
 
 
@@ -8,7 +10,8 @@ def main() -> int:
         # Here, so that Ctrl-C is answered with a sentence from the first moment on.
         from pentatron.cli.main import main as command
     except KeyboardInterrupt:
-        sys.stderr.write("pentatron: stopped before anything was done\n")
+        with contextlib.suppress(OSError):
+            os.write(2, b"pentatron: stopped before anything was done\n")
         return 130
     return command()
 

@@ -29,6 +29,9 @@ def read_record(folder: Path) -> Bases | None:
     """What a run recorded when it began; None: nothing."""
     path = folder / FILE_NAME
     try:
+        if path.exists() and not path.is_file():
+            # To open a FIFO would wait for its writer.
+            raise ValueError("it is not a regular file")
         found = parse_json(path.read_text(encoding="utf-8"))
         origin = found.get("from")
         return Bases(frozenset(map(str, found["steps"])), None if origin is None else Path(str(origin)))

@@ -205,7 +205,9 @@ def _introduction(sweep: Sweep, count: int) -> list[str]:
 def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
     from pentatron.bench.processes import Starter
     from pentatron.monitor.display import open_display
+    from pentatron.monitor.terminal import outlive_output
 
+    outlive_output()
     moved = sweep.folder.open()
     if moved is not None:
         say(f"the earlier results were moved to {moved}")

@@ -9,6 +9,7 @@ from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
 from pentatron.cli.terminal import say
 from pentatron.config.counted import counted
 from pentatron.config.errors import UserError
+from pentatron.monitor.terminal import outlive_output
 
 # What the trainer calls the same.
 _AS_IN_A_RUN = {"keep-checkpoints": "keep", "save-retain-interval": "keep-every"}
@@ -17,6 +18,8 @@ _AS_IN_A_RUN = {"keep-checkpoints": "keep", "save-retain-interval": "keep-every"
 def prune(words: Sequence[str]) -> int:
     defaults = {"keep": 0, "keep-every": 0, "dry-run": False, "json": False}
     options, paths = read_checkpoint_options(words, defaults, 1, 1, "prune PATH --keep N", _AS_IN_A_RUN)
+    if not options["dry-run"]:
+        outlive_output()
     if options["keep"] < 1:
         raise UserError(
             "say how many of the newest steps stay, one at least: pentatron checkpoint prune PATH --keep N"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
 from pentatron.config.errors import UserError
+from pentatron.monitor.terminal import outlive_output
 
 if TYPE_CHECKING:
     import torch
@@ -244,7 +245,8 @@ def _size(written: str) -> int:
 
 
 def until_stopped(out: Path, convert: Callable[[], int]) -> int:
-    """Ctrl-C and SIGTERM end a conversion with nothing left behind."""
+    """Ctrl-C and SIGTERM end a conversion with nothing left behind. A reader of the output that leaves does not end it."""
+    outlive_output()
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

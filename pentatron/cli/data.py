@@ -10,6 +10,7 @@ from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
 from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
+from pentatron.monitor.terminal import outlive_output
 
 USAGE = """usage: pentatron data COMMAND [...]
 
@@ -85,6 +86,7 @@ def _merge(words: Sequence[str]) -> int:
 
     options, prefixes = read_options(words, {"overwrite": False}, "pentatron data")
     _need(prefixes, 2, "merge OUT PREFIX")
+    outlive_output()
     output, *sources = map(_stem, prefixes)
     if output in sources:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
@@ -105,6 +107,7 @@ def _seal(words: Sequence[str]) -> int:
 
     _, prefixes = read_options(words, {}, "pentatron data")
     _need(prefixes, 1, "seal PREFIX")
+    outlive_output()
     for prefix in map(_stem, prefixes):
         facts = seal(prefix)
         say(

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence, Sized
 from itertools import groupby
@@ -65,6 +64,7 @@ _OWN = {"index": "", "part": "train"}
 def show(words: Sequence[str]) -> int:
     import torch
 
+    from pentatron.launch.local import scratch_folder
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
     from pentatron.train.datasets import arrange, open_data
@@ -76,14 +76,14 @@ def show(words: Sequence[str]) -> int:
     resolved, world = _resolve(settings, options, stop), single_process(torch.device("cpu"))
     # What is printed must stay readable by machines.
     display = PlainLines(sys.stderr)
-    with tempfile.TemporaryDirectory() as folder:
-        resolved = settle_epochs(resolved, world, Path(folder), display)
+    with scratch_folder("show") as folder:
+        resolved = settle_epochs(resolved, world, folder, display)
         config = resolved.config
         for notice in resolved.notices:
             display.say(f"note: {notice}")
-        opened = open_data(config, world, Path(folder), display)
+        opened = open_data(config, world, folder, display)
         try:
-            datasets = arrange(opened, config, world, TrainState(), Path(folder), display)
+            datasets = arrange(opened, config, world, TrainState(), folder, display)
         except MemoryError:
             raise UserError(
                 f"an order of {config.spans.total} samples does not fit into this machine's memory; give a smaller --index, or "

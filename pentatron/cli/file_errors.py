@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pentatron.config.errors import UserError, file_sentence
+from pentatron.monitor.terminal import OutputLost
 
 
 @contextmanager
 def file_errors_told() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:
-        # The reader of our output has left, which is no file's fault.
+    except OutputLost:
+        # Not about a file of the command.
         raise
     except OSError as error:
         raise UserError(file_sentence(error)) from error

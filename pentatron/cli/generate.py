@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -221,7 +220,7 @@ def _ids(text: str) -> list[int]:
 
 def _launch(request: Request, restart: Sequence[str]) -> int:
     """Starts the ranks; whatever they would refuse is refused here, seconds earlier and once."""
-    from pentatron.launch.local import run_workers
+    from pentatron.launch.local import READER_LEFT, run_workers, scratch_folder
     from pentatron.parallel.world import require_gpu
 
     if request.options["device"] == "cuda":
@@ -229,14 +228,14 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     _open(request)
     world = _ranks(request).world_size
     prepare_for_workers(_threads(request, world))
-    with tempfile.TemporaryDirectory(prefix="pentatron-generate-") as name:
-        file = Path(name) / "request.json"
+    with scratch_folder("generate") as folder:
+        file = folder / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
         port = request.options["master-port"] or None
         ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
-    if ended.exit_code not in (0, _USER_ERROR):
+    if ended.exit_code not in (0, _USER_ERROR, READER_LEFT):
         complain(ended.story(world))
         return 1
     return ended.exit_code

@@ -1,12 +1,11 @@
 """Prompts as a model reads them, and texts as people and programs do."""
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.terminal import say, show
+from pentatron.cli.terminal import remark, say, show
 from pentatron.config.errors import UserError
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.models.generate import require_room
@@ -117,5 +116,4 @@ def _end_of_document(tokenizer: Tokenizer | None) -> list[int]:
 
 def note(text: str) -> None:
     """Beside the texts, for people."""
-    sys.stderr.write(f"note: {text}\n")
-    sys.stderr.flush()
+    remark(text)

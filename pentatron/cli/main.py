@@ -4,15 +4,19 @@ import errno
 import gc
 import io
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pentatron.cli.supervised import Supervised, this_worker
+from pentatron.cli.supervised import Supervised, leave_parents_job, this_worker
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import TRAIN, EntryPoint
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.flags import did_you_mean
+from pentatron.monitor.terminal import OutputLost, own_streams, whole_output
+from pentatron.train.interrupt import StoppedEarly
 
 if TYPE_CHECKING:
     from pentatron.train.program import Program
@@ -48,18 +52,19 @@ def main(words: Sequence[str] | None = None) -> int:
     return guarded(lambda: _dispatch(words))
 
 
-def guarded(action: Callable[[], int]) -> int:
-    """Runs a command; what the user can mend becomes one sentence and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show × or → shows ?; that is no reason to stop.
-            stream.reconfigure(errors="replace")
+def guarded(action: Callable[[], int], is_all: bool = True) -> int:
+    """Runs a command; what the user can mend becomes one sentence and exit code 2.
+
+    `is_all`: the process has nothing to do after the action, which is proved to its launcher then.
+    """
+    own_streams()
+    leave_parents_job()
     place = this_worker()
     try:
         if place is None:
             return _sentences(action)
         place.follow_launcher()
-        return _recorded(action, place)
+        return _recorded(action, place, is_all)
     finally:
         if "torch" in sys.modules:
             # A process group caught in a reference cycle would be torn down while the interpreter dies, and its
@@ -67,10 +72,13 @@ def guarded(action: Callable[[], int]) -> int:
             gc.collect()
 
 
-def _recorded(action: Callable[[], int], place: Supervised) -> int:
+def _recorded(action: Callable[[], int], place: Supervised, is_all: bool) -> int:
     """In a worker of ours: its launcher tells what went wrong, once, and of the first rank."""
     try:
-        return _sentences(action)
+        code = _sentences(action)
+        if code == 0 and is_all:
+            place.finished()
+        return code
     except Exception as error:
         place.failed(error)
         return 1
@@ -80,7 +88,8 @@ def _recorded(action: Callable[[], int], place: Supervised) -> int:
 
 def _sentences(action: Callable[[], int]) -> int:
     try:
-        return action()
+        with whole_output():
+            return action()
     except UserError as error:
         if _speaks():
             complain(str(error))
@@ -88,6 +97,16 @@ def _sentences(action: Callable[[], int]) -> int:
             # What another machine lacks (a file, a tokenizer) the first rank does not know.
             complain(f"rank {os.environ['RANK']}: {error}")
         return error.exit_code
+    except OutputLost as error:
+        if error.errno == errno.EPIPE:
+            # The reader of the output (head, less) has left; a shell says the same of a command that SIGPIPE ends.
+            return 128 + signal.SIGPIPE
+        complain(f"the output cannot be written ({error.strerror}); write it to another file, or make room")
+        return UserError.exit_code
+    except StoppedEarly as stopped:
+        if _speaks():
+            complain(str(stopped))
+        return 128 + stopped.number
     except PermissionError as error:
         if error.filename is None:
             raise
@@ -99,19 +118,27 @@ def _sentences(action: Callable[[], int]) -> int:
         if _speaks():
             complain("stopped at once; checkpoints that were saved before are intact")
         return 130
-    except BrokenPipeError:
-        # The reader of our output (head, less) has left.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        file = _file_of(error) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+        if file is None:
             raise
         # A log or a table of numbers; of a checkpoint it is told where it is saved.
         complain(
-            f"{error.filename or 'a file of the run'} cannot be written ({error.strerror}); make room, or choose another --run-dir; "
+            f"{file} cannot be written ({error.strerror}); make room on its disk, or choose another place; "
             f"checkpoints that were saved before are intact"
         )
         return UserError.exit_code
+
+
+def _file_of(error: OSError) -> str | None:
+    """The file that could not be written: a failed open names it, a failed write does not, but its caller holds the open file."""
+    if error.filename is not None:
+        return str(error.filename)
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for value in frame.f_locals.values():
+            if isinstance(value, io.IOBase) and isinstance(name := getattr(value, "name", None), str):
+                return name
+    return None
 
 
 def _speaks() -> bool:

@@ -13,6 +13,7 @@ from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
 from pentatron.config.counted import counted, in_digits
 from pentatron.config.errors import ConfigError, UserError
+from pentatron.monitor.terminal import outlive_output
 
 if TYPE_CHECKING:
     from pentatron.data.prepare import Counts, Job, Outcome
@@ -87,6 +88,7 @@ def prepare_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE.format(types=", ".join(TOKENIZER_TYPES)))
         return 0
+    outlive_output()
     job, log_interval = _read(words)
     # Every worker is one of several processes already; threads of its own would take their cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,11 +1,15 @@
 """Whether this start is a restart: by our own launcher, by torchrun, or by Slurm that put the job back into the queue."""
 
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pentatron.cli.supervised import this_worker
 from pentatron.train.attempts import Attempt, Launched, attempt_in
 
+# Set by the launcher for its workers: the monotonic clock when the job began.
+BEGAN = "PENTATRON_BEGAN"
 _TORCHRUN = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -20,8 +24,18 @@ def this_attempt(environment: Mapping[str, str], run_dir: Path) -> Attempt:
         )
     place = this_worker()
     if place is not None and place.restarts > 0:
-        return Attempt(True, launchers)
-    return attempt_in(run_dir, launchers)
+        attempt = Attempt(True, launchers)
+    else:
+        attempt = attempt_in(run_dir, launchers)
+    return replace(attempt, began=_began(environment) if place is not None else time.monotonic())
+
+
+def _began(environment: Mapping[str, str]) -> float:
+    """When our launcher began: a job that is restarted has one limit of time for all its attempts."""
+    try:
+        return float(environment[BEGAN])
+    except (KeyError, ValueError):
+        return time.monotonic()
 
 
 def _elastic_job(environment: Mapping[str, str]) -> str | None:

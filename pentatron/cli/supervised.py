@@ -13,14 +13,16 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pentatron.launch.failure import crash_path, write_record
+from pentatron.launch.failure import begin_work, crash_path, end_work, write_record
 from pentatron.launch.hang import Limits
-from pentatron.launch.local import JOB, LAUNCHER, RESTART
+from pentatron.launch.local import JOB, LAUNCHER, OF_A_WORKER, RESTART, hold_folder
 from pentatron.launch.watch import STACKS, stacks_path
 from pentatron.parallel.meeting import lost_contact
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.train.heartbeat import Heart, beat_path, read_beat
 
+# The process that the variables of a worker are for. Its own children inherit them, and are no workers.
+WORKER = "PENTATRON_WORKER"
 _PR_SET_PDEATHSIG = 1
 _PULSE_SECONDS = 0.5
 
@@ -41,6 +43,9 @@ class Supervised:
         if os.getppid() != self.launcher:
             # It went before we could ask to be told.
             sys.exit(128 + signal.SIGTERM)
+        # As long as this process lives, no later job takes the folder for a left one.
+        hold_folder(self.folder)
+        begin_work(self.folder, self.rank)
         # Not closed before the process ends.
         faulthandler.enable(crash_path(self.folder, self.rank).open("w", encoding="utf-8"))
         faulthandler.register(STACKS, stacks_path(self.folder, self.rank).open("w", encoding="utf-8"))
@@ -52,6 +57,11 @@ class Supervised:
         return Heart(
             path, self.rank, socket.gethostname(), where, _PULSE_SECONDS, at_pulse=orphan.end_if_stuck
         )
+
+    def finished(self) -> None:
+        """Proves to the launcher that this rank came to the end of its work, and did not only end without an error."""
+        with contextlib.suppress(OSError):
+            end_work(self.folder, self.rank)
 
     def lost(self, sentence: str) -> None:
         """The end of a rank that only met the end of another: worth a place in its file, not on the terminal."""
@@ -120,5 +130,14 @@ def this_worker() -> Supervised | None:
     """This process, if our own launcher started it as a worker."""
     if any(name not in os.environ for name in (LAUNCHER, JOB, RESTART, "RANK")):
         return None
+    if os.environ.setdefault(WORKER, str(os.getpid())) != str(os.getpid()):
+        return None
     launcher, rank, restarts = (int(os.environ[name]) for name in (LAUNCHER, "RANK", RESTART))
     return Supervised(Path(os.environ[JOB]), launcher, rank, restarts)
+
+
+def leave_parents_job() -> None:
+    """A command that a worker has started, in a hook of the user's, is one of its own: it forgets the place of the worker."""
+    if os.environ.get(WORKER, str(os.getpid())) != str(os.getpid()):
+        for name in (WORKER, *OF_A_WORKER):
+            os.environ.pop(name, None)

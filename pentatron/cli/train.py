@@ -1,7 +1,9 @@
 """`pentatron train`, and every guide's training script."""
 
+import faulthandler
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ from pentatron.cli.environment import (
     require_repeatable_kernels,
 )
 from pentatron.cli.prepare import Prepared, prepare
+from pentatron.cli.restarted import BEGAN
 from pentatron.cli.supervised import this_worker
 from pentatron.cli.terminal import complain, say
 from pentatron.cli.variables import limit_connections, require_interface, variable_notes
@@ -28,6 +31,8 @@ from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.config.start import Start, how_to_go_on
+from pentatron.launch.watch import STACKS
+from pentatron.monitor.terminal import outlive_output
 from pentatron.parallel.meeting import waiting_aloud, what_is_waited_for
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.train.heartbeat import beating
@@ -38,6 +43,14 @@ if TYPE_CHECKING:
     from pentatron.launch.local import Ended
     from pentatron.parallel.world import World
     from pentatron.train.program import Program
+
+
+_READ_STEP = """
+import sys
+from pathlib import Path
+from pentatron.checkpoint.store import CheckpointStore
+print(CheckpointStore(Path(sys.argv[1]), None).newest_own())
+"""
 
 
 def train(
@@ -51,6 +64,7 @@ def train(
 
     `typed` are all words of the command line, where the program keeps some for itself.
     """
+    outlive_output()
     started = time.time()
     own_data = program is not None and not program.reads_named_data
     prepared = prepare(words, entry, starts=True, own_data=own_data)
@@ -163,6 +177,9 @@ def _work(
     from pentatron.train.session import run_training
 
     config = prepared.resolved.config
+    if this_worker() is None:
+        # As in a worker of our own launcher: the stacks are written, and the run continues.
+        faulthandler.register(STACKS, file=2)
     try:
         with joined_run(prepared, worker) as (world, resolved):
             outcome = run_training(
@@ -189,6 +206,7 @@ def _work(
 
 def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     """Starts this program once for every rank, waits for them, and starts them again when they crash."""
+    outlive_output()
     from pentatron.launch.hang import Limits
     from pentatron.launch.local import run_workers
     from pentatron.launch.processes import listening
@@ -212,7 +230,8 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     with listening(watched_here()) as told:
 
         def attempt(restart: int) -> "Ended":
-            place = (ranks, config.launch.master_port, os.environ, os.getpid())
+            environment = {**os.environ, BEGAN: repr(prepared.attempt.began)}
+            place = (ranks, config.launch.master_port, environment, os.getpid())
             return run_workers(python_words, *place, told, JobWatch(limits, folder.path), restart)
 
         ended = Supervisor(
@@ -232,10 +251,20 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
 
 
 def _saved_step(config: RunConfig) -> int | None:
-    """The last step that a restart would go on from."""
+    """The last step that a restart would go on from.
+
+    Reading it imports torch, some 200 MiB that a launcher would hold from then on: another process reads it, unless torch is here already.
+    """
+    assert config.checkpoint.save is not None
+    if "torch" not in sys.modules:
+        words = [sys.executable, "-P", "-c", _READ_STEP, config.checkpoint.save]
+        read = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
+        )
+        if read.returncode == 0 and (found := read.stdout.split()):
+            return None if found[-1] == "None" else int(found[-1])
     from pentatron.checkpoint.store import CheckpointStore
 
-    assert config.checkpoint.save is not None
     return CheckpointStore(Path(config.checkpoint.save), None).newest_own()
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +91,7 @@ def _small(config: RunConfig, shrink: bool) -> RunConfig:
 def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["Verdict", float]:
     import torch
 
+    from pentatron.launch.local import scratch_folder
     from pentatron.parallel.world import single_process
     from pentatron.train.verify import in_words, judge, read_ranks, run_rank, run_reference, write_settings
 
@@ -101,13 +101,12 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
     tell(f"{in_words(config)}\n\none process ...")
     reference = run_reference(config)
     tell(f"{world} process{'es' if world > 1 else ''} in the layout ...")
-    with tempfile.TemporaryDirectory(prefix="pentatron-verify-") as name:
-        folder = Path(name)
+    with scratch_folder("verify") as folder:
         if world == 1:
             run_rank(config, single_process(torch.device("cpu")), folder)
         else:
             write_settings(config, folder)
-            _start(world, [*restart, _WORKER, name], config)
+            _start(world, [*restart, _WORKER, str(folder)], config)
         found = read_ranks(folder, world)
     tell("")
     return judge(found, reference), time.perf_counter() - started

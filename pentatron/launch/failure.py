@@ -11,8 +11,9 @@ from typing import Any
 
 from pentatron.launch.processes import Process
 
-# How a rank's account of its end is called in the job's folder, and what faulthandler wrote when it crashed.
+# How a rank's account of its end is called in the job's folder, what faulthandler wrote when it crashed, and that it works or came to its end.
 _RECORD, _CRASH = "rank-{rank}.failure", "rank-{rank}.crash"
+_WORKING, _DONE = "rank-{rank}.working", "rank-{rank}.done"
 _LONGEST_CRASH = 40
 
 
@@ -42,6 +43,8 @@ class Failure:
             return "hung"
         if self.kind == "silent":
             return "did not answer the others, and was ended"
+        if self.kind == "unfinished":
+            return "ended with exit code 0 before its work was done"
         if self.kind == "early":
             return "ended before the others were done, without an error"
         if self.code >= 0:
@@ -88,6 +91,25 @@ def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
     half = path.with_suffix(".part")
     half.write_text(json.dumps({"kind": kind, "text": text, "at": at}), encoding="utf-8")
     half.rename(path)
+
+
+def begin_work(job: Path, rank: int) -> None:
+    """The file that `end_work` renames: a disk that is full by then has no room for a new one."""
+    (job / _WORKING.format(rank=rank)).touch()
+
+
+def end_work(job: Path, rank: int) -> None:
+    """Records that a rank came to the end of its work."""
+    (job / _WORKING.format(rank=rank)).rename(job / _DONE.format(rank=rank))
+
+
+def unfinished(processes: Sequence[Process], job: Path) -> list[Failure]:
+    """Of ranks that ended without an error: those that have not recorded that they came to the end of their work."""
+    return [
+        Failure(process.rank, 1, process.ended_at, "unfinished")
+        for process in processes
+        if not (job / _DONE.format(rank=process.rank)).exists()
+    ]
 
 
 def failures_of(processes: Sequence[Process], job: Path) -> list[Failure]:

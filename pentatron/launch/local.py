@@ -1,8 +1,13 @@
 """Workers on this machine, started and watched by ourselves."""
 
 import contextlib
+import fcntl
+import os
+import resource
+import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -10,17 +15,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from pentatron.config.errors import BadNumbers, UserError
-from pentatron.launch.failure import Failure, failures_of
+from pentatron.launch.failure import Failure, failures_of, unfinished
 from pentatron.launch.processes import Process, Signals, end_all, listening, started
+from pentatron.launch.watch import STACKS, stacks_path
 from pentatron.train.heartbeat import beat_path, read_beat
 from pentatron.train.interrupt import WATCHED, watched_here
 
 # What workers find in their environment: the job's folder, its launcher, and how often the job was started again.
 JOB, LAUNCHER, RESTART = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
+# All that `run_workers` puts into the environment of a worker.
+OF_A_WORKER = (
+    *(JOB, LAUNCHER, RESTART),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+# The reader of the output has left, in the words of a shell.
+READER_LEFT = 128 + signal.SIGPIPE
 # Ends of which a rank has said why, and which another start would not change.
-TOLD = (UserError.exit_code, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT)
+TOLD = (UserError.exit_code, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT, READER_LEFT)
 _HOST = "127.0.0.1"
 _PAUSE = 0.1
 # How long the others may take to end by themselves: after a crash, and after an end that all agree on.
@@ -75,6 +89,71 @@ class Ended:
         return f"{sentence}:\n{first.text.rstrip()}" if first.text else sentence
 
 
+_SCRATCH, _HELD = "pentatron-", "in-use"
+# A folder that is younger may be one that its owner is about to hold.
+_LEFT_AFTER = 60.0
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """A temporary folder; those that killed commands of the same user have left are removed first."""
+    _remove_left_folders(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{purpose}-") as name:
+        held = hold_folder(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            os.close(held)
+
+
+def hold_folder(folder: Path) -> int:
+    """Keeps a temporary folder from being removed while the descriptor is open, which it is until the process ends if nothing closes it."""
+    held = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
+
+
+def _remove_left_folders(place: Path) -> None:
+    for folder in place.glob(f"{_SCRATCH}*-*"):
+        # Another process may remove it at the same time.
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+            if is_own and time.time() - about.st_mtime > _LEFT_AFTER and not _is_held(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_held(folder: Path) -> bool:
+    held = os.open(folder / _HELD, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(held)
+    return False
+
+
+# What a rank opens by itself (libraries, data, checkpoints, logs), for each other rank (sockets of the process groups), and how many are enough.
+_FILES, _FILES_PER_RANK, _ENOUGH_FILES = 64, 8, 2**16
+
+
+def require_descriptors(processes: int) -> None:
+    """Raises the limit of open files as far as this process may, and refuses one with which ranks would wait for each other without end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    needed = _FILES + _FILES_PER_RANK * processes
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise UserError(
+            f"{processes} processes need {needed} open files each, and the limit here is {soft} (ulimit -n); raise it, as with `ulimit -n 4096`, "
+            f"or ask the administrator of this machine for a higher one"
+        )
+
+
 # Looks at the running processes now and then; tells who is at fault where they hang.
 Watch = Callable[[Sequence[Process], Path], Failure | None]
 
@@ -123,7 +202,8 @@ def run_workers(
     with contextlib.ExitStack() as stack:
         signals = told or stack.enter_context(listening(watched_here()))
         chosen = stack.enter_context(_bound(port or 0))
-        job = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pentatron-job-")))
+        require_descriptors(processes)
+        job = stack.enter_context(scratch_folder("job"))
         common = {
             "MASTER_ADDR": _HOST,
             "MASTER_PORT": str(chosen),
@@ -134,10 +214,32 @@ def run_workers(
             RESTART: str(restart),
         }
         of_each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        with started(python_words, environment, of_each) as running:
+        with (
+            started(python_words, environment, of_each) as running,
+            _stacks_on_request(running, job),
+        ):
             hang = _follow(running, signals, job, watch)
             end_all(running)
             return _ended(running, signals, job, hang)
+
+
+@contextmanager
+def _stacks_on_request(processes: Sequence[Process], job: Path) -> Iterator[None]:
+    """SIGQUIT (Ctrl-\\) asks every rank for its stacks, and the job continues."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        # One that has not come so far as to have the file would be killed by the signal.
+        asked = [process for process in processes if stacks_path(job, process.rank).exists()]
+        for process in asked:
+            process.send(STACKS)
+        with contextlib.suppress(OSError):
+            os.write(2, f"pentatron: {len(asked)} ranks write their stacks to {job}/rank-*.stacks\n".encode())
+
+    before = signal.signal(STACKS, ask)
+    try:
+        yield
+    finally:
+        signal.signal(STACKS, before)
 
 
 def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Watch | None) -> Failure | None:
@@ -155,7 +257,9 @@ def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Wa
             for process in processes:
                 process.send(signals.received[0])
         if any(codes) and deadline is None:
-            agreed = signals.received or all(_is_agreed(code) for code in codes if code)
+            agreed = signals.received or all(
+                _is_agreed(code) and code != READER_LEFT for code in codes if code
+            )
             deadline = time.monotonic() + (_AFTER_AN_END if agreed else _AFTER_A_CRASH)
         if deadline is not None and time.monotonic() > deadline:
             return None
@@ -181,8 +285,11 @@ def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Fail
         return Ended(128 + signal.SIGINT, stopped_by=signal.SIGINT)
     codes = [process.code for process in processes]
     if hang is None and not any(codes):
-        return Ended(0)
-    failures = [*([hang] if hang else []), *failures_of(processes, job)]
+        failures = unfinished(processes, job)
+        if not failures:
+            return Ended(0)
+    else:
+        failures = [*([hang] if hang else []), *failures_of(processes, job)]
     code = failures[0].code
     if (
         hang is None

@@ -46,17 +46,17 @@ class PlainLines:
         self.out, self.shows_steps = out, shows_steps
         self._last = 0.0
         self._working_on = ""
-        self._reader_left = False
+        self._is_lost = False
 
     def say(self, text: str) -> None:
-        if self._reader_left:
+        if self._is_lost:
             return
         try:
             self.out.write(f"{spoken(text)}\n")
             self.out.flush()
-        except BrokenPipeError:
-            # Whoever read along (head, less) has left; the run goes on and its log has everything.
-            self._reader_left = True
+        except OSError:
+            # A stream of the caller's own has failed (the process's own ones do not raise); the log of the run has every line.
+            self._is_lost = True
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         if what != self._working_on:

@@ -21,10 +21,12 @@ class Launched:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start. `restarted`: the same job has used the run's folder before, so its run goes on."""
+    """One start. `restarted`: the same job has used the run's folder before, so its run goes on. `began`: when the job began, in seconds of the
+    monotonic clock of this machine; None: not recorded."""
 
     restarted: bool = False
     launchers: Mapping[str, Launched] = field(default_factory=dict)
+    began: float | None = None
 
 
 FIRST = Attempt()

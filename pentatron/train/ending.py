@@ -25,11 +25,11 @@ class Ending:
 class Endings:
     """Asked at the end of every step; by evaluations also, before each of theirs, about the clock.
 
-    `started`: when the first process of the run began, in seconds since the epoch.
+    `began`: when the job began, in seconds of the monotonic clock: the time of day may be set while a run trains.
     """
 
-    def __init__(self, config: RunConfig, world: World, stop: StopRequest, started: float) -> None:
-        self.config, self.world, self.stop, self.started = config.loop, world, stop, started
+    def __init__(self, config: RunConfig, world: World, stop: StopRequest, began: float) -> None:
+        self.config, self.world, self.stop, self.began = config.loop, world, stop, began
 
     def by_signal(self, number: Signals) -> Ending:
         wished = self.config.exit_signal_handler and number.name == self.config.exit_signal
@@ -53,7 +53,7 @@ class Endings:
 
     def by_the_clock(self) -> Ending | None:
         """If it is late for any rank. Every rank must ask."""
-        limit, minutes = self.config.exit_duration_in_mins, (time.time() - self.started) / 60
+        limit, minutes = self.config.exit_duration_in_mins, (time.monotonic() - self.began) / 60
         if limit is None or not largest(int(minutes > limit), self.world.everyone):
             return None
         return Ending(

@@ -8,8 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Besides the usual two: a closed terminal, and the warnings that schedulers send before they take a machine away.
-WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Besides the usual two: a closed terminal, the warnings that schedulers send before they take a machine away, and that of the kernel before the
+# limit of CPU time (RLIMIT_CPU) is reached.
+WATCHED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 # A scheduler signals every process of a job, and the launcher passes on what it received: one request, told twice.
 _ECHO_SECONDS = 5.0
 
@@ -20,8 +28,19 @@ def watched_here() -> list[signal.Signals]:
     return [number for number in WATCHED if not (ignored and number == signal.SIGHUP)]
 
 
+class StoppedEarly(BaseException):
+    """A signal that came before the loop: nothing is trained that would have to be saved."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {signal_name(number)} before the first step; nothing was trained yet")
+        self.number = number
+
+
 class StopRequest:
     """Set by the first signal. A second Ctrl-C ends the process at once; its last checkpoint is intact either way.
+
+    While a run `is_starting`, a signal raises `StoppedEarly` instead: a start may be blocked for long, in a file of a dead mount or while data is
+    tokenized, and Python resumes a blocked call after a handler that returns.
 
     Schedulers repeat their signals, or send a harder one after a warning; that must not break off the save they ask for.
     """
@@ -31,6 +50,7 @@ class StopRequest:
         self._tells = tells
         self._launcher = launcher
         self._since = 0.0
+        self.is_starting = False
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -46,6 +66,8 @@ class StopRequest:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received, self._since = signal.Signals(number), time.monotonic()
+            if self.is_starting:
+                raise StoppedEarly(self._received)
             if self._tells and number == signal.SIGINT:
                 # For a person who waits; a step and its save may take minutes. Not by Python's streams, which may be busy.
                 with contextlib.suppress(OSError):

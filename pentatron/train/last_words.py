@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.monitor.report import FAILED
+from pentatron.train.interrupt import StoppedEarly
 from pentatron.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -27,11 +28,19 @@ def sentence_of(error: BaseException) -> str | None:
 
 def write_last_words(folder: RunFolder, world: "World", error: BaseException, sentence: Sentence) -> None:
     """Into the log of the run's folder, which must be ours. What all ranks say alike, the first writes."""
+    if isinstance(error, StoppedEarly):
+        if world.is_first:
+            _append(folder, str(error))
+        return
     agreed = isinstance(error, AgreedError)
     text = sentence(error) if world.is_first or not agreed else None
     if text is None:
         return
     of_rank = "" if agreed or world.everyone.size == 1 else f"rank {world.everyone.rank}: "
+    _append(folder, f"{FAILED}{of_rank}{' '.join(text.split())}")
+
+
+def _append(folder: RunFolder, line: str) -> None:
     # A full disk may be what the run failed with.
     with contextlib.suppress(OSError), folder.log.open("a", encoding="utf-8") as log:
-        log.write(f"{FAILED}{of_rank}{' '.join(text.split())}\n")
+        log.write(f"{line}\n")

@@ -12,6 +12,9 @@ from pentatron.monitor.display import Display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
+from pentatron.monitor.terminal import output_error
+
+_TERMINAL = "the terminal"
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,13 @@ class Output:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        if self.log is not None:
-            log = self.log
-            self.attempt("train.log", lambda: (log.write(f"{spoken(text)}\n"), log.flush()))
+        if self.log is None:
+            return
+        log = self.log
+        if _TERMINAL not in self.missing and (lost := output_error()) is not None:
+            self.missing.append(_TERMINAL)
+            text = f"warning: standard output cannot be written any more ({lost.strerror}); this log has every line\n{text}"
+        self.attempt("train.log", lambda: (log.write(f"{spoken(text)}\n"), log.flush()))
 
     def attempt(
         self,

@@ -108,6 +108,7 @@ def open_session(
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
         stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
+        stop.is_starting = True
 
         def open_ours() -> None:
             open_folders(config, folder, start, display, cleanup)
@@ -123,10 +124,13 @@ def open_session(
             resolved = settle_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
             session = Session(resolved, world, folder, display, stop, first, cleanup, program, start)
+            if attempt.began is not None:
+                session.job_began = attempt.began
             session.typed_again = start_of(config.flat(), resolved.given("load"), resumes)
             yield session
             session.leave()
         except BaseException as error:
+            stop.is_starting = False
             write_last_words(folder, world, error, sentence)
             raise
 
@@ -158,6 +162,7 @@ class Session:
         self.began: Beginning | None = None
         self.leave: Callable[[], None] = lambda: None
         self.initialized, self.moments = time.time(), Moments(started)
+        self.job_began = time.monotonic() - (self.initialized - started)
         # Of the start; the loop has its own.
         self.timers = Timers(0, self.config.loop.timing_log_option, world.device)
         for notice in resolved.notices:
@@ -249,10 +254,11 @@ class Session:
             output,
             self.stop,
             began.is_saved,
-            self.started,
+            self.job_began,
             beside,
         )
         self.leave = self.trainer.checkpoints.leave
+        self.stop.is_starting = False
         output.note("done with setup ...")
         output.note(self.timers.block(world.everyone) or "")
 

@@ -57,7 +57,7 @@ class Trainer:
         output: Output,
         stop: StopRequest,
         is_saved: bool,
-        started: float,
+        began: float,
         beside: BesideTheSteps,
     ) -> None:
         """`is_saved`: the run's own folder holds the state it begins with."""
@@ -66,7 +66,7 @@ class Trainer:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.where = world.whereabouts
-        self.endings = Endings(config, world, stop, started)
+        self.endings = Endings(config, world, stop, began)
         self.beside, self.timers = beside, model.timers
         self.health = Health(config, world, model, optimizer, state, output)
         self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)

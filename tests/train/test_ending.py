@@ -93,9 +93,9 @@ def test_ranks_agree_when_the_clock_or_a_signal_reaches_one_of_them() -> None:
     """Clocks of machines differ by a little: what one rank takes for late ends all."""
     late = dist.get_rank() == 1
     config, world = resolved("--exit-duration-in-mins 1", 2).config, world_here()
-    assert Endings(config, world, StopRequest(), time.time() - 61 * late).after_step(1) is not None
+    assert Endings(config, world, StopRequest(), time.monotonic() - 61 * late).after_step(1) is not None
     request = StopRequest()
     if late:
         request(signal.SIGUSR1, None)
-    assert Endings(config, world, request, time.time()).after_step(1) is None
+    assert Endings(config, world, request, time.monotonic()).after_step(1) is None
     assert agree_on_next_step(iter([]), 0, request, world) == ([], signal.SIGUSR1)

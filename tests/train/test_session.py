@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect, single_process
+from pentatron.train.interrupt import StoppedEarly
 from pentatron.train.program import Program
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.session import Outcome, run_training
@@ -297,18 +299,26 @@ def test_foreign_files_are_neither_moved_nor_overwritten(tmp_path: Path) -> None
     assert {p.name for p in other.iterdir()} == {"config.yaml"}
 
 
-def test_a_stop_before_the_first_step_promises_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original = session_module.build_parallel_model
+def test_a_signal_during_the_start_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the start is blocked: Python would resume a blocked call after a handler that only takes a note."""
 
-    def interrupted(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGHUP)
-        return original(*args)
+    def blocked(*args: Any) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        select.select([], [], [], 20)
+        raise AssertionError("the signal had no effect")
 
-    monkeypatch.setattr(session_module, "build_parallel_model", interrupted)
-    assert run(tmp_path / "a").stopped_by == signal.SIGHUP
-    assert "stopped by SIGHUP before the first step; nothing was trained yet" in capsys.readouterr().out
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    try:
+        monkeypatch.setattr(session_module, "build_parallel_model", blocked)
+        with pytest.raises(StoppedEarly) as stopped:
+            run(tmp_path / "a")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert stopped.value.number == signal.SIGHUP
+    told = "stopped by SIGHUP before the first step; nothing was trained yet"
+    assert str(stopped.value) == (tmp_path / "a" / "train.log").read_text().strip() == told
+    monkeypatch.undo()
+    assert run(tmp_path / "a").ending is None, "and nothing is left that a second start would meet"
 
 
 def test_a_longer_sequence_may_go_on_where_positions_are_not_learned(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pentatron.megatron.program import UserProgram
 from pentatron.megatron.state import current, is_running, started_as
 from pentatron.megatron.training.arguments import ExtraArguments, take_extra_arguments
 from pentatron.megatron.training.entry import entry_of, notes_of
+from pentatron.monitor.terminal import outlive_output
 from pentatron.parallel.joining import leave
 from pentatron.train.last_words import write_last_words
 from pentatron.train.session import open_session
@@ -43,7 +44,7 @@ def initialize_megatron(
     notes = notes_of(
         get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
     )
-    code = guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes))
+    code = guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), is_all=False)
     if code or not is_running():
         sys.exit(code)
 
@@ -66,6 +67,7 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
     )
     program.reads_named_data = False
     config = prepared.resolved.config
+    outlive_output()
     try:
         with ExitStack() as opening:
             world, resolved = opening.enter_context(joined_run(prepared, worker))
@@ -76,7 +78,7 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
             )
             current().flow = Flow(session, program)
             # Only now: what failed so far was closed again.
-            atexit.register(opening.pop_all().close)
+            atexit.register(_end, opening.pop_all())
     except Exception as error:
         code = explain(error, config, worker)
         if code is None:
@@ -84,6 +86,13 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
         return code
     sys.excepthook = _sentence(sys.excepthook, config, worker)
     return 0
+
+
+def _end(opened: ExitStack) -> None:
+    """At the end of the program. Its exit code tells whether it failed."""
+    opened.close()
+    if (place := this_worker()) is not None:
+        place.finished()
 
 
 def _missing(name: str) -> Callable[..., Any]:
