@@ -44,7 +44,7 @@ class Failure:
         if self.kind == "silent":
             return "did not answer the others, and was ended"
         if self.kind == "unfinished":
-            return "ended with exit code 0 before its work was done"
+            return "ended with exit code 0 and unfinished work"
         if self.kind == "early":
             return "ended before the others were done, without an error"
         if self.code >= 0:

@@ -12,6 +12,7 @@ from pentatron.launch.failure import Failure, keep_records
 from pentatron.launch.local import Ended
 from pentatron.launch.processes import Signals
 from pentatron.monitor.report import FAILED
+from pentatron.monitor.terminal import append_line
 from pentatron.train.interrupt import signal_name
 
 # Starts the job; the number says how often it was started again before.
@@ -138,13 +139,8 @@ class Supervisor:
         self._log(text)
 
     def _log(self, text: str) -> None:
-        if self._in_use:
-            return
-        try:
-            with (self.folder / "train.log").open("a", encoding="utf-8") as log:
-                log.write(f"{text}\n")
-        except OSError:
-            pass
+        if not self._in_use:
+            append_line(self.folder / "train.log", text)
 
     def _record(self, failure: Failure, restarts: int, saved: int, step: int) -> None:
         """For whoever looks at the run later."""
@@ -159,8 +155,4 @@ class Supervisor:
             "from_step": saved,
             "steps_lost": max(0, step - saved),
         }
-        try:
-            with (self.folder / "restarts.jsonl").open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(row)}\n")
-        except OSError:
-            pass
+        append_line(self.folder / "restarts.jsonl", json.dumps(row))

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a process, either of which may fail while the process works.
+"""What a process says: standard output, standard error and lines of logs, each of which may fail while the process works.
 
 A terminal is closed, the reader of a pipe leaves, the disk under a log is full, or a stream is closed from the start. Work that leaves its
 results in files outlives all of that; a command whose result is its output does not, and must not end with 0.
@@ -12,6 +12,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 STREAMS = {"stdout": 1, "stderr": 2}
@@ -128,6 +129,17 @@ def outlive_output() -> None:
 def output_error() -> OSError | None:
     """Why standard output cannot be written, if it could not."""
     return _owned["stdout"].error if "stdout" in _owned else None
+
+
+def append_line(file: Path, line: str) -> bool:
+    """Adds a line to a log without ever ending or blocking its writer; whether it could be written. A FIFO without a reader is refused."""
+    try:
+        opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        with os.fdopen(opened, "a", encoding="utf-8", errors="replace") as log:
+            log.write(f"{line}\n")
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """What a run failed with, as the last line of its log: who looks back at it finds the reason there, not only on a terminal."""
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.monitor.report import FAILED
+from pentatron.monitor.terminal import append_line
 from pentatron.train.interrupt import StoppedEarly
 from pentatron.train.run_folder import RunFolder
 
@@ -30,17 +30,12 @@ def write_last_words(folder: RunFolder, world: "World", error: BaseException, se
     """Into the log of the run's folder, which must be ours. What all ranks say alike, the first writes."""
     if isinstance(error, StoppedEarly):
         if world.is_first:
-            _append(folder, str(error))
+            append_line(folder.log, str(error))
         return
     agreed = isinstance(error, AgreedError)
     text = sentence(error) if world.is_first or not agreed else None
     if text is None:
         return
     of_rank = "" if agreed or world.everyone.size == 1 else f"rank {world.everyone.rank}: "
-    _append(folder, f"{FAILED}{of_rank}{' '.join(text.split())}")
-
-
-def _append(folder: RunFolder, line: str) -> None:
     # A full disk may be what the run failed with.
-    with contextlib.suppress(OSError), folder.log.open("a", encoding="utf-8") as log:
-        log.write(f"{line}\n")
+    append_line(folder.log, f"{FAILED}{of_rank}{' '.join(text.split())}")

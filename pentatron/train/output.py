@@ -5,8 +5,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import TextIO
 
+from pentatron.config.errors import UserError
 from pentatron.config.printable import spoken
 from pentatron.monitor.display import Display
 from pentatron.monitor.log_lines import LogLines
@@ -15,6 +17,13 @@ from pentatron.monitor.report import StepReport
 from pentatron.monitor.terminal import output_error
 
 _TERMINAL = "the terminal"
+
+
+def refuse_pipes(*files: Path) -> None:
+    """A run that opens a FIFO to write its log waits for a reader, for ever."""
+    for file in files:
+        if file.is_fifo():
+            raise UserError(f"{file} is a FIFO, which a run cannot keep its records in; remove it")
 
 
 @dataclass(frozen=True)

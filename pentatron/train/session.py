@@ -35,7 +35,7 @@ from pentatron.train.introduction import introduce
 from pentatron.train.last_words import Sentence, sentence_of, write_last_words
 from pentatron.train.moments import Moments
 from pentatron.train.opening import leave_to_earlier_runs, open_folders
-from pentatron.train.output import Output
+from pentatron.train.output import Output, refuse_pipes
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.profiling import BesideTheSteps
 from pentatron.train.program import CONFIGURED, Program
@@ -327,6 +327,7 @@ def _open_output(
         cleanup.callback(sampler.close)
     if not world.is_first:
         return Output(display)
+    refuse_pipes(folder.log, folder.metrics)
     log = folder.log.open("a", encoding="utf-8")
     echoes = config.log.console_lines == "megatron"
     if config.train.skip_train:
