@@ -3,11 +3,19 @@
 import contextlib
 import io
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from pentatron.cli import train as train_module
 from pentatron.cli.main import main
 from tests.cli.test_train import finish, losses, start_forked
 from tests.harness import distributed
+from tests.support import resolved
 
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 "
@@ -75,3 +83,24 @@ def test_a_traceback_is_told_once_and_those_of_the_others_are_kept(tmp_path: Pat
     assert "LookupError: a bug" in (folder / "ranks" / "rank-00001.log").read_text()
     other = (folder / "ranks" / "rank-00000.log").read_text()
     assert "lost contact with another rank" in other
+
+
+def test_the_last_step_is_read_by_another_process_where_torch_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher would hold torch from then on, and be what the kernel ends next when memory runs out."""
+    config = resolved(f"--save {tmp_path}").config
+    answers = {"None\n": None, "a note of a library\n40\n": 40}
+
+    def answer(words: Sequence[str], **named: Any) -> Any:
+        monkeypatch.setattr(sys, "argv", ["-c", words[-1]])
+        exec(words[words.index("-c") + 1], {})
+        assert capsys.readouterr().out == "None\n", "no step is there"
+        return SimpleNamespace(returncode=0, stdout=next(iter(answers)))
+
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(train_module.subprocess, "run", answer)
+    while answers:
+        expected = next(iter(answers.values()))
+        assert train_module._saved_step(config) == expected
+        answers.pop(next(iter(answers)))

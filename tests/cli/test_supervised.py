@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli import supervised
-from pentatron.cli.supervised import Supervised, _is_of_job, _Orphan
+from pentatron.cli.environment import find_worker
+from pentatron.cli.main import guarded
+from pentatron.cli.restarted import BEGAN, this_attempt
+from pentatron.cli.supervised import WORKER, Supervised, _is_of_job, _Orphan, leave_parents_job, this_worker
 from pentatron.launch.hang import Limits
-from pentatron.launch.local import JOB
+from pentatron.launch.local import JOB, LAUNCHER, OF_A_WORKER, RESTART
 from pentatron.parallel.whereabouts import Whereabouts
 
 
@@ -64,3 +67,45 @@ def test_a_process_of_another_job_is_not_taken_for_a_rank(tmp_path: Path) -> Non
             process.kill()
             process.wait()
     assert not _is_of_job(process.pid, tmp_path), "it is gone"
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The environment of rank 1 of 2, whose launcher is this process's parent; the folder of its job."""
+    monkeypatch.delenv(WORKER, raising=False)
+    given = dict.fromkeys(OF_A_WORKER, "1") | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"}
+    given |= {JOB: str(tmp_path), LAUNCHER: str(os.getppid()), RESTART: "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def test_a_command_that_a_rank_starts_is_none_of_its_ranks(worker: Path) -> None:
+    assert this_worker() == Supervised(worker, os.getppid(), 1, 1)
+    leave_parents_job()
+    assert this_worker() is not None, "the rank itself stays one"
+    # What a child of it finds.
+    os.environ[WORKER] = str(os.getpid() + 1)
+    assert this_worker() is None
+    leave_parents_job()
+    assert find_worker(os.environ) is None and not set(OF_A_WORKER) & set(os.environ)
+
+
+def test_the_end_of_the_work_is_recorded_and_an_error_is_not_one(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervised, "follow_launcher", lambda self: (worker / "rank-1.working").touch())
+    done = worker / "rank-1.done"
+    assert guarded(lambda: 2) == 2 and not done.exists()
+    assert guarded(lambda: 0, is_all=False) == 0 and not done.exists(), "the program has more to do"
+    assert guarded(lambda: 0) == 0 and done.exists()
+
+
+def test_a_restarted_job_has_one_limit_of_time(
+    worker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BEGAN, "12.5")
+    assert this_attempt(os.environ, tmp_path).began == 12.5
+    monkeypatch.delenv(RESTART)
+    own = this_attempt(os.environ, tmp_path).began
+    assert own is not None and abs(own - time.monotonic()) < 5, "of no launcher of ours"

@@ -25,7 +25,7 @@ from tests.support import resolved
 _SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from pentatron.launch.failure import write_record
+from pentatron.launch.failure import begin_work, end_work, write_record
 rank, job = int(os.environ["RANK"]), Path(os.environ["PENTATRON_JOB"])
 def tell(kind):
     write_record(job, rank, kind, f"{kind} of rank {rank}", time.time())
@@ -81,6 +81,53 @@ def test_who_leaves_in_silence_is_named_where_all_others_lost_somebody(
 def test_who_stays_when_the_others_give_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run('if rank == 0: tell("lost"); sys.exit(1)\ntime.sleep(1000)', 2, monkeypatch)
     assert ended.failed_rank == 1 and "did not answer the others" in ended.failures[0].how
+
+
+def test_an_end_with_0_is_a_success_only_of_ranks_that_finished_their_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = run("begin_work(job, rank); end_work(job, rank)", 2, monkeypatch)
+    assert (ended.exit_code, ended.status, list(ended.failures)) == (0, 0, [])
+    ended = run("begin_work(job, rank)\nif rank == 0: end_work(job, rank)", 2, monkeypatch)
+    assert (ended.exit_code, ended.status, ended.failed_rank, ended.is_crash) == (1, 1, 1, True)
+    assert ended.story(2) == "rank 1 of 2 ended with exit code 0 and unfinished work"
+
+
+def test_ranks_that_never_began_are_told_and_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a file of the program's name in the current folder, which is run in its place."""
+    ended = run_workers(["-c", ""], 2, None, os.environ, os.getpid())
+    story = Story(tmp_path, [(ended, None)])
+    assert story.run().status == 1 and story.restarts == [0]
+    assert (
+        story.said[0]
+        == "rank 0 of 2 ended with exit code 0 and unfinished work before its first step was done"
+    )
+    assert "not started again: what fails before the first step would fail again" in story.said[1]
+
+
+def test_sigquit_asks_every_rank_for_its_stacks_and_the_job_continues(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+import faulthandler
+from pentatron.launch.watch import STACKS, stacks_path
+begin_work(job, rank)
+stacks = stacks_path(job, rank)
+faulthandler.register(STACKS, stacks.open("w"))
+if rank == 0:
+    while not stacks_path(job, 1).exists() or not stacks_path(job, 1).with_suffix(".ready").exists():
+        time.sleep(0.02)
+    os.kill(os.getppid(), STACKS)
+else:
+    stacks.with_suffix(".ready").touch()
+while "most recent call first" not in stacks.read_text():
+    time.sleep(0.02)
+end_work(job, rank)
+"""
+    assert run(script, 2, monkeypatch).exit_code == 0
+    assert "pentatron: 2 ranks write their stacks to " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("code", [2, 16, 17, 128 + signal.SIGTERM, -signal.SIGTERM])

@@ -99,3 +99,15 @@ def test_ranks_agree_when_the_clock_or_a_signal_reaches_one_of_them() -> None:
         request(signal.SIGUSR1, None)
     assert Endings(config, world, request, time.monotonic()).after_step(1) is None
     assert agree_on_next_step(iter([]), 0, request, world) == ([], signal.SIGUSR1)
+
+
+def test_the_time_of_day_may_be_set_while_a_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, world = resolved("--exit-duration-in-mins 10").config, single_process()
+    endings = Endings(config, world, StopRequest(), time.monotonic())
+    now, began = time.time(), time.monotonic()
+    for day in (86400, -86400):
+        monkeypatch.setattr(time, "time", lambda day=day: now + day)
+        assert endings.by_the_clock() is None
+    monkeypatch.setattr(time, "monotonic", lambda: began + 601)
+    late = endings.by_the_clock()
+    assert late is not None and late.reason == "stopped after 10.0 minutes (--exit-duration-in-mins 10)"
