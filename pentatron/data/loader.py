@@ -177,7 +177,7 @@ class _LeaveSignalsToTheRank:
         self._asked = False
 
     def __call__(self, worker: int) -> None:
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
 

@@ -43,13 +43,18 @@ run_entry(TRAIN)
 def on_a_terminal(folder: Path, ignored: bool, processes: int, bar: str) -> tuple[int, list[str], Path]:
     script, place = folder / "terminal.py", folder / "run"
     script.write_text(ON_A_TERMINAL.format(ignored=ignored))
-    steps = "200" if ignored else "100000"
+    steps = "60" if ignored else "100000"
     words = f"--nproc-per-node {processes} --progress-bar {bar} --train-iters {steps} --save-interval 1000".split()
     code, _, _ = finish(start_forked(str(script), *SMALL, *words, "--run-dir", str(place)))
     return code, (place / "train.log").read_text().splitlines(), place
 
 
-SHAPES = [(processes, bar) for processes in (1, 2) for bar in ("off", "on")]
+SHAPES = [
+    pytest.param(1, "off"),
+    pytest.param(2, "on"),
+    pytest.param(1, "on", marks=pytest.mark.sweep),
+    pytest.param(2, "off", marks=pytest.mark.sweep),
+]
 
 
 @pytest.mark.parametrize(("processes", "bar"), SHAPES)
@@ -71,7 +76,7 @@ def test_a_run_that_ignores_sighup_trains_to_its_end_without_its_terminal(
     tmp_path: Path, processes: int, bar: str
 ) -> None:
     code, log, folder = on_a_terminal(tmp_path, True, processes, bar)
-    assert (code, losses(folder)[-1][0]) == (0, 200), "\n".join(log)
+    assert (code, losses(folder)[-1][0]) == (0, 60), "\n".join(log)
     assert log.count(LOST.format(reason="Input/output error")) == 1
 
 
