@@ -1,12 +1,16 @@
 """Training as real processes: forked ones, cheap, and ones started as a user starts them. What they say is kept with its time."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -95,6 +99,33 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class Terminal:
+    """A pseudo-terminal that is read until it is closed, as its window is."""
+
+    def __init__(self) -> None:
+        self._master, self.descriptor = pty.openpty()
+        self._closed = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._master], [], [], 0.02)[0]:
+                with contextlib.suppress(OSError):
+                    os.read(self._master, 1 << 16)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._reader.join()
+        os.close(self._master)
+
+
+def take_terminal() -> None:
+    """In a process that leads a session: its output is its terminal, if it is one."""
+    if os.isatty(1):
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A rank is killed: it is named, the others end within seconds, and the job goes on from its last step to the undisturbed end."""
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -50,6 +51,16 @@ IN_STEP = {
 }
 for _name, _words in IN_STEP.items():
     SERIES.case(_name)(in_step(*_words))
+
+
+@SERIES.case("in the forward, after the reader of the output has left")
+def without_reader(lab: Lab) -> Outcome:
+    """What tells of the failure fails itself, and must not end the launcher."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    fault = Fault("forward", "kill", 1, STEP, once=lab.marker())
+    return judged(lab, lab.launch("dp2", faults=[fault], output=writer).wait(), "dp2", 1, STEP - 1)
+
 
 HALF_WRITTEN = f"*/.step-{SAVED:08d}.*/"
 

@@ -1,5 +1,6 @@
 """Where a case does its work: its folder, its commands, and the undisturbed runs it is compared with."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 from pentatron.checkpoint.digest import StateDigest, state_digest
 from pentatron.checkpoint.manifest import read_manifest
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from tests.faults.commands import MARK, Ran, Running, Zygote, environment
+from tests.faults.commands import MARK, Ran, Running, Zygote, environment, take_terminal
 from tests.faults.injection import ALONE, Fault, happened
 
 # Dropout of both kinds, so that random states matter.
@@ -234,8 +235,13 @@ class Lab:
     ) -> Ran:
         return self.begin(layout, more, faults, **given).wait(seconds)
 
-    def launch(self, layout: str, more: str = "", faults: Sequence[Fault] = ()) -> Running:
-        """`pentatron train` as a user types it, with its workers."""
+    def launch(
+        self, layout: str, more: str = "", faults: Sequence[Fault] = (), output: int | None = None
+    ) -> Running:
+        """`pentatron train` as a user types it, with its workers.
+
+        `output`: a descriptor for both streams, closed here once the command has it; what is said is then read from the run's log.
+        """
         out, err = self._files()
         mark = uuid.uuid4().hex
         entry = (
@@ -250,10 +256,13 @@ class Lab:
                 cwd=self.folder,
                 env={**environment(), MARK: mark},
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
+                stdout=stdout if output is None else output,
+                stderr=stderr if output is None else output,
                 start_new_session=True,
+                preexec_fn=take_terminal,
             )
+        if output is not None:
+            os.close(output)
 
         def wait(seconds: float) -> tuple[int, float] | None:
             try:
@@ -261,7 +270,8 @@ class Lab:
             except subprocess.TimeoutExpired:
                 return None
 
-        return Running([process.pid], [wait], [out, err], mark)
+        said = [out, err] if output is None else [self.run / "train.log"]
+        return Running([process.pid], [wait], said, mark)
 
     def is_equal(self, layout: str, step: int = LAST, run: Path | None = None) -> bool:
         """Whether the run's step holds what that of the undisturbed run does."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.faults.cases import Outcome, Series
 from tests.faults.injection import Fault
-from tests.faults.lab import Lab, step_folder
+from tests.faults.lab import LAST, Lab, step_folder
 
 SERIES = Series("other")
 
@@ -55,6 +55,20 @@ def clock(lab: Lab) -> Outcome:
     outcome.expect(outcome.detected, f"it went on from {ran.resumed_at}, not from step 6")
     outcome.ended(ran, 0)
     outcome.lost(0, 0)
+    outcome.same_state(lab.is_equal("alone"))
+    return outcome
+
+
+@SERIES.case("the clock jumps forward a day, with --exit-duration-in-mins")
+def clock_forward(lab: Lab) -> Outcome:
+    fault = Fault("forward", "set the clock back", step=4, seconds=-86400, once=lab.marker())
+    ran, outcome = (
+        lab.fork("alone", "--exit-duration-in-mins 60", [fault]),
+        Outcome(remark="trains to its end"),
+    )
+    outcome.detected = lab.last_step() == LAST
+    outcome.expect(outcome.detected, f"it ended after step {lab.last_step()}")
+    outcome.ended(ran, 0)
     outcome.same_state(lab.is_equal("alone"))
     return outcome
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tests.faults.cases import Outcome, Series
-from tests.faults.commands import Ran, Running
+from tests.faults.commands import Ran, Running, Terminal
 from tests.faults.injection import Fault
 from tests.faults.lab import LAST, SAVE_INTERVAL, Lab
 
@@ -45,7 +45,7 @@ def asked(
     return run
 
 
-for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGXCPU):
     SERIES.case(f"{_number.name} to the launcher")(
         asked(lambda running, n=_number: running.signal(n), _number)
     )  # type: ignore[misc]
@@ -55,6 +55,22 @@ SERIES.case("SIGTERM to one rank")(
 SERIES.case("SIGTERM to the launcher, as a wish (--exit-signal-handler)")(
     asked(lambda running: running.signal(signal.SIGTERM), signal.SIGTERM, "--exit-signal-handler", 0)
 )
+
+
+@SERIES.case("the terminal is closed")
+def closed_terminal(lab: Lab) -> Outcome:
+    """The kernel sends SIGHUP, and every line that is written from then on is an error."""
+    terminal = Terminal()
+    running = lab.launch(LAYOUT, "--progress-bar on", [SLOW], output=terminal.descriptor)
+    lab.wait_for_step(running, 3)
+    at = time.time()
+    terminal.close()
+    ran = running.wait()
+    outcome = judged(lab, ran, signal.SIGHUP, at)
+    outcome.expect(
+        ran.find("standard output cannot be written any more") is not None, "the log does not say so"
+    )
+    return outcome
 
 
 def twice(numbers: Sequence[signal.Signals]) -> Callable[[Running], None]:

@@ -1,5 +1,6 @@
 """Where a run writes and meets: full, locked, missing or taken."""
 
+import os
 import socket
 
 from tests.faults.cases import Outcome, Series
@@ -7,6 +8,17 @@ from tests.faults.injection import Fault
 from tests.faults.lab import LAST, Lab, free_port
 
 SERIES = Series("storage")
+
+
+@SERIES.case("the disk under standard output is full")
+def full_output(lab: Lab) -> Outcome:
+    """Nothing of the run lies there."""
+    ran = lab.launch("dp2", output=os.open("/dev/full", os.O_WRONLY)).wait()
+    outcome = Outcome(remark="told in train.log, goes on")
+    outcome.told(ran, r"standard output cannot be written any more \(No space left on device\)")
+    outcome.ended(ran, 0)
+    outcome.same_state(lab.is_equal("dp2"))
+    return outcome
 
 
 def refused(lab: Lab, pattern: str, layout: str = "alone", code: int = 2, **given: object) -> Outcome:
