@@ -251,12 +251,12 @@ class _Interrupted:
 
 
 def test_ctrl_c_is_answered_from_the_first_moment_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "meta_path", [_Interrupted(), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "pentatron.cli.main")
     assert program() == 130
-    assert capsys.readouterr().err == "pentatron: stopped before anything was done\n"
+    assert capfd.readouterr().err == "pentatron: stopped before anything was done\n"
 
 
 def test_as_a_process_a_mistake_has_no_traceback() -> None:

@@ -54,9 +54,14 @@ def test_readers_leave_signals_to_the_rank_and_one_that_dies_is_a_sentence(tmp_p
     reached = losses(tmp_path / "run")[-1][0]
     wait_for_step(tmp_path / "run", reached + 10)
     assert children(run.pid) == [reader] and run.poll() is None
+    # As with the ranks of a launcher: the stacks are written, and the run continues.
+    os.kill(run.pid, signal.SIGQUIT)
+    wait_for_step(tmp_path / "run", losses(tmp_path / "run")[-1][0] + 2)
     # What the kernel does when memory runs out.
     os.kill(reader, signal.SIGKILL)
     code, _, err = finish(run)
+    stacks, _, err = err.rpartition("\npentatron: ")
+    assert "Current thread" in stacks and "session.py" in stacks
     assert (code, err.count("\n")) == (2, 1), err
     assert "a process that reads data has died (killed by SIGKILL): not enough memory" in err
     assert "training can go on from the newest one, perhaps with fewer --num-workers" in err
