@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.checkpoint.free_name import free_name
 from pentatron.config.errors import UserError
+from pentatron.config.free_name import free_name
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import write_file
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest, verify_files
-from pentatron.checkpoint.store import TRACKER, CheckpointStore, Found
+from pentatron.checkpoint.store import TRACKER, CheckpointStore, Found, require_one_step
 from pentatron.checkpoint.verifying import Check
 from pentatron.config.errors import UserError
 
@@ -54,6 +54,7 @@ def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Found:
     folder = folder.resolve()
     try:
         manifest = read_manifest(folder)
+        require_one_step(folder, manifest)
         if verify:
             check(folder, manifest)
     except DamagedCheckpoint as damage:

@@ -1,11 +1,15 @@
-"""One run folder, one job.
+"""One writer per folder: a run's folder, or a folder of checkpoints.
 
-Two locks, as neither is enough. The kernel's is free as soon as its holder ends, however it ends; but between machines that share a
-folder it may not hold, if the file system was mounted so. The record names the owner, who makes it young again while it lives;
-on another machine that is all there is to go by.
+Two locks, as neither is enough. The kernel's (`flock` on `.lock`) is free as soon as its holder ends, however it ends; but between
+machines that share a folder it may not hold, if the file system was mounted so. The record inside the file names the owner, who renews
+its time while it lives; on another machine that is all there is to go by.
+
+A lock belongs to an inode, and a path may get another one. So the inode is compared after locking, and again whenever the owner is
+about to write (`FolderLock.require`): an owner whose folder was moved, removed or taken over stops before it writes.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,8 +22,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn, TextIO
 
-from pentatron.config.errors import UserError
+from pentatron.config.errors import FolderLost, UserError
 from pentatron.config.parsing import parse_json
 
 FILE_NAME = ".lock"
@@ -27,8 +32,12 @@ FILE_NAME = ".lock"
 _BEAT_SECONDS = 10.0
 _STALE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+# Tries to lock a file that is deleted or replaced each time before the lock is there.
+_TRIES = 100
 # File systems of one machine, where the kernel knows every holder of its lock.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
+# What `stat` says of a path that is not there any more, a removed folder of a network file system included.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 @dataclass(frozen=True)
@@ -45,38 +54,169 @@ class Owner:
         return f"process {self.pid} on {self.host} since {self.since}"
 
 
-@contextmanager
-def folder_lock(
-    folder: Path,
-    say: Callable[[str], None] | None = None,
-    way_out: str = "stop it, or choose another --run-dir",
-) -> Iterator[None]:
-    """Holds the folder for this process. `say` tells why it takes a while, if an owner elsewhere may be gone or not.
+class FolderLock:
+    """A folder that this process holds. `say` gets a line where the lock file had to be made again."""
 
-    `way_out`: what somebody can do who does not want to wait.
-    """
-    path = folder / FILE_NAME
-    with path.open("a+", encoding="utf-8") as file:
-        before = _owner(path)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _refusal(folder, str(before or "its owner is not recorded"), way_out) from None
-        if before is not None and not before.released and _may_be_unseen(before, folder):
-            _wait_for_silence(path, before, say or (lambda text: None), way_out)
-        owner = Owner(
+    def __init__(self, folder: Path, file: TextIO, say: Callable[[str], None]) -> None:
+        self.folder, self.path = folder, folder / FILE_NAME
+        # Why it is not ours any more.
+        self.lost = ""
+        self.owner = Owner(
             socket.gethostname(),
             os.getpid(),
             datetime.now().astimezone().isoformat(timespec="seconds"),
             secrets.token_hex(4),
         )
-        _record(path, owner)
-        with _living(path, owner):
-            yield
-        # Who comes next, from wherever, need not wait until we seem to be gone.
+        self._file, self._say = file, say
+        self._folder = folder.stat()
+        # The thread that renews the record, and the one that asks.
+        self._one_at_a_time = threading.Lock()
+        self._renewed = 0
+        self._record(self.owner)
+
+    def require(self, thorough: bool = True) -> None:
+        """Raises `FolderLost` if the folder is not this process's any more; to be called before anything is written.
+
+        Costs one `stat`. The record is read where its time is not the one that this process left, or if `thorough`.
+        """
+        with self._one_at_a_time:
+            if self.lost:
+                raise FolderLost(self.lost)
+            try:
+                there = _stat(self.path)
+            except OSError:
+                # A disk that does not answer says nothing of owners, and the write that follows meets it as well.
+                return
+            if there is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
+                self._lock_again()
+            elif thorough or there.st_mtime_ns != self._renewed:
+                self._require_record()
+
+    def renew(self) -> None:
+        """Gives the record a new time, as long as it is ours."""
+        with self._one_at_a_time, contextlib.suppress(OSError):
+            if read_owner(self.path) == self.owner:
+                os.utime(self.path)
+                self._renewed = self.path.stat().st_mtime_ns
+
+    def release(self) -> None:
+        # The next owner, on any machine, need not wait until this one seems to be gone.
+        with self._one_at_a_time, contextlib.suppress(OSError):
+            if not self.lost and read_owner(self.path) == self.owner:
+                self._record(replace(self.owner, released=True))
+        self._file.close()
+
+    def _require_record(self) -> None:
+        recorded = read_owner(self.path)
+        if recorded is None:
+            # Cut short or damaged; the kernel's lock on this inode is ours.
+            with contextlib.suppress(OSError):
+                self._record(self.owner)
+        elif recorded.token != self.owner.token:
+            self._lose(f"{self.folder} was taken over by {recorded}")
+        else:
+            self._renewed = self.path.stat().st_mtime_ns
+
+    def _lock_again(self) -> None:
+        """`.lock` was deleted or replaced. Locks the file that is there now, unless another job was faster."""
+        folder = _stat(self.folder)
+        if folder is None:
+            self._lose(f"{self.folder} was moved or removed while this run wrote to it")
+        if not os.path.samestat(folder, self._folder):
+            self._lose(f"{self.folder} is another folder than the one that this run opened")
+        try:
+            file = _locked(self.path)
+        except BlockingIOError:
+            owner = read_owner(self.path)
+            if owner is not None and owner.token == self.owner.token:
+                # The inode is the one that we hold, as some network file systems number it anew.
+                return
+            self._lose(f"{self.path} was deleted, and {self.folder} taken by {owner or 'another job'}")
+        except OSError as error:
+            self._lose(f"{self.path} was deleted, and cannot be made again ({error.strerror or error})")
+        owner = read_owner(self.path)
+        if owner is not None and owner.token != self.owner.token:
+            file.close()
+            self._lose(f"{self.path} was deleted, and {self.folder} used by {owner}")
+        self._file.close()
+        self._file = file
         with contextlib.suppress(OSError):
-            if _owner(path) == owner:
-                _record(path, replace(owner, released=True))
+            # A full disk; the kernel's lock is there.
+            self._record(self.owner)
+        self._say(
+            f"note: {self.path} was deleted during the run; it was made again, as no other job uses the folder"
+        )
+
+    def _lose(self, how: str) -> NoReturn:
+        self.lost = f"{how}; the run stops without writing there, and deletes nothing"
+        raise FolderLost(self.lost)
+
+    def _record(self, owner: Owner) -> None:
+        # In place: a new file of this name would have a lock of its own.
+        self.path.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+        self._renewed = self.path.stat().st_mtime_ns
+
+
+@contextmanager
+def folder_lock(
+    folder: Path,
+    say: Callable[[str], None] | None = None,
+    way_out: str = "stop it, or choose another --run-dir",
+) -> Iterator[FolderLock]:
+    """Holds the folder for this process. `say` tells why it takes a while, if an owner elsewhere may be gone or not.
+
+    `way_out`: what somebody can do who does not want to wait.
+    """
+    say = say or (lambda text: None)
+    path = folder / FILE_NAME
+    try:
+        file = _locked(path)
+    except BlockingIOError:
+        raise _refusal(folder, str(read_owner(path) or "its owner is not recorded"), way_out) from None
+    try:
+        before = read_owner(path)
+        if before is not None and not before.released and _may_be_unseen(before, folder):
+            _wait_for_silence(path, before, say, way_out)
+        lock = FolderLock(folder, file, say)
+    except BaseException:
+        file.close()
+        raise
+    with _living(lock):
+        try:
+            yield lock
+        finally:
+            lock.release()
+
+
+def _locked(path: Path) -> TextIO:
+    """The file of this path, locked; BlockingIOError: another process holds it.
+
+    Between opening and locking it may be deleted or replaced, and a lock on an inode without a name keeps nobody out.
+    """
+    for _ in range(_TRIES):
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there = _stat(path)
+            if there is not None and os.path.samestat(there, os.fstat(file.fileno())):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    raise UserError(
+        f"{path} is deleted again and again by another process, so it cannot be locked; end that process"
+    )
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None: it is not there. Other errors, such as those of a network that is away for a moment, are raised."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise
 
 
 def is_in_use(folder: Path) -> bool:
@@ -119,7 +259,7 @@ def _wait_for_silence(path: Path, owner: Owner, say: Callable[[str], None], way_
             f"{path.parent} belonged to {owner}; its machine is asked for a sign of life, for {left:.0f} s at most ..."
         )
     while _age(path) < _STALE_SECONDS:
-        if _owner(path) != owner or path.stat().st_mtime != seen:
+        if read_owner(path) != owner or path.stat().st_mtime != seen:
             raise _refusal(path.parent, str(owner), way_out)
         time.sleep(_LOOK_SECONDS)
 
@@ -128,12 +268,7 @@ def _refusal(folder: Path, owner: str, way_out: str) -> UserError:
     return UserError(f"another job is using {folder} ({owner}); wait for it, {way_out}")
 
 
-def _record(path: Path, owner: Owner) -> None:
-    # In place: a new file of this name would have a lock of its own.
-    path.write_text(json.dumps(asdict(owner)), encoding="utf-8")
-
-
-def _owner(path: Path) -> Owner | None:
+def read_owner(path: Path) -> Owner | None:
     try:
         return Owner(**parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -151,15 +286,13 @@ def _age(path: Path) -> float:
 
 
 @contextmanager
-def _living(path: Path, owner: Owner) -> Iterator[None]:
-    """Says every now and then that the owner lives, as long as the record is ours."""
+def _living(lock: FolderLock) -> Iterator[None]:
+    """Renews the record every now and then."""
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(_BEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                if _owner(path) == owner:
-                    os.utime(path)
+            lock.renew()
 
     thread = threading.Thread(target=beat, daemon=True, name="folder-lock")
     thread.start()

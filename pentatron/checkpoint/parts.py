@@ -26,7 +26,8 @@ class Written:
 class Verdict:
     """What became of a save: where the step lies, or what went wrong.
 
-    `to_check`: all ranks are to read the step once more before anything older goes. `note`: what else should be told.
+    `to_check`: all ranks are to read the step once more before anything older goes. `note`: what else should be told. `lost`: why the
+    folder is not the run's any more. `keeps_older`: nothing older may go, as the step may not survive a power cut.
     """
 
     final: str = ""
@@ -34,6 +35,8 @@ class Verdict:
     mistake: str = ""
     to_check: bool = False
     note: str = ""
+    lost: str = ""
+    keeps_older: bool = False
 
 
 def own_fragments(own: Mapping[str, Tensor]) -> list[Fragment]:

@@ -1,13 +1,12 @@
 """Removing old steps by hand, with nobody writing them: the newest one that is whole, sums compared, always stays."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.checkpoint.bases import read_bases
 from pentatron.checkpoint.checking import Problem, check_sums, open_manifest
-from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.lock import FolderLock, folder_lock
 from pentatron.checkpoint.retention import Retention, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.sums import Tell
@@ -25,17 +24,9 @@ class Pruning:
     damaged: list[Problem]
 
 
-@contextlib.contextmanager
-def nobody_else(steps: Path) -> Iterator[None]:
-    """Holds the folder of steps, and the run it belongs to, as a job does that trains there."""
-    with contextlib.ExitStack() as held:
-        # A run whose checkpoints lie inside its folder holds that folder alone.
-        for folder in (steps.parent, steps):
-            if (folder / ".lock").exists():
-                held.enter_context(
-                    folder_lock(folder, way_out="or let it remove old steps itself (--keep-checkpoints N)")
-                )
-        yield
+def nobody_else(steps: Path) -> AbstractContextManager[FolderLock]:
+    """Holds the folder of steps, as a job does that saves there."""
+    return folder_lock(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)")
 
 
 def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Pruning:

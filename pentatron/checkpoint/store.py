@@ -9,14 +9,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from pentatron.checkpoint.bases import keep_base, read_bases, read_record, record_bases, restore_bases
-from pentatron.checkpoint.free_name import free_name
 from pentatron.checkpoint.manifest import (
     FILE_NAME,
     DamagedCheckpoint,
@@ -26,10 +25,11 @@ from pentatron.checkpoint.manifest import (
 )
 from pentatron.checkpoint.parts import Verdict, Written, manifest_of, own_fragments, write_part
 from pentatron.checkpoint.retention import Retention, remove_steps, restore_replaced
-from pentatron.checkpoint.stages import Stages
+from pentatron.checkpoint.stages import Save, Stages
 from pentatron.checkpoint.tensor_file import write_text
-from pentatron.checkpoint.verifying import Check, Obstacle, problem_of_share
-from pentatron.config.errors import NotSaved, UserError
+from pentatron.checkpoint.verifying import Check
+from pentatron.config.errors import FolderLost, NotSaved
+from pentatron.config.free_name import free_name
 from pentatron.data.atomic import sync_folder
 from pentatron.parallel.collectives import Group, broadcast_object
 from pentatron.parallel.pieces import Fragment
@@ -63,6 +63,8 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder
         self.keep, self.retain, self.verify = keep, retain, verify
+        # Raises `FolderLost` if the folder is not this process's any more; with False, it may look less closely.
+        self.guard: Callable[[bool], None] = lambda thorough: None
         # Names of steps that were read and compared.
         self._verified: set[str] = set()
 
@@ -90,7 +92,7 @@ class CheckpointStore:
         background: bool,
     ) -> Stages:
         """Begins to save. What the stages give in the end is for `outcome`; nobody else may use the folder until then."""
-        save = _Save(self, step, self._agree_on_temporary(step, group), run_state, config, group)
+        save = Save(self, step, self._agree_on_temporary(step, group), run_state, config, group)
         return Stages(
             [lambda _: save.write(parts()), save.settle, save.check, save.conclude], group, background
         )
@@ -118,6 +120,8 @@ class CheckpointStore:
         """Where the step lies; or the error that all ranks raise."""
         assert verdicts is not None, "the save is not done yet"
         verdict: Verdict = verdicts[0]
+        if verdict.lost:
+            raise FolderLost(verdict.lost)
         if verdict.mistake:
             raise ValueError(f"the checkpoint of step {step} would be wrong: {verdict.mistake}")
         if verdict.failure:
@@ -130,15 +134,20 @@ class CheckpointStore:
 
     def _agree_on_temporary(self, step: int, group: Group) -> Path:
         """A fresh folder made by rank 0; if it could not be made, every rank hears why."""
-        made, problem = self.temporary(step), ""
+        made, problem, lost = self.temporary(step), "", ""
         if group.rank == 0:
             try:
+                self.guard(True)
                 # First of all, as it may be what fills the disk.
                 self.remove_leftovers()
                 made.mkdir(parents=True)
             except OSError as error:
                 problem = f"rank 0: {error.strerror or error}"
-        made, problem = broadcast_object((made, problem), group)
+            except FolderLost as error:
+                lost = str(error)
+        made, problem, lost = broadcast_object((made, problem, lost), group)
+        if lost:
+            raise FolderLost(lost)
         if problem:
             raise self._not_saved(step, problem)
         return Path(made)
@@ -154,18 +163,19 @@ class CheckpointStore:
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Makes a step of files that are written, and points to it; returns where it now lies."""
         final = self.place(temporary, manifest)
+        sync_folder(self.folder)
         self.point_to(final)
         return final
 
     def place(self, temporary: Path, manifest: Manifest) -> Path:
-        """Gives a step whose files are written its manifest and its name: it is saved."""
+        """Gives a step whose files are written its manifest and its name: it is there. `sync_folder` then makes it last."""
         write_text(temporary / FILE_NAME, manifest.to_json())
         sync_folder(temporary)
+        self.guard(True)
         # Last of all, as an earlier save of the same step may make way for it.
         final = self._free_step(manifest.step)
         self._verified.discard(final.name)
         temporary.rename(final)
-        sync_folder(self.folder)
         return final
 
     def point_to(self, step: Path) -> None:
@@ -212,6 +222,7 @@ class CheckpointStore:
                 manifest = read_manifest(folder)
                 if manifest.step != _order(folder)[0]:
                     raise DamagedCheckpoint(f"{folder} says it is step {manifest.step}")
+                require_one_step(folder, manifest)
                 if verify:
                     check(folder, manifest)
                 if set_aside and complaints:
@@ -292,93 +303,13 @@ class CheckpointStore:
                 self.point_to(left[-1])
 
 
-class _Save:
-    """One rank's part in one save, stage by stage."""
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        step: int,
-        temporary: Path,
-        run_state: Mapping[str, Any],
-        config: Mapping[str, Any],
-        group: Group,
-    ) -> None:
-        self.store, self.step, self.temporary, self.group = store, step, temporary, group
-        self.run_state, self.config = run_state, config
-        self.verdict = Verdict()
-
-    def write(self, parts: Sequence[Fragment]) -> Any:
-        return self.store.write_own(self.temporary, self.group.rank, parts)
-
-    def settle(self, everyone: Sequence[Written]) -> Verdict:
-        """Rank 0 commits the step if every rank wrote its part and the parts fit together."""
-        if self.group.rank == 0:
-            self.verdict = self._decide(everyone)
-            if not self.verdict.final:
-                shutil.rmtree(self.temporary, ignore_errors=True)
-        return self.verdict
-
-    def _decide(self, everyone: Sequence[Written]) -> Verdict:
-        for rank, written in enumerate(everyone):
-            if written.mistake:
-                return Verdict(mistake=f"rank {rank}: {written.mistake}")
-            if written.failure:
-                return Verdict(failure=f"rank {rank}: {written.failure}")
-        final = None
-        try:
-            manifest = self.store.complete(self.temporary, self.step, everyone, self.run_state, self.config)
-            final = self.store.place(self.temporary, manifest)
-            # What is there now is looked at, not what was meant to be.
-            read_manifest(final)
-            note = self._point_to(final)
-            return Verdict(str(final), to_check=self.store.needs_check(self.step), note=note)
-        except OSError as error:
-            return Verdict(failure=f"rank 0: {error.strerror or error}")
-        except (DamagedCheckpoint, UserError) as error:
-            if final is not None:
-                self.store.withdraw(final)
-            return Verdict(failure=f"rank 0: {error}")
-        except (ValueError, TypeError) as error:
-            return Verdict(mistake=str(error))
-
-    def _point_to(self, step: Path) -> str:
-        """What is to be told where that fails: the step is saved without it."""
-        try:
-            self.store.point_to(step)
-        except OSError as error:
-            return f"the step is saved, but the file `latest` could not be made to name it ({error.strerror or error})"
-        return ""
-
-    def check(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
-        """Each rank reads its share of the files, if that is wanted."""
-        if not verdicts[0].to_check:
-            return None
-        folder = Path(verdicts[0].final)
-        try:
-            manifest = read_manifest(folder)
-        except (DamagedCheckpoint, UserError) as error:
-            return Obstacle(str(error), is_damage=True)
-        return problem_of_share(folder, manifest, self.group.rank, self.group.size, cold=True)
-
-    def conclude(self, problems: Sequence[Obstacle | None]) -> Verdict:
-        """What is not as it was written is set aside, and everything older stays; else rank 0 removes what may go."""
-        if self.group.rank != 0 or not self.verdict.final:
-            return self.verdict
-        final = Path(self.verdict.final)
-        found = [f"rank {rank}: {problem.text}" for rank, problem in enumerate(problems) if problem]
-        if found:
-            self.store.withdraw(final)
-            return Verdict(failure=found[0])
-        if self.verdict.to_check:
-            self.store.trust(final)
-        try:
-            self.store.remove_old(self.step)
-        except OSError as error:
-            # The step itself is saved.
-            note = f"older checkpoints could not be removed ({error.filename}: {error.strerror or error})"
-            return replace(self.verdict, note="; ".join(filter(None, (self.verdict.note, note))))
-        return self.verdict
+def require_one_step(folder: Path, manifest: Manifest) -> None:
+    """The manifest's own number, and that of the state a run goes on with. What was imported has no state."""
+    of_state = manifest.run_state.get("step", manifest.step)
+    if of_state != manifest.step:
+        raise DamagedCheckpoint(
+            f"{folder}/{FILE_NAME} is of step {manifest.step}, but the state in it is of step {of_state!r}"
+        )
 
 
 def _is_finished(path: Path) -> bool:

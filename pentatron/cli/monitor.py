@@ -163,7 +163,7 @@ def _saved_settings(folder: Path) -> dict[str, object]:
     """Read from the saved configuration, so that the monitor needs nothing of the run but its folder."""
     saved = folder / "config.yaml"
     found: dict[str, object] = {}
-    for line in saved.read_text(encoding="utf-8").splitlines() if saved.exists() else ():
+    for line in saved.read_text(encoding="utf-8", errors="replace").splitlines() if saved.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
         if name in table():
             # A file that somebody edited may hold anything.
@@ -225,12 +225,15 @@ def _is_alive(folder: Path) -> bool | None:
         owner = parse_json((folder / ".lock").read_text(encoding="utf-8"))
         if owner["host"] != socket.gethostname():
             return None
+        if owner["pid"] < 1:
+            # A group of processes, for the system.
+            return None
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return True
 
@@ -252,7 +255,13 @@ def _checkpoint(folder: Path, saved: dict[str, object]) -> str:
     places = [Path(str(saved["save"]))] if saved.get("save") else []
     for place in [*places, folder / "checkpoints"]:
         pointer = place / "latest"
-        if pointer.is_file():
+        if pointer.is_file() and (named := _first_line(pointer)):
             age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
-            return f"{place / pointer.read_text(encoding='utf-8').strip()}, saved {age} ago"
+            return f"{place / named}, saved {age} ago"
     return "none yet"
+
+
+def _first_line(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip().replace("\0", "")
+    return ""

@@ -25,6 +25,10 @@ class NotSaved(AgreedError):
         self.what = what
 
 
+class FolderLost(AgreedError):
+    """The folder that a run writes to is not its own any more: moved, removed, or taken by another job."""
+
+
 class BadNumbers(AgreedError):
     """A step gave numbers that are none. The exit code tells whoever restarts runs what was found out, as Megatron's does."""
 

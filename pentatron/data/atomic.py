@@ -23,6 +23,14 @@ def sync_folder(path: Path) -> None:
     _sync(path, os.O_RDONLY)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder and its missing parents, each of which survives a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
+
+
 def write_file(target: Path, content: bytes) -> None:
     """Write `content` to `target`, or leave what was there before."""
     temporary = temporary_path(target)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.parsing import parse_json
+from pentatron.monitor.metrics import parse_row
 
 _RECENT_STEPS = 20
 _RECENT_RANKS = 5
@@ -14,7 +14,7 @@ _RECENT_RANKS = 5
 @dataclass
 class Followed:
     """What is known of a run so far. `step` is its last one, `recent` the last that were trained, `ranks` the last that tell
-    of every rank."""
+    of every rank. `damaged`: where lines begin that are not rows."""
 
     step: int = 0
 
@@ -22,6 +22,7 @@ class Followed:
     validations: dict[int, float] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     ranks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_RANKS))
+    damaged: set[int] = field(default_factory=set)
 
     def add(self, row: dict[str, Any]) -> None:
         """A row replaces one of the same step: the last row is written again when a validation follows."""
@@ -36,7 +37,7 @@ class Followed:
             return
         self.recent.append(row)
         self.losses[row["step"]] = row["loss"]
-        if "ranks" in row:
+        if "memory_bytes" in row.get("ranks", ()):
             self.ranks.append(row)
 
 
@@ -63,15 +64,16 @@ class Follower:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._take(line)
+                self._take(line, begins)
                 # The last line is read again the next time: it may have been written anew by then.
                 self._last_line, begins = begins, begins + len(line)
         return self.seen
 
-    def _take(self, line: bytes) -> None:
-        try:
-            row = parse_json(line)
-        except ValueError:
+    def _take(self, line: bytes, begins: int) -> None:
+        row = parse_row(line)
+        # A view needs to know how long a step took.
+        if row is None or ("loss" in row and "seconds" not in row):
+            self.seen.damaged.add(begins)
             return
-        if isinstance(row, dict) and "step" in row:
-            self.seen.add(row)
+        self.seen.damaged.discard(begins)
+        self.seen.add(row)

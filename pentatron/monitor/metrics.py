@@ -1,27 +1,62 @@
 """`metrics.jsonl`: one JSON object a step, flushed, so that a reader or a crash never meets half a line."""
 
-import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pentatron.config.free_name import numbered
 from pentatron.config.parsing import parse_json
-from pentatron.monitor.recorder import Recorder
+from pentatron.data.atomic import write_file
+from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import StepReport
+
+# Fields that are numbers wherever they are: readers compute with them.
+_NUMBERS = frozenset(
+    {
+        *(
+            "loss",
+            "validation_loss",
+            "test_loss",
+            "learning_rate",
+            "gradient_norm",
+            "loss_scale",
+            "tokens",
+            "consumed_samples",
+        ),
+        *("seconds", "tokens_per_second", "global_batch_size", "teraflops_per_device", "memory_bytes"),
+    }
+)
+# No number of a run is larger; sums and powers of such numbers are finite in double precision.
+_LARGEST = 1e39
+_LARGEST_STEP = 2**53
+
+
+class Metrics(list[dict[str, Any]]):
+    """The rows of a metrics file. `damaged`: how many lines are not rows."""
+
+    damaged = 0
+
+
+def damaged_lines(count: int) -> str:
+    return f"metrics.jsonl: {count} line{' is' if count == 1 else 's are'} damaged and {'was' if count == 1 else 'were'} skipped"
 
 
 class MetricsFile(Recorder):
     name = "metrics.jsonl"
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
+    def __init__(
+        self, path: Path, resumed_step: int, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Steps after the resumed one were lost with the interrupted run and are computed again: their lines go."""
-        kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
-        replacement = path.with_name(f".{path.name}.new")
-        replacement.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        replacement.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        rows = read_metrics(path)
+        if rows.damaged:
+            kept_as = numbered(path, ".damaged-")
+            path.rename(kept_as)
+            tell(f"note: {damaged_lines(rows.damaged)}; the file as it was is {kept_as.name}")
+        write_file(path, "".join(_line(row) for row in rows if row["step"] <= resumed_step).encode())
+        self._file = AppendedFile(path, tell)
         # The last row and where it begins: what is known of its step later is added to it.
         self._last: dict[str, Any] = {}
         self._last_at = 0
@@ -38,13 +73,11 @@ class MetricsFile(Recorder):
         if self._last.get("step") != step:
             return
         row = {**{f"{name}_loss": loss for name, loss in losses.items()}, **self._last}
-        self._file.truncate(self._last_at)
-        self.write(row)
+        self.write(row, instead_of=self._last_at)
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._last, self._last_at = dict(row), self._file.seek(0, io.SEEK_END)
-        self._file.write(_line(row))
-        self._file.flush()
+    def write(self, row: Mapping[str, Any], instead_of: int | None = None) -> None:
+        self._last_at = self._file.write(_line(row), instead_of)
+        self._last = dict(row)
 
     def close(self) -> None:
         self._file.close()
@@ -77,13 +110,43 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(said) + "\n"
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a metrics file; a line cut short by a crash is left out."""
+def read_metrics(path: Path) -> Metrics:
+    """The rows of a metrics file; lines that a crash cut short or a disk damaged are left out and counted."""
+    rows = Metrics()
     if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
+        return rows
+    with path.open("rb") as file:
         for line in file:
-            try:
-                yield parse_json(line)
-            except ValueError:
-                continue
+            row = parse_row(line)
+            if row is None:
+                rows.damaged += 1
+            else:
+                rows.append(row)
+    return rows
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None: it is damaged. What is left has a step, and numbers where readers expect them."""
+    try:
+        row = parse_json(line.decode())
+    except ValueError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step < _LARGEST_STEP:
+        return None
+    if not all(_is_number(value) for name, value in row.items() if name in _NUMBERS):
+        return None
+    return row if _are_of_ranks(row.get("ranks", {})) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _are_of_ranks(found: object) -> bool:
+    """Lists of numbers by name, one number for each rank."""
+    return isinstance(found, dict) and all(
+        isinstance(numbers, list) and numbers and all(map(_is_number, numbers)) for numbers in found.values()
+    )

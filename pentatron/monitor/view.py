@@ -1,5 +1,6 @@
 """A run on one screen: how far, how good, how fast, and which rank holds the others up."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pentatron.config.counted import in_digits
 from pentatron.config.printable import one_line, printable
 from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.monitor.following import Followed
+from pentatron.monitor.metrics import damaged_lines
 from pentatron.monitor.report import duration
 from pentatron.monitor.terminal_curve import draw_curve
 
@@ -50,6 +52,8 @@ def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
     head = [_title(run, screen)]
     if run.about_state:
         head.append(printable(run.about_state))
+    if seen.damaged:
+        head.append(damaged_lines(len(seen.damaged)))
     if not seen.recent:
         return [*head, "no step is finished yet"]
     head += ["", *_progress(run, seen, screen), _losses(seen)]
@@ -102,13 +106,14 @@ def _losses(seen: Followed) -> str:
 
 def _speed(seen: Followed, screen: Screen) -> list[str]:
     rows, last = list(seen.recent), seen.recent[-1]
-    seconds = sum(row["seconds"] for row in rows)
-    tokens = sum(row.get("tokens", row["tokens_per_second"] * row["seconds"]) for row in rows)
+    seconds = sum(row["seconds"] for row in rows) or math.inf
+    tokens = sum(row.get("tokens", row.get("tokens_per_second", 0) * row["seconds"]) for row in rows)
     parts = [f"{tokens / seconds:,.0f} tokens/s"]
-    if "consumed_samples" in last and len(rows) > 1:
+    after_first = sum(row["seconds"] for row in rows[1:])
+    if "consumed_samples" in last and "consumed_samples" in rows[0] and after_first:
         samples = last["consumed_samples"] - rows[0]["consumed_samples"]
-        parts.insert(0, f"{samples / sum(row['seconds'] for row in rows[1:]):,.1f} samples/s")
-    parts.append(f"{1000 * seconds / len(rows):,.0f} ms a step")
+        parts.insert(0, f"{samples / after_first:,.1f} samples/s")
+    parts.append(f"{1000 * seconds_a_step(seen):,.0f} ms a step")
     if "teraflops_per_device" in last:
         rate = statistics.mean(row.get("teraflops_per_device", 0.0) for row in rows)
         parts.append(f"{in_digits(rate)} TFLOP/s per process")
@@ -148,7 +153,7 @@ def _sum(ranks: Sequence[dict[str, Any]], name: str) -> float:
 def _ranks(seen: Followed, screen: Screen) -> list[str]:
     """A line for every rank, or for those that matter: the busiest and the fullest."""
     if not seen.ranks:
-        return [f"memory        {seen.recent[-1]['memory_bytes'] / _MIB:,.0f} MiB (rank 0)"]
+        return [f"memory        {_memory(seen.recent[-1]) / _MIB:,.0f} MiB (rank 0)"]
     ranks = [row["ranks"] for row in seen.ranks]
     memory = [max(of_rank) / _MIB for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
@@ -159,6 +164,9 @@ def _ranks(seen: Followed, screen: Screen) -> list[str]:
         return [
             f"memory        {memory[fullest]:,.0f} MiB on rank {fullest}, {min(memory):,.0f} on the emptiest"
         ]
+    if min(len(busy), len(waiting)) < len(memory):
+        # A line of the file does not tell of every rank.
+        memory = memory[: min(len(busy), len(waiting))]
     order = sorted(range(len(memory)), key=lambda rank: -busy[rank])
     shown = sorted({*order[: _MOST_RANKS - 4], *sorted(range(len(memory)), key=lambda r: -memory[r])[:4]})
     if len(memory) <= _MOST_RANKS:
@@ -171,7 +179,8 @@ def _ranks(seen: Followed, screen: Screen) -> list[str]:
         is_slow = rank == slowest and busy[rank] > _SLOW * median
         bar = f"{screen.paint(bar, 'bad' if is_slow else 'good')}{' ' * (_BAR - len(bar))}"
         numbers = f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}   {memory[rank]:10,.0f}"
-        tail = screen.paint(f"  slowest: {busy[rank] / median:.1f} × the median", "bad") if is_slow else ""
+        slower = f"{busy[rank] / median:.1f} × the median" if median else "the others do not wait"
+        tail = screen.paint(f"  slowest: {slower}", "bad") if is_slow else ""
         lines.append(f"  {rank:>5}       {bar}{numbers}{tail}")
     if len(shown) < len(memory):
         lines.append(f"  {len(memory) - len(shown)} more ranks are less busy and hold less")
@@ -193,10 +202,10 @@ def status_line(run: Run, seen: Followed) -> str:
     left = duration(_seconds_left(run, seen))
     last = seen.recent[-1]
     return (
-        f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last['tokens_per_second']:,.0f} tokens/s  "
+        f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last.get('tokens_per_second', 0):,.0f} tokens/s  "
         f"{_memory(last) / _MIB:,.0f} MiB  left {left}"
     )
 
 
 def _memory(row: dict[str, Any]) -> int:
-    return int(max(row.get("ranks", {}).get("memory_bytes", [row["memory_bytes"]])))
+    return int(max(row.get("ranks", {}).get("memory_bytes", [row.get("memory_bytes", 0)])))

@@ -1,9 +1,10 @@
 """Which start of a job this is: what tells a restart by a launcher from a command that is typed again."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import write_file
@@ -49,16 +50,35 @@ def _is_restart(folder: Path, launcher: str, now: Launched) -> bool:
     return before is not None and before.job == now.job and before.restarts < now.restarts
 
 
-def record_attempt(folder: Path, attempt: Attempt) -> None:
-    """Says in the run's folder, which must be ours, which start of which job uses it."""
-    text = json.dumps({name: asdict(launched) for name, launched in attempt.launchers.items()})
-    write_file(folder / FILE_NAME, f"{text}\n".encode())
+def write_job(folder: Path, attempt: Attempt | None, foreign: Sequence[str]) -> None:
+    """Records in the run's folder, which must be ours, which start of which job uses it (None: not told), and what no run made there."""
+    launchers = (
+        None if attempt is None else {n: asdict(launched) for n, launched in attempt.launchers.items()}
+    )
+    said = {**({} if launchers is None else {"launchers": launchers}), "foreign": list(foreign)}
+    write_file(folder / FILE_NAME, f"{json.dumps(said)}\n".encode())
+
+
+def recorded_job(folder: Path) -> dict[str, Any] | None:
+    """What runs recorded in the folder; None: nothing, or a file of this name is not theirs."""
+    path = folder / FILE_NAME
+    try:
+        found = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("foreign"), list) else None
+
+
+def recorded_foreign(folder: Path) -> list[str]:
+    """Paths below the folder that were there before a run first used it, or that no run made."""
+    recorded = recorded_job(folder)
+    return [] if recorded is None else [name for name in recorded["foreign"] if isinstance(name, str)]
 
 
 def _read(folder: Path) -> dict[str, Launched] | None:
     """None: no start was recorded, or not by a file that can be read."""
     try:
-        found = parse_json((folder / FILE_NAME).read_text(encoding="utf-8"))
+        found = (recorded_job(folder) or {})["launchers"]
         return {str(name): Launched(**launched) for name, launched in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None

@@ -2,7 +2,7 @@
 
 import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pentatron.config.errors import UserError
@@ -42,12 +42,20 @@ def micro_batches(
 
 
 def agree_on_next_step(
-    batches: Iterator[Batch], count: int, stop: StopRequest, world: World
+    batches: Iterator[Batch],
+    count: int,
+    stop: StopRequest,
+    world: World,
+    guard: Callable[[bool], None] = lambda thorough: None,
 ) -> tuple[list[Batch], signal.Signals | None]:
-    """This rank's micro-batches; or, if any rank was told to stop or met bad data, the same end for all."""
+    """This rank's micro-batches; or, if any rank was told to stop or met bad data, the same end for all.
+
+    `guard` raises an error where the run's folder is not its own any more; that ends all ranks too.
+    """
     drawn: list[Batch] = []
     problem, verdict = None, int(stop.signal or 0)
     try:
+        guard(False)
         drawn = list(itertools.islice(batches, count))
     except UserError as error:
         problem, verdict = str(error), _BAD_DATA

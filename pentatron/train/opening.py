@@ -1,40 +1,135 @@
-"""The folders of a run as it starts: made, locked, and cleared of an earlier run where this one starts anew."""
+"""The folders of a run as it starts: checked, locked, and cleared of an earlier run where this one starts anew.
+
+Only what a run made is ever moved. `job.json` records what lay in the folder before a run first used it; that, and whatever has no
+name of a run's files, stays. The folder itself is never renamed, so that its lock holds from before the move to the end of the run.
+"""
 
 import contextlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.lock import FILE_NAME as LOCK
+from pentatron.checkpoint.lock import FolderLock, folder_lock
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.config.errors import FolderLost, UserError
+from pentatron.config.free_name import numbered
 from pentatron.config.run import RunConfig
-from pentatron.config.start import Start
+from pentatron.config.saved_config import places_in_run, saved_values
+from pentatron.config.start import Start, is_inside
+from pentatron.data.atomic import sync_folder
 from pentatron.monitor.display import Display
-from pentatron.train.run_folder import RunFolder
+from pentatron.train.attempts import FILE_NAME as JOB
+from pentatron.train.attempts import Attempt, recorded_foreign, recorded_job, write_job
+from pentatron.train.run_folder import RunFolder, damaged_config, is_config_of_a_run
+
+_STEP = r"(?:step-\d{8,}|iter_\d{7,})"
+# A run overwrites these; one that no run made would be lost.
+_REPLACED = re.compile(
+    r"metrics\.jsonl|app_metrics\.json|loss\.svg|sample\.txt|performance_summary\.json|job\.json|config\.yaml"
+)
+# To these it adds lines, as a launcher does before a run has opened its folder.
+_APPENDED = re.compile(r"train\.log|restarts\.jsonl|progress\.txt|hang-\d+(?:-\d+)?\.txt")
+_OTHER_FILES = re.compile(
+    r"metrics\.\d+\.jsonl|(?:config\.yaml|metrics\.jsonl)\.damaged-\d+|latest|latest_checkpointed_iteration\.txt|began-from\.json|"
+    r"(?:config\.yaml|metrics\.jsonl|job\.json|began-from\.json)\.\d+\.tmp|\.lock(?:\.\w+)?|\.latest\.\w+|\.writable"
+)
+_STEPS = re.compile(rf"(?:\.|\.replaced-)?{_STEP}.*")
+# A file that only this package puts into a step.
+_OF_OUR_STEPS = ("manifest.json", "rank-*.safetensors", "weights-*.safetensors")
+# What lies in the folders that a run makes beside its steps.
+_INSIDE = {
+    "ranks": re.compile(r"rank-\d+.*|hang-.*"),
+    "memory": re.compile(r"rank-\d+\.csv"),
+    "profile": re.compile(r"rank-\d+\.json"),
+    "data": re.compile(
+        r"\.lock|order|tokenizer\.json|corpus\.json|python_text_document.*|sft-[0-9a-f]{16}.*|\..*"
+    ),
+    "huggingface": re.compile(
+        r"(?:config|generation_config|tokenizer|vocab|merges|special_tokens|added_tokens|chat_template).*|.*\.(?:model|tiktoken)"
+    ),
+}
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass
+class OpenFolders:
+    """The folders that a run holds. Only the first rank has any."""
+
+    locks: list[FolderLock] = field(default_factory=list)
+
+    def require(self, thorough: bool = True) -> None:
+        """Raises `FolderLost` if one of them is not the run's any more; to be called before anything is written."""
+        for lock in self.locks:
+            lock.require(thorough)
+
+    def are_ours(self) -> bool:
+        """The same as an answer, for what the first rank writes by itself: all ranks stop together, a little later."""
+        try:
+            self.require(thorough=False)
+        except FolderLost:
+            return False
+        return True
 
 
 def open_folders(
-    config: RunConfig, folder: RunFolder, start: Start, display: Display, cleanup: contextlib.ExitStack
-) -> None:
-    """Makes the run's folder, and the one of its checkpoints, ours until the end of the run."""
+    config: RunConfig,
+    folder: RunFolder,
+    start: Start,
+    attempt: Attempt,
+    display: Display,
+    cleanup: contextlib.ExitStack,
+) -> OpenFolders:
+    """Makes the run's folder, and the one of its checkpoints, this run's until the end of the run."""
     assert config.checkpoint.save is not None
-    checkpoints = Path(config.checkpoint.save)
-    own = checkpoints.resolve() == folder.path.resolve()
-    if not own and start is not Start.ANEW and CheckpointStore(folder.path, keep=None).steps():
+    run, save = folder.path.resolve(), Path(config.checkpoint.save).resolve()
+    if save != run and start is not Start.ANEW and CheckpointStore(folder.path, keep=None).steps():
         # Of a run that was given --save alone: its log is here, and so are its checkpoints.
         raise UserError(
             f"{folder.path} holds checkpoints itself, of a run with --save {folder.path}; name it like that to go on, or choose "
             f"another --run-dir"
         )
-    inside = checkpoints.resolve().is_relative_to(folder.path.resolve())
-    for place in [folder] if inside else [folder, RunFolder(checkpoints)]:
-        place.create()
-        if start is Start.ANEW:
-            with folder_lock(place.path, display.say):
-                moved = place.move_aside(_inputs(config))
-            if moved is not None:
-                display.say(str(moved))
-            place.create()
-        cleanup.enter_context(folder_lock(place.path, display.say))
+    if start is Start.ANEW:
+        _require_harmless(run, save)
+    _look(run, save, start, _inputs(config))
+    writes_steps = config.checkpoint.save_checkpoints or save.exists()
+    folder.create()
+    if writes_steps and save != run:
+        RunFolder(Path(config.checkpoint.save)).create()
+    held = OpenFolders()
+    places = [run, *([save] if writes_steps and save != run else [])]
+    beside = run / _CHECKPOINTS
+    if start is Start.ANEW and beside.is_dir() and beside.resolve() not in places:
+        # Another job may save there, though this one does not.
+        places.append(beside.resolve())
+    for place in places:
+        flag = "--run-dir" if place == run else "--save"
+        lock = folder_lock(place, display.say, f"stop it, or choose another {flag}")
+        held.locks.append(cleanup.enter_context(lock))
+    # Once more, as another job may have used the folders until now.
+    found = _look(run, save, start, _inputs(config))
+    if start is Start.ANEW:
+        for line in _move_aside(found):
+            display.say(line)
+    if (damage := damaged_config(folder.config)) is not None:
+        kept = numbered(folder.config, ".damaged-")
+        folder.config.rename(kept)
+        display.say(
+            f"note: {folder.config} is damaged ({damage}); it was renamed to {kept.name}, and is written again"
+        )
+    if not config.train.skip_train or not (run / JOB).exists():
+        foreign = [str(path.relative_to(run)) for path in found[0].others]
+        write_job(run, None if config.train.skip_train else attempt, foreign)
+    return held
+
+
+def leave_to_earlier_runs(config: RunConfig) -> None:
+    """From the first moment on: a restart before the first save must not take an earlier run's steps for this one's."""
+    assert config.checkpoint.save is not None
+    store = CheckpointStore(Path(config.checkpoint.save), keep=None)
+    if store.steps():
+        store.begin_again()
 
 
 def _inputs(config: RunConfig) -> list[str]:
@@ -44,9 +139,170 @@ def _inputs(config: RunConfig) -> list[str]:
     return [path for path in (*named, data.tokenizer_model, data.vocab_file, data.merge_file) if path]
 
 
-def leave_to_earlier_runs(config: RunConfig) -> None:
-    """From the first moment on: a restart before the first save must not take an earlier run's steps for this one's."""
-    assert config.checkpoint.save is not None
-    store = CheckpointStore(Path(config.checkpoint.save), keep=None)
-    if store.steps():
-        store.begin_again()
+# --- what lies in a folder ---
+
+
+@dataclass(frozen=True)
+class Contents:
+    """`holds_run`: a run used the folder. `made`: what it made, steps first, also in folders below; `others`: entries that no run made."""
+
+    folder: Path
+    holds_run: bool
+    made: tuple[Path, ...]
+    others: tuple[Path, ...]
+
+
+def contents_of(folder: Path, save: Path | None = None) -> Contents:
+    """`save`: a folder of checkpoints, which counts where it lies inside."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    below = [folder / _CHECKPOINTS, *([save] if save is not None and save.is_relative_to(folder) else [])]
+    inner = {place: _entries_below(place, folder) for place in below if place != folder}
+    every = [*(path for paths in inner.values() for path in paths), *entries]
+    if not _holds_run(folder, every):
+        return Contents(folder, False, (), tuple(entry for entry in entries if entry.name != LOCK))
+    foreign = {folder / name for name in recorded_foreign(folder)}
+    made = [path for path in every if path not in foreign and _is_of_a_run(path)]
+    made += [path for path in _written_to(folder) if not foreign.intersection((path, *path.parents))]
+    made = [path for path in dict.fromkeys(made) if path.name != LOCK]
+    # Folders whose contents were looked at one by one.
+    seen = {*made, *(parent for path in (*made, *inner) for parent in (path, *path.parents))}
+    others = [path for path in dict.fromkeys(every) if path not in seen and path.name != LOCK]
+    steps_first = sorted(made, key=lambda path: not _STEPS.fullmatch(path.name))
+    return Contents(folder, True, tuple(steps_first), tuple(others))
+
+
+def _entries_below(place: Path, folder: Path) -> list[Path]:
+    """What is in a folder of checkpoints inside that of its run. What a link leads to lies elsewhere."""
+    if place.is_symlink() or not place.is_dir() or not place.resolve().is_relative_to(folder):
+        return []
+    return sorted(place.iterdir())
+
+
+def _holds_run(folder: Path, entries: Iterable[Path]) -> bool:
+    """Whether a run used the folder: a name alone, such as `data` or `train.log`, does not say so."""
+    if is_config_of_a_run(folder / "config.yaml") or recorded_job(folder) is not None:
+        return True
+    return any(_is_our_step(entry) or entry.name == "began-from.json" for entry in entries)
+
+
+def _is_our_step(entry: Path) -> bool:
+    """Others have steps called iter_0000100 as well. One that is being saved or removed may be empty."""
+    if not _STEPS.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
+        return False
+    return any(next(entry.glob(name), None) for name in _OF_OUR_STEPS)
+
+
+def _is_of_a_run(entry: Path) -> bool:
+    """By its name and by what is in it. Links are not followed, nor does a run make any."""
+    name = entry.name
+    if entry.is_symlink():
+        return False
+    if name == "config.yaml":
+        return is_config_of_a_run(entry) or damaged_config(entry) is not None
+    if not entry.is_dir():
+        return any(names.fullmatch(name) for names in (_REPLACED, _APPENDED, _OTHER_FILES))
+    if name in _INSIDE:
+        inner = list(entry.iterdir())
+        return bool(inner) and all(_INSIDE[name].fullmatch(path.name) for path in inner)
+    return _is_our_step(entry) or (name.startswith(".") and bool(_STEPS.fullmatch(name)))
+
+
+def _written_to(folder: Path) -> list[Path]:
+    """Further folders, such as that of TensorBoard, which the run of this configuration kept in its own."""
+    config = folder / "config.yaml"
+    if not is_config_of_a_run(config):
+        return []
+    values = saved_values(config.read_text(encoding="utf-8", errors="replace"))
+    places = [folder / place for place in places_in_run(str(config), values).values() if place != "."]
+    places += [folder / "wandb"] if values.get("wandb_project") else []
+    return [place for place in places if place.exists() and not place.is_symlink()]
+
+
+# --- what may be done with it ---
+
+
+def _require_harmless(*places: Path) -> None:
+    """Folders that hold everything of a user, or of a machine, are not the folders of runs."""
+    for place in places:
+        with contextlib.suppress(RuntimeError):
+            if Path.home().resolve().is_relative_to(place):
+                raise UserError(
+                    f"{place} is {'your home folder' if place == Path.home().resolve() else 'a folder around your home folder'}, and a new run "
+                    f"would move an earlier one in it aside; choose a folder of its own with --run-dir or --save"
+                )
+
+
+def _look(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list[Contents]:
+    """What the folders hold; refuses where a new run would overwrite, move or mix with what no run made."""
+    found = [contents_of(run, save)]
+    if not save.is_relative_to(run):
+        found.append(contents_of(save))
+    mine = found[0]
+    lost = [entry for entry in mine.others if _REPLACED.fullmatch(entry.name) and not entry.is_dir()]
+    if lost and not mine.holds_run:
+        raise UserError(
+            f"{lost[0]} is not the file of a run, and a run would overwrite it; choose another folder with --run-dir"
+        )
+    if start is not Start.ANEW:
+        return found
+    for contents in found:
+        names = [entry.name for entry in contents.others if _would_mix(entry)]
+        if names and not contents.holds_run:
+            raise UserError(
+                f"{contents.folder} holds {_few(names)}, which no run made, and a new run would write there; choose another --save or --run-dir"
+            )
+        for path in inputs:
+            if is_inside(path, *map(str, contents.made)):
+                raise UserError(
+                    f"{path} is a file of the earlier run in {contents.folder}, which would be moved aside; choose another --save or --run-dir"
+                )
+        if contents.made and Path.cwd().is_relative_to(contents.folder):
+            raise UserError(
+                f"{contents.folder} is {'the current folder' if Path.cwd() == contents.folder else 'around the current folder'}, and the run in it "
+                f"would have to be moved aside; choose another --save or --run-dir, or move it yourself"
+            )
+    return found
+
+
+def _would_mix(entry: Path) -> bool:
+    """Whether a new run would write into it."""
+    if entry.name == _CHECKPOINTS:
+        return not entry.is_dir() or any(inner.name != LOCK for inner in entry.iterdir())
+    if entry.name in _INSIDE:
+        # A launcher makes this one before a run has opened its folder.
+        return entry.name != "ranks"
+    return bool(_OTHER_FILES.fullmatch(entry.name) or _STEPS.fullmatch(entry.name))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def _move_aside(found: Iterable[Contents]) -> Iterable[str]:
+    """Keeps an earlier run under a new name: nothing is ever overwritten, and what no run made stays where it is."""
+    for contents in found:
+        if not contents.made:
+            continue
+        aside = numbered(contents.folder, ".")
+        moved: list[tuple[Path, Path]] = []
+        try:
+            aside.mkdir()
+            for path in contents.made:
+                target = aside / path.relative_to(contents.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
+                moved.append((path, target))
+            for place in {aside.parent, *(side.parent for pair in moved for side in pair)}:
+                sync_folder(place)
+        except OSError as error:
+            for path, target in reversed(moved):
+                target.rename(path)
+            with contextlib.suppress(OSError):
+                aside.rmdir()
+            raise UserError(
+                f"the earlier run {contents.folder} cannot be moved to {aside} ({error.strerror}); move it yourself, or choose another "
+                f"--save or --run-dir"
+            ) from None
+        stayed = [str(path.relative_to(contents.folder)) for path in contents.others]
+        rest = f"; {_few(stayed)}, which no run made, stayed" if stayed else ""
+        yield f"the earlier run was moved to {aside}{rest}"

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
 
 from pentatron.config.errors import UserError
 from pentatron.config.printable import spoken
 from pentatron.monitor.display import Display
 from pentatron.monitor.log_lines import LogLines
-from pentatron.monitor.recorder import Recorder
+from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.terminal import output_error
 
@@ -30,16 +29,18 @@ def refuse_pipes(*files: Path) -> None:
 class Output:
     """The terminal, the log and the recorders; only the first rank has any.
 
-    `echoes`: the terminal shows the lines of the log, instead of lines for people.
+    `echoes`: the terminal shows the lines of the log, instead of lines for people. `may_write`: whether the run's folder is still its
+    own; if not, files are left as they are.
     """
 
     display: Display
-    log: TextIO | None = None
+    log: AppendedFile | None = None
     recorders: Sequence[Recorder] = ()
     lines: LogLines | None = None
     echoes: bool = False
     # What could not be written, once each.
     missing: list[str] = field(default_factory=list)
+    may_write: Callable[[], bool] = lambda: True
 
     def say(self, text: str) -> None:
         self.display.say(text)
@@ -58,7 +59,7 @@ class Output:
         if _TERMINAL not in self.missing and (lost := output_error()) is not None:
             self.missing.append(_TERMINAL)
             text = f"warning: standard output cannot be written any more ({lost.strerror}); this log has every line\n{text}"
-        self.attempt("train.log", lambda: (log.write(f"{spoken(text)}\n"), log.flush()))
+        self.attempt("train.log", lambda: log.write(f"{spoken(text)}\n"))
 
     def attempt(
         self,
@@ -67,6 +68,8 @@ class Output:
         else_: str = "training goes on, and it will lack lines",
     ) -> None:
         """A disk that is full ends no training: it is told once, with what becomes of it. Lines are missing until there is room."""
+        if not self.may_write():
+            return
         try:
             write()
         except OSError as error:
@@ -100,6 +103,8 @@ class Output:
 
     def close(self) -> None:
         """What is still unwritten then stays so."""
+        if not self.may_write():
+            return
         for close in (
             *(recorder.close for recorder in self.recorders),
             *([self.log.close] if self.log else []),

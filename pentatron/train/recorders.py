@@ -33,7 +33,7 @@ def open_recorders(
     What others keep, a viewer's folder or a service, may fail: that is told, and training goes on.
     """
     log = config.log
-    yield MetricsFile(folder.metrics, state.step)
+    yield MetricsFile(folder.metrics, state.step, tell)
     choices = Choices(
         timers=log.log_timers_to_tensorboard,
         memory=log.log_memory_to_tensorboard,

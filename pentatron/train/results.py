@@ -10,7 +10,7 @@ from pentatron.config.counted import in_digits
 from pentatron.config.errors import UserError, file_sentence
 from pentatron.config.run import RunConfig
 from pentatron.monitor.curve import loss_curve
-from pentatron.monitor.metrics import read_metrics
+from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World
 from pentatron.train.continue_text import open_continuation
 from pentatron.train.datasets import Datasets
@@ -83,7 +83,7 @@ def _count(number: int) -> str:
 
 def draw_curve(folder: RunFolder) -> None:
     # A loss that is no number is not there.
-    rows = list(read_metrics(folder.metrics))
+    rows = read_metrics(folder.metrics)
     training = [(float(r["step"]), float(r["loss"])) for r in rows if "loss" in r]
     if training:
         validation = [(float(r["step"]), float(r["validation_loss"])) for r in rows if "validation_loss" in r]
@@ -93,11 +93,13 @@ def draw_curve(folder: RunFolder) -> None:
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """How far the loss fell, a taste of the model, and where everything lies."""
-    known = list(read_metrics(folder.metrics))
+    known = read_metrics(folder.metrics)
+    if known.damaged:
+        output.say(f"note: {damaged_lines(known.damaged)}")
     every = [row for row in known if not row.get("left_out")]
     if known and not every:
         output.say("finished, but every step was left out (--iterations-to-skip), so nothing was trained")
-    rows = [row for row in every if not row.get("skipped")]
+    rows = [row for row in every if not row.get("skipped") and "loss" in row]
     if every and not rows:
         output.say(
             "finished, but no update was made: every step was skipped, because fp16 overflows with the loss scale it had. Train for "
@@ -111,7 +113,8 @@ def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Out
     saves = config.checkpoint.save_checkpoints
     _show_sample(config, folder, datasets, output)
     log = config.log
-    kept = ["config.yaml", "train.log", "metrics.jsonl"] + ["loss.svg"] * folder.curve.exists()
+    files = (folder.config, folder.log, folder.metrics, folder.curve)
+    kept = [path.name for path in files if path.exists()]
     # Written when everything else is closed.
     kept += ["performance_summary.json"] * log.save_performance_summary
     kept += ["memory/"] * log.monitor_memory_continuously

@@ -1,7 +1,8 @@
 """The folder of a run: what lies where, and what happens to an earlier run in the same place."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,24 +12,10 @@ from pentatron.config.redaction import redacted_value
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
 from pentatron.config.saved_config import HEADER
-from pentatron.config.start import is_inside
-from pentatron.train.run_files import divide_files, is_config_of_a_run
+from pentatron.data.atomic import make_folder, write_file
 
 # A later run that reads the saved configuration must not end up in this run's folder.
 _OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save"})
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Where an earlier run lies now, and what stayed beside the new one, as no run made it."""
-
-    folder: Path
-    stayed: tuple[str, ...]
-
-    def __str__(self) -> str:
-        shown = ", ".join(self.stayed[:3]) + (" ..." if len(self.stayed) > 3 else "")
-        stayed = f"; {shown}, which no run made, stayed" if self.stayed else ""
-        return f"the earlier run was moved to {self.folder}{stayed}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class RunFolder:
 
     def create(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.resolve())
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
@@ -74,41 +61,12 @@ class RunFolder:
             raise UserError(
                 f"the run folder {self.path} cannot be written ({reason}); choose another with --run-dir or --save"
             ) from None
-        if self.config.exists() and not is_config_of_a_run(self.config):
+        if (
+            os.path.lexists(self.config)
+            and not is_config_of_a_run(self.config)
+            and not damaged_config(self.config)
+        ):
             raise UserError(f"{self.config} is not the file of a run; choose another folder with --run-dir")
-
-    def move_aside(self, inputs: Sequence[str] = ()) -> Moved | None:
-        """Keeps an earlier run under a new name: nothing is ever overwritten, and what no run made stays where it is.
-
-        `inputs`: what the run that takes its place reads.
-        """
-        made, others = divide_files(self.path)
-        if not any(entry.name != ".lock" for entry in made):
-            return None
-        for path in inputs:
-            if is_inside(path, *map(str, made)):
-                raise UserError(
-                    f"{path} is a file of the earlier run in {self.path}, which would be moved aside; choose another --save or --run-dir"
-                )
-        whole = self.path.resolve()
-        number = 1
-        while (aside := whole.with_name(f"{whole.name}.{number}")).exists():
-            number += 1
-        try:
-            if others or Path.cwd().is_relative_to(whole):
-                # The folder a command is typed in stays that folder.
-                aside.mkdir()
-                for entry in made:
-                    if entry.name != ".lock":
-                        entry.rename(aside / entry.name)
-            else:
-                whole.rename(aside)
-        except OSError as error:
-            raise UserError(
-                f"the earlier run {self.path} cannot be moved to {aside} ({error.strerror}); move it yourself, or choose another "
-                f"--save or --run-dir"
-            ) from None
-        return Moved(aside, tuple(entry.name for entry in others))
 
     def set_metrics_aside(self) -> Path:
         """Those of other training in this folder: its steps have the numbers that now come again."""
@@ -127,7 +85,29 @@ class RunFolder:
         return _chosen(text) != _chosen(config_text(resolved))
 
     def write_config(self, resolved: Resolved) -> None:
-        self.config.write_text(config_text(resolved), encoding="utf-8")
+        write_file(self.config, config_text(resolved).encode())
+
+
+def is_config_of_a_run(file: Path) -> bool:
+    return file.is_file() and file.read_bytes().startswith(HEADER.encode()) and damaged_config(file) is None
+
+
+def damaged_config(file: Path) -> str | None:
+    """What is wrong with a `config.yaml` that a run wrote and a disk lost, or half of it; None: nothing, or it is another file."""
+    if not file.is_file():
+        return None
+    found, header = file.read_bytes(), HEADER.encode()
+    if not found.strip(b"\0"):
+        return "it holds nothing but NULs" if found else "it is empty"
+    if found[: len(header)] != header[: len(found)]:
+        return None
+    if b"\0" in found:
+        return "it holds NULs"
+    try:
+        found.decode()
+    except UnicodeDecodeError:
+        return "it is not UTF-8"
+    return None if found.endswith(b"\n") else "its end is missing"
 
 
 def _chosen(text: str) -> list[str]:

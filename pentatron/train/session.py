@@ -16,12 +16,12 @@ from pentatron.interchange.store import store_for
 from pentatron.monitor.display import Display, Silent, open_display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.memory_samples import MemorySampler
-from pentatron.monitor.recorder import Recorder
+from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import broadcast_object, earliest, on_some_ranks
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
-from pentatron.train.attempts import FIRST, Attempt, record_attempt
+from pentatron.train.attempts import FIRST, Attempt
 from pentatron.train.data_change import first_data, take_data
 from pentatron.train.datasets import OpenedData, arrange
 from pentatron.train.disk_space import disk_notes
@@ -34,7 +34,7 @@ from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
 from pentatron.train.last_words import Sentence, sentence_of, write_last_words
 from pentatron.train.moments import Moments
-from pentatron.train.opening import leave_to_earlier_runs, open_folders
+from pentatron.train.opening import OpenFolders, leave_to_earlier_runs, open_folders
 from pentatron.train.output import Output, refuse_pipes
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.profiling import BesideTheSteps
@@ -110,20 +110,19 @@ def open_session(
         stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
         stop.is_starting = True
 
-        def open_ours() -> None:
-            open_folders(config, folder, start, display, cleanup)
-            if not config.train.skip_train:
-                record_attempt(folder.path, attempt)
-                if start is Start.IN_PLACE:
-                    leave_to_earlier_runs(config)
+        def open_ours() -> OpenFolders:
+            opened = open_folders(config, folder, start, attempt, display, cleanup)
+            if start is Start.IN_PLACE and not config.train.skip_train:
+                leave_to_earlier_runs(config)
+            return opened
 
-        on_some_ranks(world.is_first, open_ours, world.everyone)
+        held = on_some_ranks(world.is_first, open_ours, world.everyone) or OpenFolders()
         world.whereabouts.folder_is_ours()
         first = earliest(time.time() if started is None else started, world.everyone)
         try:
             resolved = settle_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
-            session = Session(resolved, world, folder, display, stop, first, cleanup, program, start)
+            session = Session(resolved, world, folder, display, stop, first, cleanup, program, start, held)
             if attempt.began is not None:
                 session.job_began = attempt.began
             session.typed_again = start_of(config.flat(), resolved.given("load"), resumes)
@@ -131,7 +130,8 @@ def open_session(
             session.leave()
         except BaseException as error:
             stop.is_starting = False
-            write_last_words(folder, world, error, sentence)
+            if held.are_ours():
+                write_last_words(folder, world, error, sentence)
             raise
 
 
@@ -153,7 +153,9 @@ class Session:
         cleanup: contextlib.ExitStack,
         program: Program,
         start: Start,
+        held: OpenFolders,
     ) -> None:
+        self.held = held
         self.resolved, self.config, self.world = resolved, resolved.config, world
         self.start = self.typed_again = start
         self.folder, self.display, self.stop, self.started = folder, display, stop, started
@@ -204,6 +206,7 @@ class Session:
         )
         self.moments.mark("build_optimizer_finish")
         self.store = store_for(config)
+        self.store.guard = self.held.require
         began = starting_point(
             self.resolved, world, self.model, self.optimizer, self.store, self.data, self.start
         )
@@ -296,7 +299,7 @@ class Session:
 
     def _open_output(self, parameters: int, began: Beginning) -> Output:
         return _open_output(
-            self.resolved, self.world, self.folder, self.display, began, self.cleanup, parameters
+            self.resolved, self.world, self.folder, self.display, began, self.cleanup, parameters, self.held
         )
 
 
@@ -318,6 +321,7 @@ def _open_output(
     began: Beginning,
     cleanup: contextlib.ExitStack,
     parameters: int,
+    held: OpenFolders,
 ) -> Output:
     config = resolved.config
     if config.log.monitor_memory_continuously:
@@ -328,11 +332,12 @@ def _open_output(
     if not world.is_first:
         return Output(display)
     refuse_pipes(folder.log, folder.metrics)
-    log = folder.log.open("a", encoding="utf-8")
+    # The line on a log that was deleted goes into the new one too.
+    log = AppendedFile(folder.log, lambda text: output.say(text))
     echoes = config.log.console_lines == "megatron"
     if config.train.skip_train:
         # Who only looks changes nothing of what a run has left.
-        output = Output(display, log, echoes=echoes)
+        output = Output(display, log, echoes=echoes, may_write=held.are_ours)
         cleanup.callback(output.close)
         return output
     if began.replaces_training:
@@ -345,7 +350,7 @@ def _open_output(
     folder.write_config(resolved)
     recorders: list[Recorder] = []
     lines = LogLines(config.log.log_interval, config.log.log_throughput)
-    output = Output(display, log, recorders, lines, echoes)
+    output = Output(display, log, recorders, lines, echoes, may_write=held.are_ours)
     cleanup.callback(output.close)
     for recorder in open_recorders(config, world, folder, began.state, parameters, output.say):
         recorders.append(recorder)

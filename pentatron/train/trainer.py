@@ -132,7 +132,9 @@ class Trainer:
             self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
             with self.timers("batch-generator", 2), self.where.doing("reading data"):
-                drawn, stopped_by = agree_on_next_step(batches, count, self.stop, self.world)
+                drawn, stopped_by = agree_on_next_step(
+                    batches, count, self.stop, self.world, self.store.guard
+                )
             if stopped_by is not None:
                 if self.state.step != self._first_step:
                     self.save()

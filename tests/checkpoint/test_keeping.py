@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import pentatron.checkpoint.stages as stages_module
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.saver import Saver
@@ -29,13 +30,13 @@ def test_every_so_many_steps_stay_for_good(tmp_path: Path) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the steps that are read after they were saved."""
     found: list[str] = []
-    honest = store_module.problem_of_share
+    honest = stages_module.problem_of_share
 
     def counting(folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool) -> Obstacle | None:
         found.append(folder.name)
         return honest(folder, manifest, rank, ranks, cold)
 
-    monkeypatch.setattr(store_module, "problem_of_share", counting)
+    monkeypatch.setattr(stages_module, "problem_of_share", counting)
     return found
 
 

@@ -1,3 +1,5 @@
+import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -6,12 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 import pentatron.checkpoint.lock as lock_module
 from pentatron.checkpoint.lock import folder_lock
-from pentatron.config.errors import UserError
+from pentatron.config.errors import FolderLost, UserError
 
 
 def test_a_second_job_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
@@ -84,3 +87,67 @@ def test_what_a_silent_owner_left_is_taken_over(tmp_path: Path, monkeypatch: pyt
 def test_the_disk_of_a_folder_is_found_out(tmp_path: Path) -> None:
     assert lock_module._file_system(tmp_path) not in ("", "proc")
     assert lock_module._file_system(Path("/proc/self")) == "proc"
+
+
+def test_a_lock_file_that_is_replaced_before_it_is_locked_keeps_out_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking, another job takes the folder under a new inode: the old one's lock is worth nothing."""
+    (tmp_path / ".lock").touch()
+    honest, held = fcntl.flock, contextlib.ExitStack()
+
+    def flock(file: IO[str], how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", honest)
+        (tmp_path / ".lock").unlink()
+        held.enter_context(folder_lock(tmp_path))
+        honest(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with held, pytest.raises(UserError, match="another job is using"), folder_lock(tmp_path):
+        pass
+
+
+def test_an_owner_asks_whether_the_folder_is_still_its_own(tmp_path: Path) -> None:
+    said: list[str] = []
+    with folder_lock(tmp_path, said.append) as lock:
+        lock.require()
+        (tmp_path / ".lock").write_text("")
+        lock.require()
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid(), "half a record is nobody's"
+        (tmp_path / ".lock").unlink()
+        lock.require(thorough=False)
+        assert len(said) == 1 and "it was made again" in said[0]
+        with pytest.raises(UserError, match="another job is using"), folder_lock(tmp_path):
+            pass
+        (tmp_path / ".lock").unlink()
+        with folder_lock(tmp_path):
+            with pytest.raises(FolderLost, match=rf"was deleted, and .* taken by process {os.getpid()} on"):
+                lock.require(thorough=False)
+            with pytest.raises(FolderLost, match="taken by"):
+                lock.require(thorough=False)
+
+
+def test_an_owner_that_slept_finds_its_folder_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between machines, where the kernel's lock does not hold."""
+    on_a_shared_disk(monkeypatch)
+    monkeypatch.setattr(lock_module, "_BEAT_SECONDS", 60.0)
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
+    with folder_lock(tmp_path) as first:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
+        with folder_lock(tmp_path) as second:
+            with pytest.raises(
+                FolderLost, match=f"was taken over by process {os.getpid()} on another-machine"
+            ):
+                first.require(thorough=False)
+            first.renew()
+            second.require()
+
+
+def test_asking_is_cheap(tmp_path: Path) -> None:
+    with folder_lock(tmp_path) as lock:
+        began = time.perf_counter()
+        for _ in range(1000):
+            lock.require(thorough=False)
+        assert time.perf_counter() - began < 0.5, "a fraction of a millisecond; a step asks once"

@@ -205,7 +205,7 @@ def test_diff_with_a_hugging_face_folder(tmp_path: Path, capsys: pytest.CaptureF
 def test_prune_says_what_goes_and_stops_before_a_run(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = run(capsys, "prune", steps, "--keep", "1", "--keep-every", "2", "--dry-run")
     assert code == 0 and "would remove step-00000001" in said and len(list(steps.glob("step-*"))) == 3
-    with folder_lock(steps.parent):
+    with folder_lock(steps):
         code, said = run(capsys, "prune", steps, "--keep", "1")
     assert code == 2 and "wait for it, or let it remove old steps itself" in said and "--run-dir" not in said
     assert len(list(steps.glob("step-*"))) == 3
@@ -257,7 +257,8 @@ def test_export_and_reshard_take_the_step_before_a_damaged_one(
     number, manifest = found.manifest.step, found.manifest
     parts = [whole(name, load_tensor(found.folder, manifest, name)) for name in manifest.tensors]
     store = CheckpointStore(found.folder.parent, keep=None)
-    later = store.save(number + 1, parts, {}, manifest.run_state, manifest.config, ALONE)
+    state = {**manifest.run_state, "step": number + 1}
+    later = store.save(number + 1, parts, {}, state, manifest.config, ALONE)
     DAMAGE["payload bit"](later)
     for words in (["export"], ["checkpoint", "reshard"]):
         out = tmp_path / words[-1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pentatron.monitor.display import Silent
-from pentatron.monitor.recorder import Recorder
+from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.parallel.world import single_process
 from pentatron.train import profiling, results
 from pentatron.train.output import Output
@@ -36,7 +36,7 @@ class Failing(Recorder):
 @pytest.mark.skipif(not FULL.is_char_device(), reason="a device of Linux")
 def test_lines_that_cannot_be_written_are_told_of_once() -> None:
     display = Said()
-    output = Output(display, FULL.open("w", encoding="utf-8"), [Failing()])
+    output = Output(display, AppendedFile(FULL, lambda text: None), [Failing()])
     for step in (1, 2):
         output.say(f"step {step}")
         output.saved(step, "saved")

@@ -26,7 +26,6 @@ from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.train.interrupt import StoppedEarly
 from pentatron.train.program import Program
-from pentatron.train.run_folder import RunFolder
 from pentatron.train.session import Outcome, run_training
 from pentatron.train.step import StepResult
 from tests.harness import distributed
@@ -86,7 +85,7 @@ def test_the_run_folder_holds_everything(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
     assert rows[0]["tokens"] == 8 * 16 and rows[-1]["consumed_samples"] == 48
     steps = sorted(p.name for p in (tmp_path / "a" / "checkpoints").iterdir())
-    assert steps == ["latest", TRACKER, "step-00000002", "step-00000004", "step-00000006"]
+    assert steps == [".lock", "latest", TRACKER, "step-00000002", "step-00000004", "step-00000006"]
     log = (tmp_path / "a" / "train.log").read_text()
     assert " iteration        6/       6 | consumed samples:           48 |" in log
     assert " validation loss at iteration 3 | lm loss value: " in log
@@ -190,19 +189,6 @@ def test_fresh_moves_the_earlier_run_aside(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "a.2").is_dir() and f"moved to {tmp_path / 'a.2'}" in capsys.readouterr().out
 
 
-def test_the_log_of_a_run_that_was_refused_is_moved_aside_too(tmp_path: Path) -> None:
-    """It is all that such a run leaves; files of others stay where they are."""
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo" / "notes.txt").write_text("mine")
-    assert RunFolder(tmp_path / "demo").move_aside() is None
-    (tmp_path / "demo" / "train.log").write_text("refused")
-    moved = RunFolder(tmp_path / "demo").move_aside()
-    assert moved is not None and moved.folder == tmp_path.resolve() / "demo.1"
-    assert [p.name for p in moved.folder.iterdir()] == ["train.log"]
-    assert [p.name for p in (tmp_path / "demo").iterdir()] == ["notes.txt"]
-    assert str(moved).endswith("; notes.txt, which no run made, stayed")
-
-
 def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     run(tmp_path / "a", "--train-iters 2")
     with pytest.raises(UserError, match=r"num_layers was 2, is 3.*--fresh"):
@@ -279,24 +265,6 @@ def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"--load .*nowhere does not exist"):
         run(tmp_path / "a", f"--load {tmp_path / 'nowhere'}")
     run(tmp_path / "b", f"--load {tmp_path / 'b' / 'checkpoints'} --train-iters 2")
-
-
-def test_foreign_files_are_neither_moved_nor_overwritten(tmp_path: Path) -> None:
-    place = tmp_path / "a"
-    (place / "data").mkdir(parents=True)
-    for name in ("thesis.txt", "data/corpus.bin"):
-        (place / name).write_text("mine")
-    for _ in range(2):
-        run(place, "--train-iters 2", resumes=False)
-    assert (place / "thesis.txt").read_text() == (place / "data" / "corpus.bin").read_text() == "mine"
-    assert {p.name for p in (tmp_path / "a.1").iterdir()} >= {"checkpoints", "metrics.jsonl", "config.yaml"}
-    assert not (tmp_path / "a.1" / "thesis.txt").exists() and not (tmp_path / "a.1" / "data").exists()
-    other = tmp_path / "b"
-    other.mkdir()
-    (other / "config.yaml").write_text("mine: too")
-    with pytest.raises(UserError, match="is not the file of a run"):
-        run(other)
-    assert {p.name for p in other.iterdir()} == {"config.yaml"}
 
 
 def test_a_signal_during_the_start_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
