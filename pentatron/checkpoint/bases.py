@@ -11,7 +11,7 @@ from pathlib import Path
 from pentatron.config.errors import UserError
 from pentatron.config.free_name import free_name
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import write_file
+from pentatron.data.atomic import make_folder, write_file
 
 FILE_NAME = "began-from.json"
 _BEFORE = ".before"
@@ -52,7 +52,7 @@ def read_bases(folder: Path) -> frozenset[str] | None:
 
 def record_bases(folder: Path, steps: Iterable[Path], origin: Path | None) -> None:
     """Records, as the run begins, the steps that lie in its folder, and what its weights come from."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _write(folder, {step.name for step in steps}, None if origin is None else origin.absolute())
 
 

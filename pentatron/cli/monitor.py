@@ -1,15 +1,15 @@
 """`pentatron monitor [RUN_DIR]`: how a run is doing, from its files; works on a finished or crashed one too."""
 
 import contextlib
-import json
 import math
 import os
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import paint, say
@@ -152,11 +152,18 @@ def look(folder: Path, seen: Followed) -> Run:
 def _restarts(folder: Path) -> str:
     """How often the job was started again, and why the last time."""
     try:
-        rows = [json.loads(line) for line in (folder / "restarts.jsonl").read_text().splitlines()]
+        rows = list(_whole_rows((folder / "restarts.jsonl").read_bytes()))
         last, lost = rows[-1], sum(row["steps_lost"] for row in rows)
         return f"{len(rows)}, {counted(lost, 'step')} lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return ""
+
+
+def _whole_rows(text: bytes) -> Iterator[Any]:
+    """Without lines that a crash cut short or a disk damaged."""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            yield parse_json(line)
 
 
 def _saved_settings(folder: Path) -> dict[str, object]:

@@ -20,6 +20,9 @@ from pentatron.config.run import table
 from pentatron.config.start import Start, start_of
 from pentatron.train.attempts import FIRST, Attempt
 
+# Of a file system in bytes: a name, and a path with room for the longest one that a run makes below its folder.
+_LONGEST_NAME, _LONGEST_PATH = 255, 3800
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -44,6 +47,7 @@ def prepare(
     """
     worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
+    _require_names(draft)
     find_tokenizer(draft)
     learn_vocabulary(draft)
     _learn_timeout(draft, os.environ)
@@ -74,6 +78,24 @@ def prepare(
         # Under a launcher the ranks count when they have met, for the same reason.
         learn_epoch(draft)
     return Prepared(resolve(draft, facts), facts, worker, attempt, start)
+
+
+def _require_names(draft: Draft) -> None:
+    """Folders that a run makes must have names that can be made, and written into its files."""
+    for setting in ("run_dir", "save"):
+        name = draft[setting]
+        if not isinstance(name, str):
+            continue
+        flag = table()[setting].flag
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{flag} {name!a} is not UTF-8; choose another name") from None
+        longest = max(len(part.encode()) for part in Path(name).parts or (name,))
+        if longest > _LONGEST_NAME or len(os.fsencode(Path(name).absolute())) > _LONGEST_PATH:
+            raise UserError(
+                f"{flag} {name[:40]}... is too long: a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH}; choose a shorter one"
+            )
 
 
 def _go_on_after_restart(draft: Draft, facts: Facts) -> None:

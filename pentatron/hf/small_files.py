@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pentatron.config.errors import UserError
-from pentatron.data.atomic import write_file
+from pentatron.data.atomic import sync_folder, write_file
 from pentatron.data.tokenizer import FileTokenizer
 from pentatron.hf.folder import CONFIG
 
@@ -109,6 +109,7 @@ def carry_files(source: Path, checkpoints: Path) -> None:
         # Of a start that got no further than this.
         shutil.rmtree(wanted)
     temporary.rename(wanted)
+    sync_folder(checkpoints)
 
 
 def _is_carried(folder: Path) -> bool:

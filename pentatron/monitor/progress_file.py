@@ -1,6 +1,8 @@
 """`progress.txt`: what became of a job over its restarts, one line an event."""
 
+import io
 import math
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -17,14 +19,19 @@ STARTED, _SAVED = "Starting job", "Saved checkpoint"
 def append_event(path: Path, job_id: str, devices: int, *words: str, now: datetime | None = None) -> None:
     """As Megatron writes it, where readers take words by their place: a job without a number has an empty one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        line = (
-            f"{now or datetime.now():{_TIME}}",
-            f"Job ID: {one_line(redacted(job_id))}",
-            f"# GPUs: {devices}",
-            *map(redacted, words),
-        )
-        file.write("\t".join(line) + "\n")
+    line = (
+        f"{now or datetime.now():{_TIME}}",
+        f"Job ID: {one_line(redacted(job_id))}",
+        f"# GPUs: {devices}",
+        *map(redacted, words),
+    )
+    with path.open("ab+") as file:
+        # A line that a crash cut short must not swallow this one.
+        file.seek(max(0, file.seek(0, io.SEEK_END) - 1))
+        begin = "" if file.read(1) in (b"", b"\n") else "\n"
+        file.write((begin + "\t".join(line) + "\n").encode(errors="backslashreplace"))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class ProgressFile(Recorder):

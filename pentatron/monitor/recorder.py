@@ -41,14 +41,14 @@ class AppendedFile:
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
         self.path, self._tell = path, tell
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, text: str, instead_of: int | None = None) -> int:
         """Adds a text and flushes it; returns where it begins. What lies from `instead_of` on is removed first."""
         made_again = not self._is_there()
         if made_again:
             self._file.close()
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         elif instead_of is not None:
             self._file.truncate(instead_of)
         place = self._file.seek(0, io.SEEK_END)

@@ -36,6 +36,7 @@ _OTHER_FILES = re.compile(
     r"(?:config\.yaml|metrics\.jsonl|job\.json|began-from\.json)\.\d+\.tmp|\.lock(?:\.\w+)?|\.latest\.\w+|\.writable"
 )
 _STEPS = re.compile(rf"(?:\.|\.replaced-)?{_STEP}.*")
+_UNFINISHED = re.compile(rf"\.(?:replaced-)?{_STEP}.*|\.huggingface\.[0-9a-f]{{8}}")
 # A file that only this package puts into a step.
 _OF_OUR_STEPS = ("manifest.json", "rank-*.safetensors", "weights-*.safetensors")
 # What lies in the folders that a run makes beside its steps.
@@ -204,7 +205,8 @@ def _is_of_a_run(entry: Path) -> bool:
     if name in _INSIDE:
         inner = list(entry.iterdir())
         return bool(inner) and all(_INSIDE[name].fullmatch(path.name) for path in inner)
-    return _is_our_step(entry) or (name.startswith(".") and bool(_STEPS.fullmatch(name)))
+    # Those that begin with a point were being written, or removed.
+    return _is_our_step(entry) or (name.startswith(".") and bool(_UNFINISHED.fullmatch(name)))
 
 
 def _written_to(folder: Path) -> list[Path]:

@@ -85,7 +85,8 @@ class RunFolder:
         return _chosen(text) != _chosen(config_text(resolved))
 
     def write_config(self, resolved: Resolved) -> None:
-        write_file(self.config, config_text(resolved).encode())
+        # Names of files that are not UTF-8 are written as escapes, as JSON has them.
+        write_file(self.config, config_text(resolved).encode(errors="backslashreplace"))
 
 
 def is_config_of_a_run(file: Path) -> bool:

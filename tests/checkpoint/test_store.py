@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import pentatron.checkpoint.parts as parts_module
+import pentatron.checkpoint.stages as stages_module
 import pentatron.checkpoint.store as store_module
+from pentatron.checkpoint.find import read_step
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.config.errors import FolderLost, UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment
 from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tensors, whole
@@ -260,3 +263,61 @@ def test_the_manifest_is_json_without_surprises(tmp_path: Path) -> None:
         ],
     }
     assert manifest["files"][DATA]["bytes"] == (folder / DATA).stat().st_size
+
+
+def test_a_step_that_is_there_is_not_saved_again_when_its_folder_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+
+    def failing(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(stages_module, "sync_folder", failing)
+    verdicts = store.start(2, lambda: share(ALONE, 2.0), {"step": 2}, {}, ALONE, background=False).advance(
+        wait=True
+    )
+    assert store.outcome(2, verdicts).name == "step-00000002" and verdicts is not None
+    assert "could not be synced to the disk (Input/output error)" in verdicts[0].note
+    assert [step.name for step in store.steps()] == ["step-00000001", "step-00000002"], (
+        "the older one may be all that is left"
+    )
+    monkeypatch.undo()
+    save(store, 3)
+    assert [step.name for step in store.steps()] == ["step-00000003"]
+
+
+def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 1)
+    forged = store.save(2, share(ALONE, 2.0), {}, {"step": 7}, {}, ALONE)
+    with pytest.raises(UserError, match=r"manifest\.json is of step 2, but the state in it is of step 7"):
+        read_step(forged, verify=True)
+    step, complaints = newest(store)
+    assert step == 1 and "the state in it is of step 7" in complaints[0]
+
+
+def test_nothing_is_written_into_a_folder_that_was_lost(tmp_path: Path) -> None:
+    """Before the temporary folder is made, before the step gets its name, and before older ones go."""
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    for asked, left in ((1, 0), (2, 1), (3, 2)):
+        answers = iter([None] * (asked - 1))
+
+        def guard(thorough: bool, answers: Iterator[None] = answers) -> None:
+            if next(answers, "lost") == "lost":
+                raise FolderLost("taken")
+
+        store.guard = guard
+        with pytest.raises(FolderLost, match="taken"):
+            save(store, 2)
+        assert [step.name for step in store.steps()] == ["step-00000001"]
+        assert len(list(tmp_path.glob(".step-*"))) == min(1, left), (
+            "what was being written is not deleted either"
+        )
+        store.guard = lambda thorough: None
+    last = iter([None] * 3)
+    store.guard = lambda thorough: guard(thorough, last)
+    save(store, 2)
+    assert [step.name for step in store.steps()] == ["step-00000001", "step-00000002"]

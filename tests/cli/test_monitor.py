@@ -241,3 +241,23 @@ def test_a_wrong_flag_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one run at a time" in capsys.readouterr().err
     assert main(["monitor", "--interval", "0"]) == 2
     assert "must be a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_damaged_files_of_a_run_are_shown_as_far_as_they_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'null\n[]\n{"step": 5, "loss": "low"}\n\xff\xfe\n')
+    with (folder / "config.yaml").open("ab") as file:
+        file.write(b"\xff\xfe\0\n")
+    restart = {"rank": 1, "how": "failed", "steps_lost": 2, "after_step": 3}
+    (folder / "restarts.jsonl").write_bytes(json.dumps(restart).encode() + b'\n{"rank": 1, "h')
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "latest").write_bytes(b"\xff\0")
+    for pid in (-1, 0, 10**30, "7"):
+        (folder / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "since": "now"}))
+        assert main(["monitor", str(folder), "--once"]) == 0
+        shown = capsys.readouterr().out
+        assert "metrics.jsonl: 4 lines are damaged and were skipped" in shown and "step 4/10" in shown
+        assert "restarts      1, 2 steps lost" in shown

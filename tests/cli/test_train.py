@@ -330,3 +330,21 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
     assert sentence in capsys.readouterr().err
     with pytest.raises(OSError, match="Input/output error"):
         guarded(lambda: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x" * 4090, "is too long"),
+        ("x" * 300, "is too long"),
+        (os.fsdecode(b"bad\xff"), r"'bad\udcff' is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--run-dir", "--save"])
+def test_a_folder_that_cannot_have_its_name_is_refused(
+    capsys: pytest.CaptureFixture[str], flag: str, name: str, said: str
+) -> None:
+    assert main(["train", "--train-iters", "1", flag, name]) == 2
+    shown = capsys.readouterr().err
+    assert f"pentatron: {flag} " in shown and said in shown and len(shown) < 300
+    assert not list(Path().iterdir())

@@ -207,3 +207,12 @@ def test_samples_that_cannot_be_written_end_nothing_and_are_told_of() -> None:
     assert sampler._thread.is_alive(), "there may be room later"
     sampler.close()
     assert told == ["warning: /dev/full lacks lines, which could not be written (No space left on device)"]
+
+
+def test_a_line_of_progress_that_was_cut_short_swallows_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "progress.txt"
+    ProgressFile(path, "7", 1, 0.0)
+    path.write_bytes(path.read_bytes()[:-5])
+    ProgressFile(path, "7", 1, 0.0)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 2 and lines[1].endswith("Starting job")
