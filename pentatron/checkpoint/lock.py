@@ -69,6 +69,7 @@ class FolderLock:
         )
         self._file, self._say = file, say
         self._folder = folder.stat()
+        self._is_new = os.fstat(file.fileno()).st_size == 0
         # The thread that renews the record, and the one that asks.
         self._one_at_a_time = threading.Lock()
         self._renewed = 0
@@ -105,6 +106,14 @@ class FolderLock:
             if not self.lost and read_owner(self.path) == self.owner:
                 self._record(replace(self.owner, released=True))
         self._file.close()
+
+    def withdraw(self) -> None:
+        """For a job that is refused after it took the lock: removes the file if this lock made it, as if it had never been there.
+
+        Another job that waits for this inode compares it with the path's, and tries again.
+        """
+        if self._is_new:
+            self.path.unlink(missing_ok=True)
 
     def _require_record(self) -> None:
         recorded = read_owner(self.path)

@@ -104,12 +104,17 @@ def open_folders(
     if start is Start.ANEW and beside.is_dir() and beside.resolve() not in places:
         # Another job may save there, though this one does not.
         places.append(beside.resolve())
-    for place in places:
-        flag = "--run-dir" if place == run else "--save"
-        lock = folder_lock(place, display.say, f"stop it, or choose another {flag}")
-        held.locks.append(cleanup.enter_context(lock))
-    # Once more, as another job may have used the folders until now.
-    found = _look(run, save, start, _inputs(config))
+    try:
+        for place in places:
+            flag = "--run-dir" if place == run else "--save"
+            lock = folder_lock(place, display.say, f"stop it, or choose another {flag}")
+            held.locks.append(cleanup.enter_context(lock))
+        # Once more, as another job may have used the folders until now.
+        found = _look(run, save, start, _inputs(config))
+    except UserError:
+        for taken in held.locks:
+            taken.withdraw()
+        raise
     if start is Start.ANEW:
         for line in _move_aside(found):
             display.say(line)

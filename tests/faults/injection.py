@@ -270,6 +270,18 @@ def _zero(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any)
     return original(*given, **named)
 
 
+def _delete(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """A file, by somebody else."""
+    Path(fault.file).unlink()
+    return original(*given, **named)
+
+
+def _move(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """A folder, by somebody else."""
+    Path(fault.file).rename(f"{fault.file}-moved")
+    return original(*given, **named)
+
+
 def _set_clock_back(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """For this process."""
     now = time.time
@@ -325,6 +337,8 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "fill": _fill,
     "truncate": _truncate,
     "zero": _zero,
+    "delete": _delete,
+    "move": _move,
     "set the clock back": _set_clock_back,
     "raise": _raise,
     "leave out": _leave_out,

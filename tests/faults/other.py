@@ -1,4 +1,4 @@
-"""What belongs to no other group: two jobs on one folder, clocks, another model, loggers."""
+"""What belongs to no other group: two jobs on one folder, files lost beside the checkpoints, clocks, another model, loggers."""
 
 import os
 import signal
@@ -24,6 +24,103 @@ def two_jobs(lab: Lab) -> Outcome:
     outcome.ended(second, 2)
     ran = first.wait()
     outcome.expect(ran.code == 0, ran.text)
+    outcome.same_state(lab.is_equal("alone"))
+    return outcome
+
+
+@SERIES.case("two jobs save into one folder of checkpoints")
+def two_savers(lab: Lab) -> Outcome:
+    """The second has a folder of its own for its log, and names the first one's for its checkpoints."""
+    fault = Fault("forward", "dawdle", step=4, seconds=2.0, once=lab.marker())
+    first = lab.begin("alone", faults=[fault])
+    first.wait_for("^step ")
+    steps = lab.run / "checkpoints"
+    second, outcome = lab.fork("alone", f"--save {steps}", run=lab.folder / "another"), Outcome()
+    outcome.told(second, rf"another job is using {steps} \(process {first.pids[0]} on \S+ since ")
+    outcome.ended(second, 2)
+    ran = first.wait()
+    outcome.expect(ran.code == 0, ran.text)
+    outcome.same_state(lab.all_equal("alone"))
+    return outcome
+
+
+@SERIES.case("the lock is deleted during the run")
+def deleted_lock(lab: Lab) -> Outcome:
+    """Nobody else has taken the folder by then, so its owner locks it again; a second job is refused."""
+    faults = [
+        Fault("forward", "delete", step=3, file=str(lab.run / ".lock"), once=lab.marker()),
+        Fault("forward", "dawdle", step=5, seconds=2.0, once=lab.marker("dawdled")),
+    ]
+    first = lab.begin("alone", faults=faults)
+    lab.wait_for_fault(first, "dawdled")
+    second, outcome = lab.fork("alone"), Outcome(remark="locked again, a second job is refused")
+    outcome.expect(second.code == 2 and second.find("another job is using") is not None, second.text)
+    ran = first.wait()
+    outcome.told(ran, rf"{lab.run}/\.lock was deleted during the run; it was made again", lab.when())
+    outcome.ended(ran, 0)
+    outcome.same_state(lab.all_equal("alone"))
+    return outcome
+
+
+@SERIES.case("the run's folder is moved during the run")
+def moved_folder(lab: Lab) -> Outcome:
+    """All ranks stop before anything is written under the old name; under the new one the run is whole."""
+    fault = Fault("forward", "move", rank=0, step=7, file=str(lab.run), once=lab.marker())
+    ran, outcome = lab.fork("dp2", faults=[fault]), Outcome(remark="stopped before the next write")
+    outcome.told(ran, rf"{lab.run} was moved or removed while this run wrote to it", lab.when())
+    outcome.ended(ran, 2)
+    outcome.expect(not lab.run.exists(), "the old folder was made again")
+    moved = lab.run.with_name(f"{lab.run.name}-moved")
+    again = lab.fork("dp2", run=moved)
+    outcome.expect(again.code == 0 and again.resumed_at == [6], again.text)
+    outcome.lost(6 - again.resumed_at[-1], 2)
+    outcome.same_state(lab.is_equal("dp2", run=moved))
+    return outcome
+
+
+@SERIES.case("log and metrics are deleted during the run")
+def deleted_log(lab: Lab) -> Outcome:
+    faults = [
+        Fault("forward", "delete", step=step, file=str(lab.run / name), once=lab.marker(name))
+        for step, name in ((4, "train.log"), (6, "metrics.jsonl"))
+    ]
+    ran, outcome = lab.fork("alone", faults=faults), Outcome(remark="told, made again")
+    for name in ("train.log", "metrics.jsonl"):
+        outcome.told(
+            ran,
+            rf"{lab.run / name} was deleted or replaced during the run; it was made again",
+            lab.when(name),
+        )
+    outcome.ended(ran, 0)
+    outcome.same_state(lab.all_equal("alone"))
+    return outcome
+
+
+@SERIES.case("config.yaml is empty", quick=True)
+def empty_config(lab: Lab) -> Outcome:
+    lab.interrupted("alone")
+    (lab.run / "config.yaml").write_bytes(b"")
+    return goes_on(
+        lab, rf"{lab.run}/config\.yaml is damaged \(it is empty\); it was renamed to config\.yaml\.damaged-1"
+    )
+
+
+@SERIES.case("a bit of metrics.jsonl is flipped", quick=True)
+def flipped_metrics(lab: Lab) -> Outcome:
+    lab.interrupted("alone")
+    content = bytearray((lab.run / "metrics.jsonl").read_bytes())
+    content[10] ^= 128
+    (lab.run / "metrics.jsonl").write_bytes(content)
+    return goes_on(lab, r"metrics\.jsonl: 1 line is damaged and was skipped")
+
+
+def goes_on(lab: Lab, said: str) -> Outcome:
+    """The checkpoint has all that is needed."""
+    ran, outcome = lab.fork("alone"), Outcome(remark="told, goes on")
+    outcome.told(ran, said)
+    outcome.ended(ran, 0)
+    outcome.expect(ran.resumed_at == [6], f"it went on from {ran.resumed_at}, not from step 6")
+    outcome.lost(0, 0)
     outcome.same_state(lab.is_equal("alone"))
     return outcome
 

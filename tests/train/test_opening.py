@@ -213,6 +213,17 @@ def test_one_folder_of_checkpoints_has_one_writer(tmp_path: Path, other: str) ->
         pass
 
 
+def test_a_job_that_is_refused_leaves_no_lock(tmp_path: Path) -> None:
+    """Not even in place of one that was deleted: its owner would have to take the folder for another's."""
+    with opened(tmp_path / "R") as session:
+        (tmp_path / "R" / ".lock").unlink()
+        with pytest.raises(UserError, match=r"another job is using .*checkpoints"), opened(tmp_path / "R"):
+            pass
+        assert not (tmp_path / "R" / ".lock").exists()
+        session.held.require()
+    assert json.loads((tmp_path / "R" / ".lock").read_text())["released"]
+
+
 DAMAGE = {
     "empty": lambda text: b"",
     "NULs": lambda text: bytes(len(text)),
