@@ -6,7 +6,7 @@ import pytest
 
 from pentatron.cli.restarted import this_attempt
 from pentatron.launch.local import JOB, LAUNCHER, RESTART
-from pentatron.train.attempts import FILE_NAME, Attempt, record_attempt
+from pentatron.train.attempts import FILE_NAME, Attempt, write_job
 
 
 def elastic(agent: str, restarts: int, **others: str) -> dict[str, str]:
@@ -24,7 +24,7 @@ def slurm(job: str, restarts: int) -> dict[str, str]:
 def began(folder: Path, environment: dict[str, str]) -> Attempt:
     """A start that came so far that the folder was its own."""
     attempt = this_attempt(environment, folder)
-    record_attempt(folder, attempt)
+    write_job(folder, attempt, ())
     return attempt
 
 
