@@ -1,6 +1,7 @@
 """Settings from a YAML, TOML or JSON file: by section or flat, in any spelling."""
 
 import json
+import shlex
 import tomllib
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -68,7 +69,13 @@ def _setting(line: _Line, flags: FlagTable, what: str) -> tuple[Setting, Any]:
     item, spelling = found
     if item.name == "config":
         raise UserError(f"{what}: a file cannot name another; give --config once, on the command line")
-    return item, _value(item, spelling, line.value, what)
+    value = _value(item, spelling, line.value, what)
+    if item.names_code and value != item.default:
+        raise UserError(
+            f"{what} names code, which only the command line may choose; if you trust it, remove it from the file and add "
+            f"{item.written(tuple(map(shlex.quote, value)))} to the command"
+        )
+    return item, value
 
 
 def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:

@@ -107,6 +107,7 @@ class TransformerConfig:
     spec: tuple[str, ...] = setting(
         (),
         "layers of your own: MODULE FUNCTION, where the function gives the spec of a layer or of all layers",
+        names_code=True,
     )
 
 

@@ -36,6 +36,7 @@ class Setting:
     not_yet: str = ""
     available: tuple[Any, ...] = ()
     notice: str = ""
+    names_code: bool = False
 
     @property
     def flag(self) -> str:
@@ -90,12 +91,14 @@ def setting(
     not_yet: str = "",
     available: Sequence[Any] = (),
     notice: str = "",
+    names_code: bool = False,
 ) -> Any:
     """A dataclass field with what the command line, the files and the checks need to know about it.
 
     `also` lists further spellings, `sets` spellings without an argument and the value each stands for.
     `not_yet` names the missing feature: every value but the default and `available` is refused.
     `notice` is the one line printed when the setting is given but cannot change anything.
+    `names_code`: the value is imported and called, so only the command line may set it.
     """
     extra = {
         "help": help,
@@ -105,6 +108,7 @@ def setting(
         "not_yet": not_yet,
         "available": tuple(available),
         "notice": notice,
+        "names_code": names_code,
     }
     return field(default=default, metadata=extra)
 
@@ -142,6 +146,7 @@ def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any) -> Sett
         not_yet=f.metadata["not_yet"],
         available=f.metadata["available"],
         notice=f.metadata["notice"],
+        names_code=f.metadata["names_code"],
     )
 
 

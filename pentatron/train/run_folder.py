@@ -119,7 +119,7 @@ def _chosen(text: str) -> list[str]:
 
 def config_text(resolved: Resolved) -> str:
     """The configuration as YAML with the origin of every value; derived values are comments, so that the file can
-    be given to --config on another machine or with other sizes."""
+    be given to --config on another machine or with other sizes. So are values that name code, which no file may choose."""
     lines = [HEADER]
     section = ""
     values: Mapping[str, object] = resolved.config.flat()
@@ -129,7 +129,7 @@ def config_text(resolved: Resolved) -> str:
             section = item.section
             lines.append(f"\n{section}:")
         source = resolved.sources[name]
-        inherited = source.startswith("derived") or name in left_out
+        inherited = source.startswith("derived") or name in left_out or item.names_code
         value = redacted_value(values[name])
         text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
         lines.append(f"  {'# ' if inherited else ''}{name}: {text}  # {one_line(source)}")

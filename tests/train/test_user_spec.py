@@ -11,6 +11,7 @@ import yaml
 
 from pentatron.cli.main import main
 from pentatron.config.errors import AgreedError, UserError
+from pentatron.config.saved_config import saved_values
 from pentatron.hf.architecture import config_of
 from pentatron.parallel.world import single_process
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
@@ -92,10 +93,9 @@ def test_a_run_keeps_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             run_training(settings(tmp_path / folder, f"{words} {part}"), single_process(), True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert final_state(tmp_path / "cut") == final_state(tmp_path / "whole")
-    assert yaml.safe_load((tmp_path / "cut" / "config.yaml").read_text())["model"]["spec"] == [
-        "kept_layers",
-        "layer_spec",
-    ]
+    written = (tmp_path / "cut" / "config.yaml").read_text()
+    assert saved_values(written)["spec"] == ["kept_layers", "layer_spec"]
+    assert "spec" not in yaml.safe_load(written)["model"], "another run must not import code that a file names"
     for wrong in (other, ""):
         with pytest.raises(AgreedError, match=r"holds another model .spec was .'kept_layers', 'layer_spec'."):
             run_training(settings(tmp_path / "cut", wrong), single_process(), True)
@@ -135,6 +135,32 @@ def test_a_checkpoint_does_not_choose_what_runs(
     config = resolved(f"{LLAMA} {words}").config
     with pytest.raises(UserError, match=r"closest is llama, but for spec \('trusted_layers', 'layer_spec'\)"):
         config_of(config.model, config.moe)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("settings.yaml", "spec: [file_layers, layer_spec]\n"),
+        ("settings.yaml", "model:\n  spec: file_layers layer_spec\n"),
+        ("settings.yaml", "language_model:\n  spec: [file_layers, layer_spec]\n"),
+        ("settings.toml", 'spec = ["file_layers", "layer_spec"]\n'),
+        ("settings.json", '{"spec": ["file_layers", "layer_spec"]}'),
+    ],
+)
+def test_a_settings_file_does_not_choose_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file_layers.py").write_text("raise SystemExit('this file was run')")
+    (tmp_path / name).write_text(text)
+    words = f"train --config {name} --vocab-size 61 --dataset-size 8 --train-iters 1 --run-dir run"
+    assert main(words.split()) == 2
+    complaint = capsys.readouterr().err
+    assert "spec names code, which only the command line may choose" in complaint
+    assert "add --spec file_layers layer_spec to the command" in complaint
+    # Every config.yaml of an earlier version says that there is none.
+    (tmp_path / "none.yaml").write_text("model:\n  spec: []\n")
+    assert main(f"config {words.replace(name, 'none.yaml').removeprefix('train ')}".split()) == 0
 
 
 BLOCK = """
