@@ -21,6 +21,7 @@ from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, pi
 from pentatron.checkpoint.untrusted import check_types, is_inside, read_json, too_large
 from pentatron.config.errors import UserError
 from pentatron.parallel.pieces import Shape
+from pentatron.parallel.values import sendable
 
 FORMAT = "pentatron-checkpoint"
 VERSION = 4
@@ -31,6 +32,7 @@ class DamagedCheckpoint(Exception):
     """A checkpoint that cannot be trusted; the text says which file and why."""
 
 
+@sendable
 @dataclass(frozen=True)
 class StoredPiece:
     """One stored rectangle of a logical tensor: `shape` elements from `start` on, in `file` under `key`."""
@@ -43,6 +45,7 @@ class StoredPiece:
     crc32: str | None = None
 
 
+@sendable
 @dataclass(frozen=True)
 class TensorRecord:
     dtype: str
@@ -73,6 +76,7 @@ def piece_key(name: str, whole: Shape, start: Shape, shape: Shape) -> str:
     return f"{name}[{','.join(f'{i}:{i + n}' for i, n in zip(start, shape, strict=True))}]"
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
     step: int

@@ -10,8 +10,10 @@ from torch import Tensor
 from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
 from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.values import sendable
 
 
+@sendable
 @dataclass(frozen=True)
 class Written:
     """What one rank put into the temporary folder, or why it could not: for lack of means, or by our mistake."""
@@ -22,6 +24,7 @@ class Written:
     mistake: str = ""
 
 
+@sendable
 @dataclass(frozen=True)
 class Verdict:
     """What became of a save: where the step lies, or what went wrong.

@@ -33,6 +33,7 @@ from pentatron.config.free_name import free_name
 from pentatron.data.atomic import sync_folder
 from pentatron.parallel.collectives import Group, broadcast_object
 from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.values import sendable
 
 # Where users of Megatron-LM look for the number of the last step.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -40,6 +41,7 @@ STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 _DAMAGED = ".damaged"
 
 
+@sendable
 @dataclass(frozen=True)
 class Found:
     """A checkpoint that passed its checks."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from pentatron.checkpoint.sums import CRC32, READ_BYTES, SHA256, SUM_BLOCK_BYTES, BlockSums
 from pentatron.config.parsing import parse_json
 from pentatron.parallel.pieces import Shape, region
+from pentatron.parallel.values import sendable
 
 # At most so much is copied at a time, whatever the size of a tensor. Larger blocks are slower: each is new memory, which the
 # kernel clears page by page, where smaller ones are used again.
@@ -69,6 +70,7 @@ def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
     return kept == stored or kept in _WIDER.get(stored, ())
 
 
+@sendable
 @dataclass(frozen=True)
 class FileRecord:
     """What a manifest says about one file. `block_bytes`, `block_sums`: what its sum is made of (see sums.py)."""

@@ -17,12 +17,14 @@ from pentatron.checkpoint.manifest import (
 )
 from pentatron.config.errors import UserError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, on_some_ranks
+from pentatron.parallel.values import sendable
 
 T = TypeVar("T")
 # Raises DamagedCheckpoint if the files of a step are not what its manifest says.
 Check = Callable[[Path, Manifest], None]
 
 
+@sendable
 @dataclass(frozen=True)
 class Obstacle:
     """What a rank met: damage, or else a disk or permissions that may be better tomorrow."""

@@ -1,10 +1,11 @@
 """One process of a layout that is measured: `pentatron train`, with its output in a file."""
 
 import os
+import secrets
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pentatron.cli.main import guarded
@@ -17,13 +18,14 @@ from pentatron.train import session as _session  # noqa: F401
 
 @dataclass(frozen=True)
 class Job:
-    """`port` is the meeting point on this machine."""
+    """`port` is the meeting point on this machine, `secret` what its ranks know and no other process does."""
 
     words: Sequence[str]
     entry: EntryPoint
     processes: int
     port: int
     folder: Path
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def output(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.txt"
@@ -41,6 +43,7 @@ def work(job: Job, rank: int) -> None:
         LOCAL_WORLD_SIZE=str(job.processes),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
+        PENTATRON_JOB_SECRET=job.secret,
         # Says that somebody watches over this process: it ends with its parent.
         TORCHELASTIC_RUN_ID="pentatron-bench",
     )

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pentatron.cli.terminal import complain
 from pentatron.config.address import meeting_point as parsed_meeting_point
 from pentatron.config.errors import UserError
-from pentatron.parallel.meeting import MeetingPoint, reach
+from pentatron.parallel.meeting import (
+    GLOO_INTERFACE,
+    LISTENER,
+    MeetingPoint,
+    job_secret,
+    loopback_variables,
+    reach,
+    stays_on_this_machine,
+)
 
 
 @dataclass(frozen=True)
@@ -122,11 +130,31 @@ def announce_worker(worker: Worker, meeting_point: str | None) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def find_the_others(worker: Worker, patience: float) -> None:
-    """Waits until the processes can meet where the environment says, or says why they cannot."""
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    point = MeetingPoint(os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT"), served)
-    reach(point, worker.rank, patience, lambda text: complain(f"rank {worker.rank}: {text}"))
+def meeting_point(worker: Worker) -> MeetingPoint | None:
+    """Where the ranks of a run meet, as the environment says; None for a run of one process.
+
+    Where all are on this machine, gloo and NCCL are told to listen on loopback alone.
+    """
+    if worker.world_size == 1:
+        # A program with Megatron's names makes a process group for itself alone.
+        os.environ.update(loopback_variables(os.environ, [GLOO_INTERFACE]))
+        return None
+    if stays_on_this_machine(os.environ):
+        os.environ.update(loopback_variables(os.environ))
+    # Removed, so that no program which this rank starts looks for the socket.
+    listener = os.environ.pop(LISTENER, "")
+    return MeetingPoint(
+        os.environ["MASTER_ADDR"],
+        _number(os.environ, "MASTER_PORT"),
+        is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        listener=int(listener) if listener.isdecimal() else None,
+        secret=job_secret(os.environ),
+    )
+
+
+def find_the_others(point: MeetingPoint, rank: int, patience: float) -> None:
+    """Waits until the processes can meet there, or says why they cannot."""
+    reach(point, rank, patience, lambda text: complain(f"rank {rank}: {text}"))
 
 
 def split_meeting_point(url: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import Worker, announce_worker, find_worker, prepare_for_workers
+from pentatron.cli.environment import Worker, announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
 from pentatron.config.errors import AgreedError, UserError
@@ -260,8 +260,12 @@ def _work(request: Request, worker: Worker | None) -> int:
     device = choose_device(request.options["device"], here.local_rank)
     place = (here.rank, here.local_rank)
     shared = {**config.shared(), "folder": request.folder}
+    point = meeting_point(here)
     try:
-        with open_world(config.grid, *place, device, _TIMEOUT_MINUTES, shared) as world, torch.no_grad():
+        with (
+            open_world(config.grid, *place, device, _TIMEOUT_MINUTES, shared, point) as world,
+            torch.no_grad(),
+        ):
             _generate(request, source, config, world)
     except AgreedError:
         raise

@@ -17,6 +17,7 @@ from pentatron.cli.environment import (
     Worker,
     announce_worker,
     find_the_others,
+    meeting_point,
     prepare_for_workers,
     require_repeatable_kernels,
 )
@@ -121,14 +122,15 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
     check_room(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
     place = (worker.rank, worker.local_rank)
-    if worker.world_size > 1:
-        find_the_others(worker, timeout * 60)
+    point = meeting_point(worker)
+    if point is not None:
+        find_the_others(point, worker.rank, timeout * 60)
     told = what_is_waited_for(worker.rank, worker.world_size, launching_agent() is not None)
     where = Whereabouts()
     with (
         _watched(where, config, worker),
         waiting_aloud(told, lambda text: complain(f"rank {worker.rank}: {text}")) as all_came,
-        open_world(config.grid, *place, device, timeout, config.shared(), where) as world,
+        open_world(config.grid, *place, device, timeout, config.shared(), point, where) as world,
     ):
         all_came()
         on_some_ranks(world.uses_nccl, lambda: require_interface(os.environ), world.everyone)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import announce_worker, find_worker, prepare_for_workers
+from pentatron.cli.environment import announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.layout import describe
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import LAYOUT
@@ -137,8 +137,9 @@ def _work(folder: Path) -> int:
     announce_worker(worker, None)
     place = (worker.rank, worker.local_rank)
     device = torch.device("cpu")
+    point = meeting_point(worker)
     try:
-        with open_world(config.grid, *place, device, _TIMEOUT_MINUTES, config.shared()) as world:
+        with open_world(config.grid, *place, device, _TIMEOUT_MINUTES, config.shared(), point) as world:
             run_rank(config, world, folder)
     except UserError as error:
         complain(f"rank {worker.rank}: {error}")

@@ -41,12 +41,14 @@ from pentatron.interchange.writing import (
     write_index,
 )
 from pentatron.parallel.pieces import Fragment, Shape
+from pentatron.parallel.values import sendable
 
 
 def iteration_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
+@sendable
 @dataclass(frozen=True)
 class _Wrote(Written):
     """What one rank put into the temporary folder, or why it could not."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
 from pentatron.interchange.torch_dist import COMMON, FORMAT, INDEX
 from pentatron.parallel.pieces import Shape
+from pentatron.parallel.values import sendable
 
 _FORMAT_TEXT = {
     "sharded_backend": "torch_dist",
@@ -30,6 +31,7 @@ _FORMAT_TEXT = {
 }
 
 
+@sendable
 @dataclass(frozen=True)
 class Place:
     """A rectangle of a tensor of theirs, or an object (no `start`), in a file."""

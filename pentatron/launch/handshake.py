@@ -7,6 +7,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from pentatron.parallel.joining import open_store
+from pentatron.parallel.meeting import MeetingPoint
+
 _NUMBERS = 2**18
 
 
@@ -16,9 +19,8 @@ def shake(backend: str, rank: int, size: int, port: int) -> float:
         torch.cuda.set_device(rank)
     device = "cuda" if backend == "nccl" else "cpu"
     waiting = datetime.timedelta(seconds=40)
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=waiting
-    )
+    store = open_store(MeetingPoint("127.0.0.1", port), rank, size, waiting)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=waiting)
     try:
         for _ in range(2):
             numbers = torch.full((_NUMBERS,), rank + 1.0, device=device)

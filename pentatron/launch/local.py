@@ -5,6 +5,7 @@ import fcntl
 import os
 import resource
 import shutil
+import secrets
 import signal
 import socket
 import stat
@@ -21,6 +22,7 @@ from pentatron.config.errors import BadNumbers, UserError
 from pentatron.launch.failure import Failure, failures_of, unfinished
 from pentatron.launch.processes import Process, Signals, end_all, listening, started
 from pentatron.launch.watch import STACKS, stacks_path
+from pentatron.parallel.meeting import LISTENER, SECRET, MeetingPoint, listening_at
 from pentatron.train.heartbeat import beat_path, read_beat
 from pentatron.train.interrupt import WATCHED, watched_here
 
@@ -28,7 +30,7 @@ from pentatron.train.interrupt import WATCHED, watched_here
 JOB, LAUNCHER, RESTART = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
 # All that `run_workers` puts into the environment of a worker.
 OF_A_WORKER = (
-    *(JOB, LAUNCHER, RESTART),
+    *(JOB, LAUNCHER, RESTART, SECRET, LISTENER),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 # The reader of the output has left, in the words of a shell.
@@ -158,31 +160,12 @@ def require_descriptors(processes: int) -> None:
 Watch = Callable[[Sequence[Process], Path], Failure | None]
 
 
-def refuse_used_port(port: int) -> None:
-    """Says so at once when the meeting point is taken, instead of waiting for a time-out."""
-    with _bound(port):
-        pass
+def listener_for_workers(port: int) -> socket.socket:
+    """A socket on a port of the loopback address, a free one for 0. Rank 0 inherits it, so that no other process gets the port.
 
-
-@contextmanager
-def _bound(port: int) -> Iterator[int]:
-    """A port of ours, a free one for 0, that nobody else is given; the first rank will listen on it.
-
-    Linux lets a second socket have it as long as the first one does not listen; elsewhere it is free again at once.
+    Where another job has the port, that is said at once, and not after a time-out.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise UserError(
-                f"port {port} cannot be used as the meeting point ({error.strerror}); choose another with --master-port, "
-                f"or leave it out to take a free one"
-            ) from None
-        chosen = probe.getsockname()[1]
-        if sys.platform != "linux":
-            probe.close()
-        yield chosen
+    return listening_at(MeetingPoint(_HOST, port))
 
 
 def run_workers(
@@ -201,23 +184,28 @@ def run_workers(
     """
     with contextlib.ExitStack() as stack:
         signals = told or stack.enter_context(listening(watched_here()))
-        chosen = stack.enter_context(_bound(port or 0))
+        listener = stack.enter_context(listener_for_workers(port or 0))
         require_descriptors(processes)
         job = stack.enter_context(scratch_folder("job"))
         common = {
             "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(chosen),
+            "MASTER_PORT": str(listener.getsockname()[1]),
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
             JOB: str(job),
             LAUNCHER: str(launcher),
             RESTART: str(restart),
+            # In the environment, which other users cannot read, unlike the words of a command.
+            SECRET: secrets.token_hex(32),
         }
         of_each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        of_each[0][LISTENER] = str(listener.fileno())
         with (
-            started(python_words, environment, of_each) as running,
+            started(python_words, environment, of_each, listener) as running,
             _stacks_on_request(running, job),
         ):
+            # From here on it is rank 0's alone: if that dies, connections are refused.
+            listener.close()
             hang = _follow(running, signals, job, watch)
             end_all(running)
             return _ended(running, signals, job, hang)

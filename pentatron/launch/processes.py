@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,19 +53,46 @@ class Process:
             os.killpg(self.pid, number)
 
 
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
+def environment_of(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """What `python WORDS...` inherits. The variable by which a command guards its other processes would hide a script's own folder."""
+    is_script = not words[0].startswith("-")
+    hidden = SAFE_PATH if is_script and not sys.flags.safe_path else None
+    return {name: value for name, value in environment.items() if name != hidden}
+
+
+def python_command(words: Sequence[str]) -> list[str]:
+    """`python WORDS...`, for a process that imports nothing from the current folder.
+
+    `-m` and `-c` would put that folder first on the path. A script's own folder is there for what lies beside the script, in workers as in
+    one process.
+    """
+    is_safe = words[0] in ("-m", "-c") or sys.flags.safe_path
+    return [sys.executable, *(["-P"] if is_safe else []), *words]
+
+
 @contextmanager
 def started(
-    python_words: Sequence[str], environment: Mapping[str, str], of_each: Sequence[Mapping[str, str]]
+    python_words: Sequence[str],
+    environment: Mapping[str, str],
+    of_each: Sequence[Mapping[str, str]],
+    listener: socket.socket,
 ) -> Iterator[list[Process]]:
-    """`python WORDS...` once for each rank; after the block none of them lives.
+    """`python WORDS...` once for each rank; after the block none of them lives. The first one inherits the socket.
 
     They lead sessions of their own, so that Ctrl-C reaches the launcher alone, which passes it on once.
     """
     processes: list[Process] = []
+    inherited = environment_of(python_words, environment)
     try:
         for rank, own in enumerate(of_each):
             handle = subprocess.Popen(
-                [sys.executable, *python_words], env={**environment, **own}, start_new_session=True
+                python_command(python_words),
+                env={**inherited, **own},
+                start_new_session=True,
+                pass_fds=(listener.fileno(),) if rank == 0 else (),
             )
             processes.append(Process(rank, handle))
         yield processes

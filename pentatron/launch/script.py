@@ -2,9 +2,11 @@
 
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from pentatron.config.redaction import redacted
 from pentatron.launch.job import Job
+from pentatron.parallel.meeting import SECRET
 
 WRITTEN_BY = "# Written by: "
 # SIGUSR1 and SIGUSR2, which schedulers send as warnings, would end torchrun and leave its workers behind.
@@ -39,6 +41,21 @@ def exports(job: Job) -> list[str]:
     for item in job.variables:
         lines += [f"# {item.name}: {item.reason}", f'export {item.name}="${{{item.name}:-{item.value}}}"']
     return lines
+
+
+def import_lines(job: Job) -> list[str]:
+    """Workers of `-m pentatron` import nothing from the current folder, unless the package itself is there: a checkout need not be installed."""
+    if job.words[0] != "-m" or Path(job.folder, "pentatron", "__main__.py").is_file():
+        return []
+    return ["# Files in this folder do not stand in for packages.", "export PYTHONSAFEPATH=1"]
+
+
+def secret_lines() -> list[str]:
+    """Made where the job runs, so that the script holds none."""
+    return [
+        "# What the ranks of this job know and no other process does; they refuse those that do not.",
+        f'export {SECRET}="${{{SECRET}:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \\n")}}"',
+    ]
 
 
 def new_addresses() -> list[str]:

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pentatron.launch.job import Job
-from pentatron.launch.script import SIGNALS, exports, head, meeting, new_addresses, setup_lines, words_array
+from pentatron.launch.script import (
+    SIGNALS,
+    exports,
+    head,
+    import_lines,
+    meeting,
+    new_addresses,
+    secret_lines,
+    setup_lines,
+    words_array,
+)
 
 # Between the ports of services and those the system gives to clients; the job's number keeps two jobs on a node apart.
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
@@ -30,6 +40,8 @@ def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
             *(_repeatable_meeting() if job.restarts else []),
             *_cores(job),
             *exports(job),
+            *import_lines(job),
+            *secret_lines(),
         ],
         words_array(job.words),
         _step(job),
@@ -105,7 +117,7 @@ def _step(job: Job) -> list[str]:
     return [
         f"# One torchrun on each of the {job.nodes} nodes; it knows its number only there.",
         f"srun {' '.join(options)} bash -c '",
-        f'    exec "$0" -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\',
+        f'    exec "$0" -P -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\',
         f"        {SIGNALS} \\",
         f"        {_per_node(job)} \\",
         f'        "$@"\' {shlex.quote(job.python)} "${{train[@]}}" &',

@@ -4,7 +4,18 @@ import shlex
 from collections.abc import Sequence
 
 from pentatron.launch.job import Job
-from pentatron.launch.script import SIGNALS, exports, head, meeting, new_addresses, setup_lines, words_array
+from pentatron.launch.script import (
+    SIGNALS,
+    exports,
+    head,
+    import_lines,
+    meeting,
+    new_addresses,
+    secret_lines,
+    setup_lines,
+    words_array,
+)
+from pentatron.parallel.meeting import SECRET
 
 _USUAL_PORT = 29500
 
@@ -18,6 +29,8 @@ def node_script(job: Job, command: Sequence[str], equation: str) -> str:
         _place(job),
         [
             *exports(job),
+            *import_lines(job),
+            *(secret_lines() if job.nodes == 1 else _shared_secret()),
             "# The trainer saves a checkpoint on SIGTERM and ends; torchrun waits this long for it.",
             f'export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-{job.grace or 30}}}"',
         ],
@@ -34,6 +47,13 @@ def _how_to_run(job: Job) -> list[str]:
         f"# Run it on each of the {job.nodes} machines, with the machine's number first: bash THIS_FILE 0 on "
         f"{job.address or 'the one that MASTER_ADDR names'}, bash THIS_FILE 1 ...",
         "# All of them need this folder, the same Python packages and the same data; further words go to the training command.",
+    ]
+
+
+def _shared_secret() -> list[str]:
+    return [
+        f"# Where {SECRET} is exported, the same random text on every machine (openssl rand -hex 32), ranks refuse processes that do not",
+        "# know it.",
     ]
 
 
@@ -65,7 +85,7 @@ def _place(job: Job) -> list[str]:
 def _start(job: Job) -> list[str]:
     where = f"--standalone --max_restarts={job.restarts}" if job.nodes == 1 else _quoted(meeting(job))
     return [
-        f"exec {shlex.quote(job.python)} -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\",
+        f"exec {shlex.quote(job.python)} -P -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\",
         f"    {SIGNALS} \\",
         f'    {where} "${{train[@]}}" "$@"',
     ]

@@ -2,11 +2,12 @@
 
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 
 from pentatron.launch.machine import OK, PROBLEM, Finding
+from pentatron.launch.processes import python_command
+from pentatron.parallel.meeting import loopback_variables
 
 _PATIENCE = 90
 
@@ -42,11 +43,16 @@ def all_reduce(backend: str, size: int, environment: Mapping[str, str]) -> Findi
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "pentatron.launch.handshake", backend]
+    words = python_command(["-m", "pentatron.launch.handshake", backend])
     processes = [
         subprocess.Popen(
             [*words, str(rank), str(size), str(port)],
-            env=dict(environment),
+            env={
+                **environment,
+                **loopback_variables(environment),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

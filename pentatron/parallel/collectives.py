@@ -4,8 +4,8 @@ A group of one returns at once, so that the callers have one code path. Torch's 
 is settled here.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.config.errors import AgreedError, UserError, file_sentence
+from pentatron.parallel.values import ForgedMessage, encode, length_of_rest, opened, sealed
 from pentatron.parallel.waiting import Cause, Waits
 from pentatron.parallel.whereabouts import Call
 
@@ -25,6 +26,8 @@ _GATHER_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "a
 _SCATTER_NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 # Torch compares the operations of a batch with these by identity.
 _SEND, _RECEIVE = dist.isend, dist.irecv
+# Values are exchanged in blocks of this many bytes; only longer ones need a second collective.
+_BLOCK = 1024
 
 
 class Pending(Protocol):
@@ -39,7 +42,7 @@ class Group:
 
     `through_host`: messages between two ranks must lie in host memory (gloo cannot send a GPU's).
     `waits`: where the time is counted that this rank stands still for the others. `name`: for whoever looks where a rank
-    hangs.
+    hangs. `key`: of the HMACs that exchanged values carry; None where the job has no secret.
     """
 
     rank: int
@@ -48,6 +51,7 @@ class Group:
     through_host: bool = False
     waits: Waits | None = field(default=None, compare=False, repr=False)
     name: str = field(default="a group", compare=False)
+    key: bytes | None = field(default=None, compare=False, repr=False)
 
     def begins(self, what: str, tensor: Tensor | None = None) -> Call | None:
         """Counts a collective: its number is the same on all ranks, unless one of them leaves one out."""
@@ -228,24 +232,61 @@ def broadcast_(tensor: Tensor, group: Group, source: int) -> Tensor:
 
 
 def broadcast_object(value: Any, group: Group) -> Any:
-    """Rank 0's small Python value on every rank."""
+    """Rank 0's small Python value on every rank; of the kinds that `values.encode` knows."""
     if group.size == 1:
         return value
-    box = [value]
-    source = dist.get_global_rank(group.process_group, 0)
-    with group.exchanging("broadcast of a value"):
-        dist.broadcast_object_list(box, src=source, group=group.process_group)
-    return box[0]
+    first, rest = sealed(encode(value), group.key, 0, _BLOCK) if group.rank == 0 else (bytes(_BLOCK), b"")
+    with group.exchanging("broadcast of a value"), _one_job(group):
+        block = _as_tensor(first)
+        dist.broadcast(block, group=group.process_group, group_src=0)
+        more = length_of_rest(_as_bytes(block), group.key, 0)
+        remainder = _as_tensor(rest or bytes(more))
+        if more:
+            dist.broadcast(remainder, group=group.process_group, group_src=0)
+        return value if group.rank == 0 else opened(_as_bytes(block), _as_bytes(remainder), group.key, 0)
 
 
 def gather_objects(value: Any, group: Group) -> Sequence[Any]:
-    """Every rank's small Python value, in rank order, on every rank."""
+    """Every rank's small Python value, in rank order, on every rank; of the kinds that `values.encode` knows."""
     if group.size == 1:
         return [value]
-    found: list[Any] = [None] * group.size
-    with group.exchanging("gathering of values"):
-        dist.all_gather_object(found, value, group=group.process_group)
-    return found
+    first, rest = sealed(encode(value), group.key, group.rank, _BLOCK)
+    with group.exchanging("gathering of values"), _one_job(group):
+        blocks = _gathered(first, group)
+        lengths = [length_of_rest(block, group.key, rank) for rank, block in enumerate(blocks)]
+        longest = max(lengths)
+        rests = _gathered(rest.ljust(longest, b"\0"), group) if longest else blocks
+        return [
+            opened(block, more[:length], group.key, rank)
+            for rank, (block, more, length) in enumerate(zip(blocks, rests, lengths))
+        ]
+
+
+def _gathered(own: bytes, group: Group) -> list[memoryview]:
+    """As many bytes of every rank; in host memory, which every process group can exchange."""
+    whole = torch.empty(group.size * len(own), dtype=torch.uint8)
+    getattr(dist, _GATHER_NAME)(whole, _as_tensor(own), group=group.process_group)
+    data = _as_bytes(whole)
+    return [data[start : start + len(own)] for start in range(0, len(data), len(own))]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    return tensor.numpy().data
+
+
+@contextmanager
+def _one_job(group: Group) -> Iterator[None]:
+    try:
+        yield
+    except ForgedMessage as error:
+        raise UserError(
+            f"rank {group.rank} was sent a message within {group.name} that is not one of this job's: {error}; another job uses the same "
+            f"port, or another process has joined: choose another --master-port (MASTER_PORT)"
+        ) from None
 
 
 def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:

@@ -4,13 +4,16 @@ Torch waits for minutes and then reports a socket; here the address is tried fir
 sentence: a name that is unknown, a port that is taken, a machine that does not answer, processes that never came.
 """
 
+import contextlib
+import ipaddress
 import re
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pentatron.config.errors import UserError
 
@@ -18,6 +21,12 @@ _PAUSE = 0.3
 # A name that is unknown for this long will not become known; a machine may take much longer to come up.
 _PATIENCE_WITH_NAMES = 5.0
 SILENCE = 30.0
+# Variables of the environment: a job's secret, and the number of the socket that rank 0 inherits.
+SECRET, LISTENER = "PENTATRON_JOB_SECRET", "PENTATRON_LISTENER"
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SHORTEST_SECRET = 16
+# All ranks of a machine may come before rank 0 is ready for them.
+_BACKLOG = 4096
 
 CHECKLIST = (
     "the machines can ping each other, and their names mean the same address everywhere",
@@ -34,11 +43,16 @@ class MeetingError(UserError):
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """`is_served`: a launcher listens there already; otherwise rank 0 will."""
+    """`is_served`: a launcher listens there already; otherwise rank 0 will. `listener`: the number of a socket that it has inherited for that.
+
+    `secret`: what the ranks of this job know and no other process does, where they have one.
+    """
 
     host: str
     port: int
     is_served: bool = False
+    listener: int | None = None
+    secret: bytes | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -48,7 +62,8 @@ def reach(point: MeetingPoint, rank: int, patience: float, tell: Callable[[str],
     """Returns when the processes can meet there; raises what is wrong after `patience` seconds at the latest."""
     _require_known_name(point, patience)
     if rank == 0 and not point.is_served:
-        _require_free_port(point)
+        if point.listener is None:
+            listening_at(point).close()
         return
     began, told, reason = time.monotonic(), False, ""
     while True:
@@ -127,17 +142,70 @@ def _require_known_name(point: MeetingPoint, patience: float) -> None:
         time.sleep(_PAUSE)
 
 
-def _require_free_port(point: MeetingPoint) -> None:
-    """Rank 0 listens on every address of its machine, as torch does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", point.port))
-        except OSError as error:
-            raise MeetingError(
-                f"port {point.port} cannot be used as the meeting point ({error.strerror}); another job or an earlier run "
-                f"may hold it: set another MASTER_PORT (or --init-method) for all processes"
-            ) from None
+def is_loopback(host: str) -> bool:
+    """Only addresses and `localhost`: another name may mean a loopback address on its own machine alone, and be used by several."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def stays_on_this_machine(environment: Mapping[str, str]) -> bool:
+    """Whether no rank of the job can be on another machine, by where they meet or by what the launcher says."""
+    if is_loopback(environment.get("MASTER_ADDR", "")):
+        return True
+    return environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "none")
+
+
+def loopback_variables(
+    environment: Mapping[str, str], names: Sequence[str] = (GLOO_INTERFACE, NCCL_INTERFACE)
+) -> dict[str, str]:
+    """What makes the sockets of gloo and NCCL unreachable from outside, beside what the user has set."""
+    return {name: "lo" for name in names if name not in environment and sys.platform == "linux"}
+
+
+def listening_at(point: MeetingPoint) -> socket.socket:
+    """A socket that listens on a loopback address, if that is the meeting point, and else on all addresses of this machine."""
+    here = "127.0.0.1" if point.host == "localhost" else point.host
+    family = socket.AF_INET6 if is_loopback(point.host) and ":" in here else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((here if is_loopback(point.host) else "", point.port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise MeetingError(
+            f"port {point.port} cannot be used as the meeting point ({error.strerror}); another job or an earlier run may hold it: set "
+            f"another MASTER_PORT (--master-port, --init-method) for all processes, or leave --master-port out to take a free one"
+        ) from None
+    return listener
+
+
+def listener_of(point: MeetingPoint) -> socket.socket:
+    """The socket that rank 0 has inherited, or a new one."""
+    if point.listener is not None:
+        with contextlib.suppress(OSError):
+            inherited = socket.socket(fileno=point.listener)
+            if inherited.getsockname()[1] == point.port:
+                inherited.set_inheritable(False)
+                return inherited
+            # The number is of another file, which is not ours to close.
+            inherited.detach()
+    return listening_at(point)
+
+
+def job_secret(environment: Mapping[str, str]) -> bytes | None:
+    """The secret of this rank's job; None where none was given."""
+    found = environment.get(SECRET, "")
+    if found and len(found) < _SHORTEST_SECRET:
+        raise MeetingError(
+            f"{SECRET} has {len(found)} characters, which can be guessed; export the same random one on every machine, such as the "
+            f"output of: openssl rand -hex 32"
+        )
+    return found.encode() or None
 
 
 def failed_meeting(message: str, world_size: int) -> MeetingError:

@@ -8,7 +8,7 @@ import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.joining import join, leave
+from pentatron.parallel.meeting import MeetingPoint
 from pentatron.parallel.waiting import Waits
 from pentatron.parallel.whereabouts import Whereabouts
 
 ALONE = Group(0, 1)
+_EVERYONE = "all ranks"
 # In the name of a group.
 _SHOWN_RANKS = 8
 
@@ -133,9 +135,10 @@ def open_world(
     device: torch.device,
     timeout_minutes: float,
     settings: Mapping[str, Any],
+    point: MeetingPoint | None,
     whereabouts: Whereabouts | None = None,
 ) -> Iterator[World]:
-    """Joins the process group described by the environment (or none, for a world of one) and leaves it at the end.
+    """Joins the process group that meets at `point` (or none, for a world of one) and leaves it at the end.
 
     All ranks must have the same `settings`; that is checked before anything depends on them.
     """
@@ -146,10 +149,12 @@ def open_world(
         yield connect(grid, rank, local_rank, device, whereabouts=where)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    join(device, rank, grid.world_size, timeout)
+    assert point is not None, "several ranks meet somewhere"
+    key = join(device, rank, grid.world_size, timeout, point)
     try:
-        require_same_settings(settings, _versions(device), Group(rank, grid.world_size, dist.group.WORLD))
-        yield connect(grid, rank, local_rank, device, timeout, where)
+        everyone = Group(rank, grid.world_size, dist.group.WORLD, name=_EVERYONE, key=key)
+        require_same_settings(settings, _versions(device), everyone)
+        yield connect(grid, rank, local_rank, device, timeout, where, key)
     except BaseException:
         leave(failed=True)
         raise
@@ -159,7 +164,7 @@ def open_world(
 def _versions(device: torch.device) -> dict[str, str]:
     """Of what must be the same on every machine."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
-    return {"pentatron": __version__, "torch": torch.__version__, "NCCL": nccl}
+    return {"pentatron": __version__, "torch": str(torch.__version__), "NCCL": nccl}
 
 
 def connect(
@@ -169,14 +174,18 @@ def connect(
     device: torch.device,
     timeout: datetime.timedelta | None = None,
     whereabouts: Whereabouts | None = None,
+    key: bytes | None = None,
 ) -> World:
-    """The world of a process group that exists already. Groups do not inherit its timeout, so it is said again."""
+    """The world of a process group that exists already. Groups do not inherit its timeout, so it is said again.
+
+    `key` is that of `join`.
+    """
     where = whereabouts or Whereabouts()
     if grid.world_size == 1:
         return single_process(device, where)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
     waits = Waits(where)
-    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, "all ranks")
+    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, _EVERYONE, key)
     # Axes often have the same members (data and replicas, say); such axes share one process group.
     made: dict[tuple[tuple[int, ...], ...], Group | None] = {
         (tuple(range(grid.world_size)),): everyone,
@@ -185,7 +194,7 @@ def connect(
     for axis in typing.get_args(Axis):
         divided = tuple(sorted(m for m in grid.groups(axis) if len(m) > 1))
         if divided and divided not in made:
-            made[divided] = _make(axis, divided, rank, through_host, timeout, waits)
+            made[divided] = _make(axis, divided, everyone, timeout)
         own = made[divided] if divided else None
         if own is not None:
             groups[axis] = own
@@ -195,18 +204,20 @@ def connect(
 def _make(
     axis: Axis,
     divided: tuple[tuple[int, ...], ...],
-    rank: int,
-    through_host: bool,
+    everyone: Group,
     timeout: datetime.timedelta | None,
-    waits: Waits,
 ) -> Group | None:
     """Every rank must take part in the making of every group, its own or not."""
     own = None
     for members in divided:
         process_group = dist.new_group(list(members), timeout=timeout)
-        if rank in members:
-            own = Group(
-                members.index(rank), len(members), process_group, through_host, waits, _name(axis, members)
+        if everyone.rank in members:
+            own = replace(
+                everyone,
+                rank=members.index(everyone.rank),
+                size=len(members),
+                process_group=process_group,
+                name=_name(axis, members),
             )
     return own
 

@@ -11,9 +11,11 @@ from pentatron.config.errors import UserError
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.sidecar import read_sidecar
 from pentatron.parallel.collectives import gather_objects
+from pentatron.parallel.values import sendable
 from pentatron.parallel.world import World
 
 
+@sendable
 @dataclass(frozen=True)
 class FileIdentity:
     """One pair: its index, and the size of the tokens it describes, which may be too many to read before every start.
@@ -42,6 +44,7 @@ class FileIdentity:
         return f"{self.index} {self.bytes}" if self.index else ""
 
 
+@sendable
 @dataclass(frozen=True)
 class DataIdentity:
     """The fingerprint of all that is read, and of which files it is made, if of any."""

@@ -13,11 +13,13 @@ from pentatron.data.loader import Batch
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.pieces import Shape
+from pentatron.parallel.values import sendable
 from pentatron.parallel.world import World
 from pentatron.train.parallel_model import MicroBatches, ParallelModel
 from pentatron.train.step import Computed, compute_gradients
 
 
+@sendable
 @dataclass(frozen=True, order=True)
 class Place:
     """Where it was first met on one rank; the smallest place of all ranks is the origin.

@@ -102,7 +102,7 @@ def open_session(
     folder = RunFolder(Path(config.run.run_dir))
     # The first rank decides, as a launcher may tell each machine something else.
     start = start_of(config.flat(), resolved.given("load"), resumes or attempt.restarted)
-    start = broadcast_object(start, world.everyone)
+    start = Start(broadcast_object(start.value, world.everyone))
     own_lines = config.log.console_lines == "short"
     display = open_display(config.log.progress_bar, shows_steps=own_lines) if world.is_first else Silent()
     with contextlib.ExitStack() as cleanup:

@@ -15,8 +15,10 @@ from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import CONFIG, open_folder
 from pentatron.hf.small_files import FOLDER_NAME
 from pentatron.interchange.found import read_megatron
+from pentatron.parallel.values import sendable
 
 
+@sendable
 @dataclass(frozen=True)
 class Source:
     """A folder with steps of ours, of which one may be named, or with a model as Hugging Face or Megatron-LM stores it."""

@@ -32,9 +32,13 @@ class Forked:
     """What is used of `subprocess.Popen`, for a process that was not started but forked."""
 
     def __init__(
-        self, words: Sequence[str], env: Mapping[str, str] | None = None, start_new_session: bool = False
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        """For the launcher: a worker, which leads a session of its own. Words begin with the interpreter."""
+        """For the launcher: a worker, which leads a session of its own. Words begin with the interpreter; descriptors are all inherited."""
         self.returncode: int | None = None
         self.pid = fork(lambda: _as_worker(words[1:], env or {}), session=True)
 
@@ -115,6 +119,9 @@ def send_to(path: Path, descriptor: int) -> None:
 
 def as_python(words: Sequence[str]) -> int:
     """Runs what `python WORDS...` would."""
+    if words[0] == "-P":
+        # Nothing is imported from the current folder here in any case.
+        words = words[1:]
     if words[0] == "-m":
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

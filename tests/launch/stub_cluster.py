@@ -37,6 +37,7 @@ kill -TERM $(cat "$STUB/tasks")
 RECORDER = r"""#!/usr/bin/env bash
 trap 'echo "$SLURM_NODEID saved" >> "$STUB/ended"; exit 1' TERM
 echo "$SLURM_NODEID $*" >> "$STUB/started"
+echo "${PENTATRON_JOB_SECRET:-}" >> "$STUB/secrets"
 if [ -n "${WORKS:-}" ]; then while true; do sleep 0.05; done; fi
 exit "${ENDS_WITH:-0}"
 """
@@ -90,6 +91,10 @@ class StubCluster:
         return sorted(
             (int(node), words) for node, _, words in (line.partition(" ") for line in self._read("started"))
         )
+
+    def secrets(self) -> list[str]:
+        """Of every launcher, in the order of their starts."""
+        return self._read("secrets")
 
     def ended(self) -> list[str]:
         return sorted(self._read("ended"))

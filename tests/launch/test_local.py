@@ -14,7 +14,7 @@ from pentatron.launch.local import (
     READER_LEFT,
     Ended,
     hold_folder,
-    refuse_used_port,
+    listener_for_workers,
     require_descriptors,
     scratch_folder,
 )
@@ -27,8 +27,11 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
-            refuse_used_port(port)
-    refuse_used_port(port)
+            listener_for_workers(port)
+    with listener_for_workers(port) as ours:
+        assert ours.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(UserError, match=f"port {port} cannot be used"):
+            listener_for_workers(port)
 
 
 def test_temporary_folders_of_killed_commands_are_removed_and_those_in_use_stay(

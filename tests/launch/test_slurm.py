@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,11 +80,22 @@ def test_the_written_script_starts_one_launcher_on_every_node(cluster: StubClust
     assert cluster.run(written(cluster), cwd=Path("/")) == 0
     # Otherwise a warning by SIGUSR1 would end torchrun, not its workers.
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
-    words = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=4 {signals} --node_rank={{}} --master_addr=first --master_port=22345"
+    words = f"-P -m torch.distributed.run --nnodes=2 --nproc_per_node=4 {signals} --node_rank={{}} --master_addr=first --master_port=22345"
     assert cluster.started() == [
         (node, f"{words.format(node)} -m pentatron train --data-path a file --bf16") for node in range(2)
     ]
     assert cluster.calls("scontrol requeue") == []
+
+
+def test_all_nodes_get_one_secret_that_the_script_does_not_hold(cluster: StubCluster) -> None:
+    script = written(cluster)
+    for _ in range(2):
+        assert cluster.run(script, cwd=Path("/")) == 0
+    first, second = cluster.secrets()[:2], cluster.secrets()[2:]
+    assert first[0] == first[1] and second[0] == second[1] and first != second
+    assert re.fullmatch("[0-9a-f]{64}", first[0]) and first[0] not in script.read_text()
+    assert cluster.run(script, cwd=Path("/"), PENTATRON_JOB_SECRET="of the user") == 0
+    assert cluster.secrets()[4:] == ["of the user"] * 2
 
 
 def test_restarts_meet_in_a_way_that_can_be_repeated(cluster: StubCluster) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pentatron.layout.ranks import Grid
 from pentatron.parallel import joining, world
 from pentatron.parallel.joining import each_has_its_own, gpu_of, join, leave
+from pentatron.parallel.meeting import MeetingPoint
 
 CPU = torch.device("cpu")
 
@@ -37,11 +38,11 @@ def test_a_gpu_is_known_by_what_it_is_and_not_by_its_number_here(monkeypatch: py
 @pytest.mark.parametrize(("other", "backend"), [("theirs", "cpu:gloo,cuda:nccl"), ("mine", "gloo")])
 def test_all_choose_by_the_gpus_of_all(other: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, calls = dist.HashStore(), []
-    store.set("gpu/1", other)
+    store.set("rank/1", f"0123 {other}")
     monkeypatch.setattr(joining, "rendezvous", lambda *words, **named: iter([(store, 0, 2)]))
     monkeypatch.setattr(joining, "gpu_of", lambda device: "mine")
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: calls.append((words, named)))
-    join(torch.device("cuda", 0), 0, 2, datetime.timedelta(seconds=5))
+    join(torch.device("cuda", 0), 0, 2, datetime.timedelta(seconds=5), MeetingPoint("10.0.0.1", 6000))
     [((chosen,), named)] = calls
     assert chosen == backend
     assert "device_id" not in named, (
@@ -84,8 +85,9 @@ def test_a_world_is_left_as_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("join", "require_same_settings", "connect"):
         monkeypatch.setattr(world, name, nothing)
     monkeypatch.setattr(world, "leave", lambda failed: calls.append(failed))
-    with world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}):
+    point = MeetingPoint("10.0.0.1", 6000)
+    with world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}, point):
         pass
-    with pytest.raises(KeyboardInterrupt), world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}):
+    with pytest.raises(KeyboardInterrupt), world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}, point):
         raise KeyboardInterrupt
     assert calls == [False, True]

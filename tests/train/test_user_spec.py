@@ -95,7 +95,9 @@ def test_a_run_keeps_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert final_state(tmp_path / "cut") == final_state(tmp_path / "whole")
     written = (tmp_path / "cut" / "config.yaml").read_text()
     assert saved_values(written)["spec"] == ["kept_layers", "layer_spec"]
-    assert "spec" not in yaml.safe_load(written)["model"], "another run must not import code that a file names"
+    assert "spec" not in yaml.safe_load(written)["model"], (
+        "another run must not import code that a file names"
+    )
     for wrong in (other, ""):
         with pytest.raises(AgreedError, match=r"holds another model .spec was .'kept_layers', 'layer_spec'."):
             run_training(settings(tmp_path / "cut", wrong), single_process(), True)
