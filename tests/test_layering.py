@@ -43,7 +43,8 @@ def imported_packages(source: str) -> set[str]:
 
 
 def upward_imports(package: str, source: str) -> set[str]:
-    inside = imported_packages(source) - {package, "__version__"}
+    # The program's own module imports a package only when it runs.
+    inside = imported_packages(source) - {package, "__version__", "__main__"}
     return {other for other in inside if LEVELS[other] >= LEVELS[package]}
 
 

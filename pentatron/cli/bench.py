@@ -162,7 +162,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
 
 def _name_of_gpu() -> str:
     """Asked by a process that ends: this one must not take memory of a GPU that is measured."""
-    words = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    words = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.get_device_name())"]
     asked = subprocess.run(words, capture_output=True, text=True)
     if asked.returncode:
         raise UserError(

@@ -160,7 +160,7 @@ class _Hunt:
         # Asked by a process that ends: this one must not take memory of a GPU that is measured.
         code = "import torch; print(torch.cuda.mem_get_info()[0], torch.cuda.device_count())"
         asked = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=dict(os.environ)
         )
         if asked.returncode:
             said = asked.stderr.strip().splitlines() or ["it ended without a word"]

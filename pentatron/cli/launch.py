@@ -20,6 +20,7 @@ from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
 from pentatron.config.redaction import redacted
 from pentatron.config.run import RunConfig
 from pentatron.launch.job import Job, problems_of
+from pentatron.launch.processes import SAFE_PATH
 from pentatron.launch.script import WRITTEN_BY
 from pentatron.launch.slurm import batch_script
 from pentatron.launch.torchrun import node_script
@@ -247,7 +248,9 @@ def _submit(file: Path) -> int:
         raise UserError(
             f"{file} is written, but there is no sbatch here; submit it on a machine of the cluster"
         )
-    handed = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False)
+    # Slurm gives the job what sbatch has; the script itself says what its Python processes may import.
+    inherited = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
+    handed = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False, env=inherited)
     if handed.returncode != 0:
         reason = " ".join(handed.stderr.split()) or f"exit code {handed.returncode}"
         raise UserError(f"sbatch did not take {file} ({reason}); mend what it names and run: sbatch {file}")

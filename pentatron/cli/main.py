@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pentatron.cli.supervised import Supervised, leave_parents_job, this_worker
@@ -15,6 +16,7 @@ from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import TRAIN, EntryPoint
 from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.flags import did_you_mean
+from pentatron.launch.processes import SAFE_PATH
 from pentatron.monitor.terminal import OutputLost, own_streams, whole_output
 from pentatron.train.interrupt import StoppedEarly
 
@@ -49,7 +51,21 @@ Train large language models with five-way parallelism, on a laptop or on a clust
 
 def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
-    return guarded(lambda: _dispatch(words))
+    with _children_without_current_folder():
+        return guarded(lambda: _dispatch(words))
+
+
+@contextmanager
+def _children_without_current_folder() -> Iterator[None]:
+    """Python processes that libraries start (data workers, compilers) import nothing from the current folder either."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SAFE_PATH, None)
+        if before is not None:
+            os.environ[SAFE_PATH] = before
 
 
 def guarded(action: Callable[[], int], is_all: bool = True) -> int:
@@ -150,7 +166,8 @@ def run_entry(entry: EntryPoint) -> None:
     """Body of a guide's script: the same training under that guide's names and defaults."""
     words = sys.argv[1:]
     script = sys.argv[0]
-    sys.exit(guarded(lambda: _train(words, entry, [script])))
+    with _children_without_current_folder():
+        sys.exit(guarded(lambda: _train(words, entry, [script])))
 
 
 def train_by(
@@ -169,7 +186,8 @@ def train_by(
 def run_command(command: Callable[[Sequence[str]], int]) -> None:
     """Body of a script that stands for one command."""
     words = sys.argv[1:]
-    sys.exit(guarded(lambda: command(words)))
+    with _children_without_current_folder():
+        sys.exit(guarded(lambda: command(words)))
 
 
 def _train(

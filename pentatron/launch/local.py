@@ -4,8 +4,8 @@ import contextlib
 import fcntl
 import os
 import resource
-import shutil
 import secrets
+import shutil
 import signal
 import socket
 import stat

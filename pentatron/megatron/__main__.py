@@ -4,6 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from pentatron.__main__ import leave_current_folder
 from pentatron.cli.terminal import complain, say
 from pentatron.megatron.names import as_megatron
 
@@ -24,10 +25,11 @@ def main() -> None:
 
     started_as(("-m", "pentatron.megatron", script))
     sys.argv = sys.argv[1:]
-    # As for `python SCRIPT`: what lies beside the script can be imported.
+    # As for `python SCRIPT`: what lies beside the script can be imported, and not what lies in the current folder.
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
+    leave_current_folder()
     main()
