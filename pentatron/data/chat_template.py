@@ -1,42 +1,59 @@
-"""Chat templates: how a conversation becomes one text. They come with a model, so they are programs of strangers and run in a sandbox."""
+"""Chat templates: how a conversation becomes one text.
 
+They come with a model, so they are programs of strangers. `chat_sandbox.py` renders them, in a process whose memory and time are
+limited; this module finds templates, starts that process, and asks it.
+"""
+
+import atexit
+import contextlib
 import datetime
+import importlib.util
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
-
 from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
+from pentatron.config.printable import one_line
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT_NAME = "default"
-# What a template may add to the messages; enough for lists of tools and instructions, too little to fill the memory.
-LARGEST_ADDITION = 1 << 20
-LARGEST_REPETITION = 1 << 16
-LARGEST_POWER = 64
-# Of all loops over numbers together.
-MOST_ROUNDS = 1 << 20
-_MARKS = "generation_marks"
+_PROGRAM = Path(__file__).with_name("chat_sandbox.py")
+# What the program imports besides the standard library.
+_PACKAGES = ("jinja2", "markupsafe")
+_READ_BYTES = 1 << 18
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+# A number of first messages, and whether the text of them ends where the model is to begin its answer.
+Cut = tuple[int, bool]
 
 
 class TemplateRefusal(UserError):
     """A template that does not write this conversation."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one conversation. The seconds of a core end a template that computes; those of the clock end any other wait.
+
+    Memory is that of the process, Python included; the conversation comes on top of it. macOS does not limit it.
+    """
+
+    cpu_seconds: float = 10.0
+    wall_seconds: float = 60.0
+    memory_bytes: int = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -49,179 +66,204 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the texts of the tokens it may name. `day` is what it is told of the date, the same in every run."""
+    """A template and the texts of the tokens it may name. `day` is the date that it gets, the same in every run."""
 
     source: str
     special_tokens: Mapping[str, str]
     day: datetime.date
     origin: str = "the chat template"
+    limits: Limits = Limits()
 
     def render(
         self, messages: Sequence[Message], tools: Any = None, answer_follows: bool = False
     ) -> Rendered:
         """With `answer_follows` the text ends where the model is to begin its answer."""
-        words = {
-            **self.special_tokens,
-            "messages": list(messages),
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": answer_follows,
-        }
-        written = json.dumps([messages, tools], ensure_ascii=False)
-        text = self._run({**words, _MARKS: ("", "")}, len(written))
-        if not self.has_marks:
-            return Rendered(text)
-        begin, end = _marks_outside(written)
-        marked = self._run({**words, _MARKS: (begin, end)}, len(written))
-        parts, spans = _unmark(marked, begin, end)
-        if parts != text:
-            raise TemplateRefusal(
-                f"{self.origin} writes something else because of its own {{% generation %}} marks"
-            )
-        return Rendered(text, spans)
+        found = self.render_cuts(messages, tools, [(len(messages), answer_follows)])
+        return found[0]
+
+    def render_cuts(
+        self, messages: Sequence[Message], tools: Any, cuts: Sequence[Cut]
+    ) -> "Sequence[Rendered]":
+        """Each cut of one conversation; the first alone if the template has marks. What it refuses raises when it is asked for."""
+        answer = self._ask({"render": [list(messages), tools, list(cuts)]})
+        if "spans" in answer:
+            return [Rendered(answer["texts"][0], tuple((a, b) for a, b in answer["spans"]))]
+        texts = answer["texts"]
+        # A number stands for that many characters of the first text.
+        found = [Rendered(texts[0][:text] if isinstance(text, int) else text) for text in texts]
+        if "refused" in answer:
+            return _Until(found, f"{self.origin} {one_line(answer['refused'])}")
+        return found
 
     def check(self) -> "ChatTemplate":
         """Itself, if it is a template at all."""
-        _ = self._compiled
+        self._ask({})
         return self
 
-    @cached_property
-    def _environment(self) -> "_Sandbox":
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        # Chance has no place in data that must be the same in every run.
-        environment.globals.pop("lipsum")
-        environment.filters.pop("random")
-        day = self.day
-        environment.globals["raise_exception"] = _raise
-        environment.globals["range"] = self._range
-        environment.globals["strftime_now"] = lambda form: day.strftime(form)
-        return environment
-
-    def _range(self, *numbers: int) -> range:
-        """Loops inside loops must not run without end, also if they write nothing."""
-        found = safe_range(*numbers)
-        self._counted["range"] += len(found)
-        if self._counted["range"] > MOST_ROUNDS:
-            raise SecurityError(f"more than {MOST_ROUNDS} rounds of loops")
-        return found
-
-    @cached_property
-    def _counted(self) -> dict[str, int]:
-        return {"range": 0}
-
-    @cached_property
-    def has_marks(self) -> bool:
-        """Whether it says itself what the model is to learn."""
-        parsed = self._environment.parse(self.source)
-        return any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
-
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return self._environment.from_string(self.source)
-        except TemplateSyntaxError as error:
-            raise UserError(
-                f"{self.origin} is not a template that can be read (line {error.lineno}: {error.message}); "
-                "repair it, or name another with --chat-template FILE"
-            ) from None
-
-    def _run(self, words: Mapping[str, Any], size: int) -> str:
-        template = self._compiled
-        pieces: list[str] = []
-        left = size * 8 + LARGEST_ADDITION
-        self._counted["range"] = 0
-        try:
-            for piece in template.generate(**words):
-                pieces.append(piece)
-                left -= len(piece)
-                if left < 0:
-                    raise TemplateRefusal(f"{self.origin} writes without end")
-        except TemplateRefusal:
-            raise
-        except SecurityError as error:
+            answer = _SANDBOX.ask(self, request)
+        except RecursionError:
+            raise TemplateRefusal("its messages are nested too deeply") from None
+        except _Ended as ending:
             raise TemplateRefusal(
-                f"{self.origin} reaches for what no template needs ({error}), so it was stopped; use it only after reading it"
+                f"{self.origin} {ending}, so it was stopped; use it only after reading it, or name another with --chat-template FILE"
             ) from None
-        except TemplateError as error:
-            raise TemplateRefusal(f"{self.origin} says: {error}") from None
-        # Whatever else a stranger's program can raise: a missing key, a wrong type, a range that is too long.
-        except Exception as error:
-            raise TemplateRefusal(f"{self.origin} fails ({type(error).__name__}: {error})") from None
-        return "".join(pieces)
+        if "syntax" in answer:
+            raise UserError(
+                f"{self.origin} {one_line(answer['syntax'])}; repair it, or name another with --chat-template FILE"
+            )
+        if "refused" in answer and not answer.get("texts"):
+            raise TemplateRefusal(f"{self.origin} {one_line(answer['refused'])}")
+        return answer
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also without the short ways to fill the memory."""
+class _Until(Sequence[Rendered]):
+    """The texts before the one that was refused, and the refusal in place of it and all after it."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    def __init__(self, found: list[Rendered], refusal: str) -> None:
+        self.found, self.refusal = found, refusal
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        repeated = next((len(side) for side in (left, right) if hasattr(side, "__len__")), None)
-        times = next((side for side in (left, right) if isinstance(side, int)), 0)
-        if repeated is not None and repeated * times > LARGEST_REPETITION:
-            raise SecurityError(f"a text or list repeated {times} times")
-        if operator == "**" and abs(right) > LARGEST_POWER:
-            raise SecurityError(f"a power of {right}")
-        return super().call_binop(context, operator, left, right)
+    def __len__(self) -> int:
+        return len(self.found)
 
-
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` around what the model is to learn."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_mark", [nodes.Name(_MARKS, "load")])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _mark(self, marks: tuple[str, str], caller: Macro) -> str:
-        return f"{marks[0]}{caller()}{marks[1]}"
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self.found):
+            raise TemplateRefusal(self.refusal)
+        return self.found[index]
 
 
-def _is_mark(block: nodes.CallBlock) -> bool:
-    called = block.call.node
-    return isinstance(called, nodes.ExtensionAttribute) and called.identifier == _Generation.identifier
+class _Ended(Exception):
+    """Why the process ended without an answer, as the end of a sentence about the template."""
 
 
-def _marks_outside(text: str) -> tuple[str, str]:
-    """Two texts that do not occur in another."""
-    number = 0
-    while f"\ue000{number}\ue001" in text or f"\ue002{number}\ue003" in text:
-        number += 1
-    return f"\ue000{number}\ue001", f"\ue002{number}\ue003"
+class _Sandbox:
+    """The process that renders, started when it is first needed and again after it was ended. One request is under way at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._template: ChatTemplate | None = None
+
+    def ask(self, template: ChatTemplate, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request about a template; raises `_Ended` if a limit was reached."""
+        limits = template.limits
+        with self._lock:
+            known = self._process is not None and self._process.poll() is None and self._template == template
+            asked = {**request, "memory_bytes": limits.memory_bytes, "cpu_seconds": limits.cpu_seconds}
+            if not known:
+                day = template.day.isoformat()
+                tokens = dict(template.special_tokens)
+                asked["template"] = {"source": template.source, "special_tokens": tokens, "day": day}
+            line = json.dumps(asked).encode() + b"\n"
+            try:
+                answer = self._exchange(line, limits)
+            except BaseException:
+                # Also if the user interrupts: an answer that comes later must not be taken for that of another request.
+                self._end()
+                raise
+            self._template = None if "syntax" in answer or "exhausted" in answer else template
+            if "exhausted" in answer:
+                self._end()
+                raise _Ended(_more_memory(limits))
+            return answer
+
+    def close(self) -> None:
+        """Ends the process; the next request starts another."""
+        with self._lock:
+            self._end()
+
+    def forget(self) -> None:
+        """In a forked process: closes its copies of the pipes, so that the process ends with the parent that started it."""
+        self._lock = threading.Lock()
+        process, self._process, self._template = self._process, None, None
+        if process is not None:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            # It is the child of another process, so there is nothing to wait for.
+            process.returncode = 0
+
+    def _exchange(self, line: bytes, limits: Limits) -> dict[str, Any]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = _start()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        to, of = process.stdin.fileno(), process.stdout.fileno()
+        until = time.monotonic() + limits.wall_seconds
+        poll = select.poll()
+        poll.register(of, select.POLLIN)
+        left, received = memoryview(line), bytearray()
+        try:
+            while not received.endswith(b"\n"):
+                if left:
+                    with contextlib.suppress(BlockingIOError):
+                        left = left[os.write(to, left) :]
+                    poll.register(to, select.POLLOUT) if left else None
+                ready = dict(poll.poll(max(0.0, until - time.monotonic()) * 1000))
+                if not ready:
+                    raise _Ended(f"takes longer than {limits.wall_seconds:g} seconds for one conversation")
+                if to in ready and not left:
+                    poll.unregister(to)
+                if of in ready:
+                    data = os.read(of, _READ_BYTES)
+                    received += data
+                    if not data:
+                        raise BrokenPipeError
+        except BrokenPipeError:
+            raise _Ended(_reason(process.wait(), limits)) from None
+        answer: dict[str, Any] = json.loads(received)
+        return answer
+
+    def _end(self) -> None:
+        process, self._process, self._template = self._process, None, None
+        if process is not None:
+            process.kill()
+            with process:
+                # Closes its pipes and waits for its end.
+                pass
 
 
-def _unmark(marked: str, begin: str, end: str) -> tuple[str, tuple[Span, ...]]:
-    """The text without marks, and the spans that lay between them."""
-    first, *rest = marked.split(begin)
-    text, spans = first, []
-    for part in rest:
-        inside, _, after = part.partition(end)
-        if end in after or end in first:
-            raise TemplateRefusal("{% generation %} marks lie inside one another")
-        spans.append((len(text), len(text) + len(inside)))
-        text += inside + after
-    return text, tuple(span for span in spans if span[0] < span[1])
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes what would be dangerous in a web page."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+def _start() -> "subprocess.Popen[bytes]":
+    """-I and -S: no variable of the environment, working directory or installed package adds to what it imports."""
+    found = {name: importlib.util.find_spec(name) for name in _PACKAGES}
+    places = [spec.origin for spec in found.values() if spec is not None and spec.origin is not None]
+    if len(places) < len(_PACKAGES):
+        raise UserError("chat templates need the package jinja2; run: pip install jinja2")
+    folders = dict.fromkeys(str(Path(place).parent.parent) for place in places)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_PROGRAM), *folders],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
     )
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def _reason(status: int, limits: Limits) -> str:
+    if status == -signal.SIGXCPU:
+        return f"computes for longer than {limits.cpu_seconds:g} seconds in one conversation"
+    if status == -signal.SIGKILL:
+        return f"{_more_memory(limits)}, or its process was killed"
+    return f"ends the process that renders it (status {status})"
+
+
+def _more_memory(limits: Limits) -> str:
+    return f"takes more than {limits.memory_bytes >> 20} MiB of memory for one conversation"
+
+
+_SANDBOX = _Sandbox()
+atexit.register(_SANDBOX.close)
+os.register_at_fork(after_in_child=_SANDBOX.forget)
+
+
+def end_rendering() -> None:
+    """Ends the process that renders templates, where one was started; it ends with this process at the latest."""
+    _SANDBOX.close()
 
 
 def find_chat_template(folder: Path) -> tuple[str, Path] | None:

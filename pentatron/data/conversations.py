@@ -93,16 +93,19 @@ class Writer:
 def apply_template(template: ChatTemplate, conversation: Conversation) -> list[MarkedText]:
     """The answers are what the template marks, or what it adds to the text that asks for them."""
     messages, tools = conversation.messages, conversation.tools
-    whole = template.render(messages, tools)
+    cuts = [(len(messages), False)]
+    for place in conversation.learned:
+        cuts += [(place, True), (place + 1, False)]
+    rendered = template.render_cuts(messages, tools, cuts)
+    whole = rendered[0]
     if whole.generated is not None:
         wanted = conversation.learned == tuple(answers_of(messages))
         if not wanted:
             raise UserError("leaves out answers, which a template with {% generation %} marks cannot do")
         return [MarkedText(whole.text, whole.generated)]
     spans: list[tuple[str, Span]] = []
-    for place in conversation.learned:
-        before = template.render(messages[:place], tools, answer_follows=True).text
-        after = template.render(messages[: place + 1], tools).text
+    for number, place in enumerate(conversation.learned):
+        before, after = rendered[2 * number + 1].text, rendered[2 * number + 2].text
         if not after.startswith(before):
             raise UserError(
                 f"cannot be cut into question and answer: {template.origin} writes the text before message {place + 1} differently "

@@ -109,6 +109,7 @@ def _tokenized(
     config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
 ) -> tuple[list[IndexedDataset], list[str]]:
     """The conversations of every file, and a hash of what they are made of. They are tokenized once, in `--data-cache-path` or the folder."""
+    from pentatron.data.chat_template import end_rendering
     from pentatron.data.conversations import Writer
     from pentatron.data.sft import write_conversations
 
@@ -132,7 +133,10 @@ def _tokenized(
                     )
         return True
 
-    on_some_ranks(world.local_rank == 0, prepare, world.everyone)
+    try:
+        on_some_ranks(world.local_rank == 0, prepare, world.everyone)
+    finally:
+        end_rendering()
     return [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes], contents
 
 
@@ -172,15 +176,8 @@ def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | Non
     """The template to write conversations with; None if their texts are to follow each other as they are."""
     if data.sft_tokenizer_prompt_format == IDENTITY:
         return None
-    try:
-        from pentatron.data.chat_template import (
-            ChatTemplate,
-            find_chat_template,
-            read_template,
-            special_tokens,
-        )
-    except ImportError as error:
-        raise UserError("chat templates need the package jinja2; run: pip install jinja2") from error
+    from pentatron.data.chat_template import ChatTemplate, find_chat_template, read_template, special_tokens
+
     folder = getattr(tokenizer, "path", None)
     folder = None if folder is None else Path(folder).parent
     if data.chat_template is not None:
