@@ -8,6 +8,12 @@ from pentatron.checkpoint.untrusted import implausible
 from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.run import table
+from pentatron.config.setting import Setting
+
+# Sections whose values are computed with; those of the others are compared and shown.
+_USED = ("model", "moe", "optim", "train")
+# No setting is a larger number; NaN is within no limits.
+_LARGEST = 2**63 - 1
 
 
 def saved_settings(found: Found) -> dict[str, Any]:
@@ -34,17 +40,26 @@ def saved_settings(found: Found) -> dict[str, Any]:
 def _typed(found: Found, name: str, value: Any) -> Any:
     """A value of the kind that the setting has, however it came into the file."""
     item = table()[name]
-    right = value is None or (isinstance(value, list) if item.is_list else not isinstance(value, list))
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    kind = (int, float) if item.base_type is float else item.base_type
-    if not right or not all(
-        isinstance(one, kind) and isinstance(one, bool) == (item.base_type is bool) for one in items
-    ):
+    absent = value is None and (item.optional or item.section not in _USED)
+    items = value if isinstance(value, list) else [value]
+    right = absent or (isinstance(value, list) == item.is_list and all(_is_one(item, one) for one in items))
+    if not right:
         raise UserError(
             f"{found.folder} has {name} {value!r:.60}, which is no value of that setting; use the version that saved it, or name "
             f"another step"
         )
     return tuple(value) if isinstance(value, list) else value
+
+
+def _is_one(item: Setting, value: Any) -> bool:
+    """Whether it is of the setting's type, and a number or a choice that there is."""
+    kind = (int, float) if item.base_type is float else item.base_type
+    if not isinstance(value, kind) or isinstance(value, bool) != (item.base_type is bool):
+        return False
+    if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
+        return False
+    # A choice elsewhere may be older or younger than this version, and makes no other model.
+    return not item.choices or item.section not in _USED or value in item.choices
 
 
 def architecture_of(found: Found) -> tuple[TransformerConfig, MoEConfig]:

@@ -4,17 +4,24 @@ A right checksum says that a manifest is whole, not that it is honest: whoever w
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.sums import CRC32, SHA256
-from pentatron.config.parsing import parse_json
+from pentatron.config.parsing import parse_document
 from pentatron.config.printable import one_line
 
-# Sizes of a model that, times its width, are no more than one of its tensors; of layers with experts, and of those without.
-_SIZES = ("vocab_size", "num_attention_heads", "num_query_groups")
-_OF_EXPERTS, _WITHOUT = ("num_experts", "moe_ffn_hidden_size"), ("ffn_hidden_size",)
+# Sizes that must be above 0 where they are given.
+_COUNTS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings vocab_size "
+    "padded_vocab_size make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk "
+    "moe_shared_expert_intermediate_size rope_scaling_original_max_position_embeddings"
+).split()
+# Rows of an embedding that are there for their number alone, and that no checkpoint stores.
+_MOST_PADDING = 2**20
+# Where positions are no tensor, nothing is as long as they say; a number that this is too small for is none.
+_MOST_POSITIONS = 2**40
 # A manifest has a line for each piece; this is room for millions of them.
 _LARGEST_MANIFEST = 2**30
 # Corners are counted by powers of two; no layer has a tensor of so many dimensions.
@@ -30,7 +37,7 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is no plain file")
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise ValueError(f"it is larger than {_LARGEST_MANIFEST >> 20} MiB")
-    return parse_json(path.read_text(encoding="utf-8"))
+    return parse_document(path.read_text(encoding="utf-8"))
 
 
 def check_types(content: Mapping[str, Any]) -> None:
@@ -86,14 +93,44 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def implausible(settings: Mapping[str, Any], tensors: Mapping[str, Sequence[int]]) -> str | None:
-    """Why tensors of these shapes cannot be the model of the settings, or None: it is built before they are read, and must not be
-    larger than they are."""
+    """Why tensors of these shapes cannot be the model of the settings, or None.
+
+    A model is built before its tensors are read. Each size times those it is multiplied with is the size of some tensor, so it must not
+    be more than all of them have.
+    """
+    for name in _COUNTS:
+        if settings.get(name) is not None and settings[name] < 1:
+            return f"{name} {settings[name]}, and it must be above 0"
     elements = sum(math.prod(shape) for shape in tensors.values())
-    layers, width = settings.get("num_layers") or 0, settings.get("hidden_size") or 0
+    layers = settings.get("num_layers") or 0
     if layers > len(tensors):
         return f"num_layers {layers}, and there are {len(tensors)} tensors"
-    for name in (*_SIZES, *(_OF_EXPERTS if settings.get("num_experts") else _WITHOUT)):
-        size = settings.get(name) or 0
-        if size * width > elements:
-            return f"{name} {size} of hidden_size {width}, and all tensors have {elements} elements"
+    for names in _products(settings):
+        sizes = [settings.get(name) or 1 for name in names]
+        if math.prod(sizes) > elements:
+            said = " × ".join(f"{name} {size}" for name, size in zip(names, sizes))
+            return f"{said}, and all tensors have {elements} elements"
+    padding = (settings.get("padded_vocab_size") or 0) - (settings.get("vocab_size") or 0)
+    if padding > _MOST_PADDING:
+        return (
+            f"padded_vocab_size {settings['padded_vocab_size']} for vocab_size {settings.get('vocab_size')}"
+        )
+    if (settings.get("max_position_embeddings") or 0) > _MOST_POSITIONS:
+        return f"max_position_embeddings {settings['max_position_embeddings']}"
     return None
+
+
+def _products(settings: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Names of sizes whose product is that of a tensor, or of a part of one."""
+    width = "hidden_size"
+    yield "vocab_size", width
+    # Of queries, keys and values; the rotary frequencies are no more than the width of one head.
+    for heads in ("num_attention_heads", "num_query_groups"):
+        yield heads, "kv_channels", width
+    if settings.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        yield "max_position_embeddings", width
+    if settings.get("num_experts"):
+        yield "num_experts", "moe_ffn_hidden_size", width
+        yield "moe_shared_expert_intermediate_size", width
+    if not settings.get("num_experts") or settings.get("moe_layer_freq", "1") != "1":
+        yield "ffn_hidden_size", width

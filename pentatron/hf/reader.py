@@ -1,11 +1,11 @@
 """A config.json with account kept of which keys were understood."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 _WORDS = {
-    int: "a whole number above 0",
+    int: "a whole number above 0 and below 2^63",
     float: "a number, 0 or more",
     str: "text",
     bool: "true or false",
@@ -61,7 +61,8 @@ def _is(value: Any, kind: type) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
-        return isinstance(value, int | float) and 0 <= value < math.inf
+        return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
     if kind is int:
-        return isinstance(value, int) and value > 0
+        # Beyond that no library counts.
+        return isinstance(value, int) and 0 < value < 2**63
     return isinstance(value, kind)

@@ -90,7 +90,7 @@ def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iterat
         "scheduled_samples": int(steps) if steps is not None else consumed,
         "updates": _updates(common.get("optimizer"), iteration),
         # The order of samples was built for the length of the run.
-        "ordered_for": [max(1, length)],
+        "ordered_for": [max(1, length, consumed)],
         "schedule": _schedule(scheduler) if isinstance(scheduler, Mapping) else {},
         "flops": float(common.get("num_floating_point_operations_so_far") or 0.0),
     }

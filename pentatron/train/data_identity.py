@@ -39,6 +39,15 @@ class FileIdentity:
         known = None if sidecar is None else f"{sidecar.sums_crc32:08x}"
         return cls(prefix, digest, binary.stat().st_size, known)
 
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "FileIdentity":
+        """Raises TypeError for what is none."""
+        found = cls(**saved)
+        kinds = ((found.name, str), (found.index, str), (found.bytes, int), (found.tokens or "", str))
+        if not all(isinstance(value, kind) for value, kind in kinds):
+            raise TypeError(f"{found!r:.100}")
+        return found
+
     @property
     def fingerprint(self) -> str:
         return f"{self.index} {self.bytes}" if self.index else ""
@@ -69,7 +78,7 @@ class DataIdentity:
     @classmethod
     def from_json(cls, fingerprint: str, files: Sequence[Mapping[str, Any]]) -> "DataIdentity":
         try:
-            return cls(fingerprint, tuple(FileIdentity(**file) for file in files))
+            return cls(fingerprint, tuple(map(FileIdentity.from_json, files)))
         except TypeError as error:
             raise UserError(
                 f"what the checkpoint says of its data cannot be read ({error}); go on from another step, or take the weights alone with "

@@ -13,19 +13,26 @@ from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World
 from pentatron.train.state import TrainState
 
-# In which words a difference is told.
+
+def _listed(value: Any, separator: str) -> str:
+    """Entries of a list; whatever else a checkpoint has in its place, as text. Either is shown no longer than a line."""
+    entries = value if isinstance(value, list) else [value]
+    return f"{separator.join(map(str, entries[:64])):.200}"
+
+
+# In which words a difference is told. They say something of any value, as a checkpoint may hold any.
 _WORDS: dict[str, Callable[[Any], str]] = {
-    "pentatron": lambda v: f"Pentatron {v}",
-    "torch": lambda v: f"torch {v}",
-    "python": lambda v: f"Python {v}",
-    "devices": lambda v: " and ".join(v),
-    "cuda": lambda v: f"CUDA {v}" if v else "no CUDA",
-    "threads": lambda v: f"{' or '.join(map(str, v))} {'thread' if v == [1] else 'threads'} a process",
+    "pentatron": lambda v: f"Pentatron {_listed(v, ' ')}",
+    "torch": lambda v: f"torch {_listed(v, ' ')}",
+    "python": lambda v: f"Python {_listed(v, ' ')}",
+    "devices": lambda v: _listed(v, " and "),
+    "cuda": lambda v: f"CUDA {_listed(v, ' ')}" if v else "no CUDA",
+    "threads": lambda v: f"{_listed(v, ' or ')} {'thread' if v == [1] else 'threads'} a process",
     "deterministic": lambda v: (
         "deterministic kernels alone" if v else "kernels that need not be deterministic"
     ),
-    "backend": lambda v: v or "no communication",
-    "machines": lambda v: f"{v} machine{'s' if v > 1 else ''}",
+    "backend": lambda v: _listed(v, " ") if v else "no communication",
+    "machines": lambda v: f"{_listed(v, ' ')} machine{'' if v == 1 else 's'}",
 }
 
 

@@ -8,7 +8,7 @@ from pentatron.config.errors import UserError
 from pentatron.config.output import CheckpointConfig
 from pentatron.config.run import RunConfig, build, table
 from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
-from pentatron.train.state import TrainState
+from pentatron.train.state import TrainState, is_number
 
 _USE, _OVERRIDE = "--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"
 # How a message calls what a schedule is made of.
@@ -30,6 +30,14 @@ _WORDS = {
         "samples": "samples of the weight-decay schedule",
     },
 }
+# Of both parts, as far as they are no numbers.
+_STYLES = {
+    name: tuple(choice for setting in settings for choice in table()[setting].choices)
+    for name, settings in (
+        ("style", ("lr_decay_style", "weight_decay_incr_style")),
+        ("wsd_style", ("lr_wsd_decay_style",)),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,17 @@ class Schedule:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Schedule":
         try:
-            return cls(LearningRate(**saved["learning_rate"]), WeightDecay(**saved["weight_decay"]))
-        except (KeyError, TypeError) as error:
+            for values in (saved["learning_rate"], saved["weight_decay"]):
+                for name, value in values.items():
+                    if not (value in _STYLES[name] if name in _STYLES else is_number(value) and value >= 0):
+                        raise ValueError(f"{name} is {value!r:.60}")
+            found = cls(LearningRate(**saved["learning_rate"]), WeightDecay(**saved["weight_decay"]))
+            rate, decay = found.learning_rate, found.weight_decay
+            for style, length in ((rate.style, rate.decay_samples), (decay.style, decay.samples)):
+                if style != "constant" and length == 0:
+                    raise ValueError(f"{style} over 0 samples")
+            return found
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"the checkpoint's schedule cannot be read ({type(error).__name__}: {error}); go on from another step, or take the weights "
                 f"alone with --finetune"

@@ -1,11 +1,14 @@
 """Where a run stands."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pentatron.config.errors import UserError
 
+# No run counts as far, and every larger number is too large for some library.
+_LARGEST = 10**15
 # What collections have in them, as far as numbers of the run depend on it.
 _WITHIN: dict[str, Any] = {
     "ordered_for": 0,
@@ -74,15 +77,25 @@ class TrainState:
             for inner in _inner_values(value) if name in _WITHIN else ():
                 _require_kind(name, inner, _WITHIN[name])
         state = cls(**known)
+        if state.ordered_for and state.consumed_samples > max(state.ordered_for):
+            # The order of samples is built as far as a run will read, and grows before a longer one begins.
+            raise _cannot_be(
+                f"consumed_samples {state.consumed_samples} of samples that were ordered for {max(state.ordered_for)}"
+            )
         if "scheduled_samples" not in saved:
             # Checkpoints that do not say so were made when no step was ever skipped.
             state.scheduled_samples = state.consumed_samples
         if "updates" not in saved:
-            state.updates = state.step - int(saved.get("optimizer_since", 0))
+            state.updates = state.step - _count(saved, "optimizer_since")
         return state
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _count(saved: Mapping[str, Any], name: str) -> int:
+    _require_kind(name, saved.get(name, 0), 0)
+    return int(saved.get(name, 0))
 
 
 def _inner_values(value: Any) -> list[Any]:
@@ -94,7 +107,21 @@ def _inner_values(value: Any) -> list[Any]:
 def _require_kind(name: str, value: Any, like: Any) -> None:
     """Of the state in a checkpoint, which somebody may have edited: a count that is a text fails steps later, and elsewhere."""
     kind = (int, float) if isinstance(like, float) else type(like)
-    if not isinstance(value, kind) or isinstance(value, bool) or (type(like) is int and value < 0):
-        raise UserError(
-            f"the checkpoint says {name} {value!r:.60}, which cannot be; go on from another step, or take the weights alone with --finetune"
-        )
+    right = isinstance(value, kind) and not isinstance(value, bool)
+    if right and type(like) is int:
+        right = 0 <= value <= _LARGEST
+    elif right and isinstance(like, float):
+        right = is_number(value)
+    if not right:
+        raise _cannot_be(f"{name} {value!r:.60}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a checkpoint can be computed with: not NaN, not infinite, not beyond what a float holds."""
+    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _cannot_be(what: str) -> UserError:
+    return UserError(
+        f"the checkpoint says {what}, which cannot be; go on from another step, or take the weights alone with --finetune"
+    )
