@@ -1,11 +1,12 @@
 """Reads what is pickled in Megatron-LM's checkpoints, as a program of its own that can do nothing else.
 
-    python -I -S apart.py FILE
+    python -I -S apart.py FILE SECONDS
 
 Prints JSON. A pickle is a program that may call what it names. Here every name is answered with a stand-in that only keeps what it
 is given, so nothing of the file runs and nothing is imported for it; names outside the list end the reading. `reading.py` starts
 this with an empty environment. Of `.metadata` the places of tensors are printed, of torch's zip files everything but
-the numbers in them, and where those lie in the file.
+the numbers in them, and where those lie in the file. Memory, seconds of a core and what is printed are limited: a hundred bytes can
+ask for any amount of each.
 """
 
 import contextlib
@@ -203,12 +204,20 @@ def _tensor(args: tuple[Any, ...], first_byte: Any) -> dict[str, Any]:
     }
 
 
-def main(path: str) -> int:
-    with contextlib.suppress(ImportError, ValueError, OSError):
+def limit(seconds: int) -> None:
+    """The kernel ends this process when it reaches a limit. Each is set by itself: not every system has all of them."""
+    with contextlib.suppress(ImportError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        # At the first limit of a core's seconds comes SIGXCPU, which tells the reason; at the second SIGKILL.
+        limits = {"AS": 2 * (_MEMORY_BYTES,), "FSIZE": (0, 0), "CORE": (0, 0), "CPU": (seconds, seconds + 1)}
+        for name, both in limits.items():
+            with contextlib.suppress(ValueError, OSError, AttributeError):
+                resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), both)
+
+
+def main(path: str, seconds: int) -> int:
+    limit(seconds)
     try:
         found = read_archive(path) if zipfile.is_zipfile(path) else read_index(path)
     except Refused as name:
@@ -222,4 +231,4 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -70,6 +70,20 @@ def test_nothing_runs(place: str, clean: Path, tmp_path: Path) -> None:
     assert not trap.exists()
 
 
+@pytest.mark.parametrize("clock", [False, True])
+def test_a_pickle_that_hashes_without_end_is_stopped(
+    tmp_path: Path, clock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127 bytes: a tuple of the same tuple twice, 60 levels deep, as a key. Its hash takes 2^60 steps."""
+    bomb = b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s."
+    (tmp_path / ".metadata").write_bytes(bomb)
+    assert len(bomb) < 200
+    if clock:
+        monkeypatch.setattr("pentatron.interchange.reading._PATIENCE", 0.3)
+    with pytest.raises(UserError, match=r"longer than .* seconds.* to read, so its reader was stopped"):
+        read_apart(tmp_path / ".metadata", seconds=1)
+
+
 def test_what_is_named_but_harmless_is_kept_as_a_name(tmp_path: Path) -> None:
     """Arguments name types and enumerations of programs that need not be installed."""
     torch.save(
