@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pentatron.config.errors import UserError
 from pentatron.data.indexed import token_dtype
 from pentatron.data.inputs import JSON_LINES, Chunk
-from pentatron.data.tokenizer import Tokenizer, TokenizerChoice
+from pentatron.data.tokenizer import NotEncoded, Tokenizer, TokenizerChoice
 
 # Of the bad lines of one chunk, these many are described; all are counted.
 MOST_DESCRIBED = 5
@@ -117,6 +117,8 @@ class Encoder:
                 return f"holds half a surrogate pair, which is no character ({error.reason})"
             try:
                 self.tokenizer.encode(text)
+            except NotEncoded as error:
+                return f"cannot be encoded by the tokenizer ({error.reason})"
             except UserError as error:
                 return str(error).rstrip(".")
             except MemoryError:

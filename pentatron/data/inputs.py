@@ -19,7 +19,12 @@ PACKED_ENDINGS = (".gz", ".zst", ".zstd")
 # How plain text is cut into documents.
 TEXT_DOCUMENTS = ("file", "line", "blank-line")
 JSON_LINES = "json"
-READ_BYTES = 1 << 16
+# Of a packed Zstandard file, at once: a few bytes of it can stand for 128 KiB.
+READ_BYTES = 1 << 12
+# Of one document: a line, or a paragraph. What is read into memory takes several times as much.
+LONGEST_DOCUMENT = 64 << 20
+# Of plain text that is one document as a whole.
+LONGEST_FILE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -118,14 +123,17 @@ def _chunks_of(
     _skip(path, stream, begin.offset)
     offset, lines, held = begin.offset, begin.lines, bytearray()
     wanted = chunk_bytes
+    longest = max(chunk_bytes, LONGEST_FILE if cut == "file" else LONGEST_DOCUMENT)
     while True:
         while len(held) < wanted and (data := stream.read(wanted - len(held))):
             held += data
         ended = len(held) < wanted
         end = len(held) if ended else _last_end(held, cut)
         if end == 0 and not ended:
+            if len(held) > longest:
+                raise UserError(_too_long(path, cut, lines + 1, longest))
             # One document is larger than a chunk: take more of it.
-            wanted *= 2
+            wanted = min(2 * wanted, longest + 1)
             continue
         if end:
             data = bytes(held[:end])
@@ -137,6 +145,17 @@ def _chunks_of(
         if ended:
             return
         wanted = chunk_bytes
+
+
+def _too_long(path: Path, cut: str, line: int, longest: int) -> str:
+    most = f"{longest >> 20} MiB"
+    if cut == "file":
+        return (
+            f"{path} is longer than {most}, which is too much for one document; cut it into several with --text-documents line or "
+            f"blank-line, or into several files"
+        )
+    what = "the paragraph" if cut == "blank-line" else "the line"
+    return f"{what} that begins at line {line} of {path} is longer than {most}; cut it into several documents, or leave it out"
 
 
 def _last_end(held: bytearray, cut: str) -> int:
@@ -196,10 +215,10 @@ class _ZstandardStream:
         self._library: Any = zstandard
         self._frame: Any = None
         self._rest = b""
-        self._ready = b""
+        self._ready, self._taken = b"", 0
 
     def read(self, size: int, /) -> bytes:
-        while not self._ready:
+        while self._taken == len(self._ready):
             packed = self._rest or self._raw.read(READ_BYTES)
             self._rest = b""
             if not packed:
@@ -209,10 +228,11 @@ class _ZstandardStream:
             if self._frame is None:
                 self._frame = self._library.ZstdDecompressor().decompressobj()
             try:
-                self._ready = self._frame.decompress(packed)
+                self._ready, self._taken = self._frame.decompress(packed), 0
             except self._library.ZstdError as error:
                 raise EOFError(str(error)) from error
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
-        taken, self._ready = self._ready[:size], self._ready[size:]
-        return taken
+        begin = self._taken
+        self._taken = min(len(self._ready), begin + size)
+        return self._ready[begin : self._taken]

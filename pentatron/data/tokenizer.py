@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
+from pentatron.config.printable import one_line
 from pentatron.data.plain_tokenizers import BYTE_VALUES, ByteTokenizer, NullTokenizer
 from pentatron.data.sidecar import TokenizerIdentity
 
@@ -30,6 +33,20 @@ PROBE = (
     "עברית हिन्दी ไทย Ελληνικά кириллица 🙂👩‍👩‍👧 \u200b\u00a0… «»“” €100 x²≤y https://example.org/a?b=c&d=%20 information "
     "transformation internationalization understanding antidisestablishmentarianism"
 )
+# How the library's Rust code fails, and what it says when a regular expression takes too many steps.
+_PANIC, _STEPS = "PanicException", "retry-limit-in-match"
+# Unicode's longest decomposition has 18 characters.
+_LARGEST_GROWTH = 1000
+
+
+class NotEncoded(UserError):
+    """A text that a tokenizer of the library fails on; `reason` is what the library says."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"a text cannot be encoded by the tokenizer {path} ({reason}); check --tokenizer-model"
+        )
+        self.reason = reason
 
 
 class Tokenizer(Protocol):
@@ -68,6 +85,9 @@ class _LibraryTokenizer:
         self._tokenizer = tokenizer
         # Ids can have gaps, and an embedding needs a row for the highest one.
         self._vocab_size = max(self.vocabulary().values(), default=-1) + 1
+        if self._vocab_size == 0:
+            raise UserError(f"{path} has no token; check --tokenizer-model")
+        _require_bounded_growth(path, tokenizer)
         self._eod = self._find_eod()
 
     @property
@@ -91,27 +111,47 @@ class _LibraryTokenizer:
         return self.encode(PROBE)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        with self._failures():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of each text, and for each id the characters it stands for."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+        with self._failures():
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def encode_as_configured(self, text: str) -> list[int]:
         """Ids of the text with whatever the file itself puts around it, such as an id that begins every text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
-        return ids
+        with self._failures():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+            return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast variant leaves out the character offsets, which nobody reads here.
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        with self._failures():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
+        with self._failures():
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+            return text
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """The library raises bare Exception, and a panic of its Rust code is not even that."""
+        try:
+            yield
+        except MemoryError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
+            reason = one_line(" ".join(str(error).split()).rstrip("."))
+            if _STEPS in reason:
+                reason = f"a regular expression of it takes too many steps on this text: {reason}"
+            raise NotEncoded(self.path, reason) from None
 
     def _find_eod(self) -> int | None:
         for name in (_configured_end_token(self.path.parent), *KNOWN_END_TOKENS):
@@ -317,6 +357,29 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def _require_bounded_growth(path: Path, tokenizer: Any) -> None:
+    """Replacements one after another multiply the length of a text; the library aborts the process when memory ends."""
+    for part in (tokenizer.normalizer, tokenizer.decoder):
+        growth = 1.0 if part is None else _growth(parse_json(part.__getstate__()))
+        if growth > _LARGEST_GROWTH:
+            raise UserError(
+                f"{path} replaces characters so that a text grows {growth:.0f}-fold, which no tokenizer needs; check --tokenizer-model"
+            )
+
+
+def _growth(part: Any) -> float:
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") != "Replace":
+        return _growth([value for value in part.values() if isinstance(value, list)])
+    pattern = part["pattern"]
+    # A regular expression may match between any two characters.
+    content = len(part["content"])
+    return max(1.0, content / max(1, len(pattern["String"])) if "String" in pattern else content + 1.0)
 
 
 def _configured_end_token(folder: Path) -> str | None:

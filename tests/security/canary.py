@@ -35,5 +35,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """The one sentence with which a command refuses."""
     code, _, complaint = run(capsys, *words)
     assert code == 2 and complaint.startswith("pentatron: ") and complaint.count("\n") == 1, complaint
+    assert "unknown flag" not in complaint, "the command must be refused for what it reads"
     assert not any(ord(letter) < 32 for letter in complaint[:-1]), "a sentence must not steer the terminal"
     return complaint

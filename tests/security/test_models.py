@@ -94,7 +94,7 @@ def test_a_folder_of_hugging_face_runs_nothing(
     HUGGING_FACE[attack](folder, canary)
     before = sorted(folder.iterdir())
     refused(capsys, "import", folder, tmp_path / "out")
-    refused(capsys, "generate", folder, "--prompt-tokens", "1,2")
+    refused(capsys, "generate", folder, "--tokens", "1,2")
     assert not canary.exists() and not (tmp_path / "out").exists() and sorted(folder.iterdir()) == before
 
 
@@ -136,7 +136,7 @@ def test_settings_of_a_step_are_data(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     rewrite(imported, lambda m: m["config"]["model"].update(SETTINGS[attack]))
-    refused(capsys, "generate", imported, "--prompt-tokens", "1,2")
+    refused(capsys, "generate", imported, "--tokens", "1,2")
     refused(capsys, "checkpoint", "reshard", imported, tmp_path / "resharded")
     refused(capsys, "train", "--load", imported, "--run-dir", tmp_path / "run", "--dataset-size", "8", "--seq-length", "8",
             "--global-batch-size", "1", "--train-iters", "1", "--device", "cpu")  # fmt: skip
