@@ -12,6 +12,10 @@ from pentatron.config.setting import Setting
 
 # Sections whose values are computed with; those of the others are compared and shown.
 _USED = ("model", "moe", "optim", "train")
+_DERIVED = (
+    *("ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    *("max_position_embeddings", "vocab_size", "padded_vocab_size"),
+)
 # No setting is a larger number; NaN is within no limits.
 _LARGEST = 2**63 - 1
 
@@ -69,4 +73,13 @@ def architecture_of(found: Found) -> tuple[TransformerConfig, MoEConfig]:
         {field.name: saved[field.name] for field in dataclasses.fields(kind) if field.name in saved}
         for kind in (TransformerConfig, MoEConfig)
     )
-    return TransformerConfig(**of_model), MoEConfig(**of_experts)
+    model, moe = TransformerConfig(**of_model), MoEConfig(**of_experts)
+    # A run derives them before it saves anything.
+    missing = [name for name in _DERIVED if getattr(model, name) is None]
+    if moe.num_experts is not None and moe.moe_ffn_hidden_size is None:
+        missing.append("moe_ffn_hidden_size")
+    if missing:
+        raise UserError(
+            f"{found.folder} does not say {missing[0]}, without which its model cannot be built; name another step"
+        )
+    return model, moe

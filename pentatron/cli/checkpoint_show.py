@@ -159,7 +159,13 @@ def _model(manifest: "Manifest") -> str:
 
 
 def _state(state: Mapping[str, Any]) -> str:
-    return ", ".join(f"{state[name]:,} {word}" for name, word in _COUNTS.items() if state.get(name))
+    # A manifest may have anything in place of a count; then it is shown as it is.
+    found = {word: state[name] for name, word in _COUNTS.items() if state.get(name)}
+    return ", ".join(f"{_count(value)} {word}" for word, value in found.items())
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else f"{value!r:.60}"
 
 
 def _learning_rate(manifest: "Manifest") -> str:
@@ -173,7 +179,7 @@ def _learning_rate(manifest: "Manifest") -> str:
     try:
         schedule = Schedule.from_json(saved)
         rate = schedule.learning_rate(samples)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, ArithmeticError):
         # Of a version that has other schedules.
         return _pairs(saved)
     style, decay = schedule.learning_rate, schedule.weight_decay

@@ -17,7 +17,7 @@ from pentatron.data.boundaries import Boundaries, Sample
 from pentatron.data.gpt_dataset import GPTDataset, TokenSource
 from pentatron.data.greedy import MOST_DATASETS, exhaustive_order, greedy_order, places_within
 from pentatron.data.index_cache import Arrays, IndexCache
-from pentatron.data.sampling import epoch_samples
+from pentatron.data.sampling import epoch_samples, require_memory
 
 SURPLUS = 0.005
 
@@ -150,6 +150,9 @@ def _drawn(order: Arrays, size: int, datasets: int) -> list[int]:
 
 
 def _cached_order(weights: list[float], size: int, cache: IndexCache | None) -> Arrays:
+    # The dataset of each sample and its place there.
+    require_memory(size, 10 * size)
+
     def build() -> Arrays:
         order = greedy_order(weights, size)
         return {"order": order, "places": places_within(order, len(weights))}

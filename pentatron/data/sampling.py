@@ -4,6 +4,7 @@ The draws follow the order that Megatron users' data already has, so that a run 
 Everything depends on the lengths, the number of samples asked for, the sample length and the seed, on nothing else.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ SPLIT_NAMES = ("train", "valid", "test")
 # A last epoch that is needed for less than this share is shuffled on its own, so that the documents it repeats
 # do not crowd into the earlier epochs.
 FINAL_EPOCH_SHARE = 0.80
+# At the least, while an order is built: where a sample begins and its place; and where a document begins in each epoch.
+_BYTES_OF_A_SAMPLE, _BYTES_OF_A_DOCUMENT = 20, 16
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -96,6 +99,7 @@ def build_sample_index(
     # One token more than the samples: the last label.
     total = (epochs * tokens - 1) // sequence_length
     before_final = ((epochs - 1) * tokens - 1) // sequence_length if epochs > 1 else total
+    require_memory(total, _BYTES_OF_A_SAMPLE * total + _BYTES_OF_A_DOCUMENT * epochs * len(documents))
     separate = num_samples is not None and _is_final_epoch_separate(
         num_samples - before_final, (tokens - 1) // sequence_length, epochs
     )
@@ -110,6 +114,19 @@ def build_sample_index(
         starts=_sample_starts(lengths[order], total, sequence_length),
         shuffle=_sample_order(total, before_final if separate else total, random),
     )
+
+
+def require_memory(samples: int, needed: int) -> None:
+    """Refuses an order of so many samples before it is built, if the machine has less memory than the bytes that it needs."""
+    if needed > (most := machine_memory()):
+        raise UserError(
+            f"the order of {samples} samples needs {needed / 2**30:.0f} GiB of memory, and this machine has {most / 2**30:.0f} GiB; ask "
+            f"for fewer steps or epochs, or take the weights of the checkpoint alone with --finetune if it was made with fewer"
+        )
+
+
+def machine_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def epoch_samples(lengths: npt.NDArray[np.integer], documents: range, sequence_length: int) -> int:

@@ -36,6 +36,8 @@ from pentatron.train.state import TrainState
 _MOCK_SPLIT = "1,1,1"
 # A smaller order takes less time to build than files take to be made.
 _WORTH_A_FILE = 1 << 20
+# Samples whose origins are counted at once.
+_TOGETHER = 1 << 22
 # Of synthetic walks: beyond all that is ever trained on or validated with.
 _FIRST_TEST_SAMPLE = 1 << 31
 
@@ -61,9 +63,14 @@ class Datasets:
 
     def drawn(self, first: int, stop: int) -> Counter[str]:
         """How many of the training samples from `first` on come from each dataset."""
-        counts = np.bincount(self.train.origins(np.arange(first, stop)), minlength=len(self.names)).tolist()
+        if len(self.names) == 1:
+            return Counter({self.names[0]: stop - first})
+        counts = np.zeros(len(self.names), np.int64)
+        for begin in range(first, stop, _TOGETHER):
+            some = np.arange(begin, min(stop, begin + _TOGETHER))
+            counts += np.bincount(self.train.origins(some), minlength=len(self.names))
         found: Counter[str] = Counter()
-        for name, count in zip(self.names, counts, strict=True):
+        for name, count in zip(self.names, counts.tolist(), strict=True):
             # One corpus may have been named twice.
             found[name] += count
         return found

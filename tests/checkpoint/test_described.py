@@ -16,12 +16,17 @@ def test_a_setting_that_is_not_known_makes_another_model() -> None:
         tensors = {f"weights/{i}": TensorRecord("float32", (9, 9), ()) for i in range(3)}
         return Found(Path("step"), Manifest(0, {}, tensors, {}, config))
 
-    older = found(model={"num_layers": 3, "window_size": [7, 0]}, data={"of_another_version": 1})
+    sizes = {"ffn_hidden_size": 4, "num_attention_heads": 1, "kv_channels": 4, "num_query_groups": 1, "hidden_size": 4,
+             "max_position_embeddings": 8, "vocab_size": 9, "padded_vocab_size": 16, "num_layers": 3}  # fmt: skip
+    older = found(model={**sizes, "window_size": [7, 0]}, data={"of_another_version": 1})
     model, moe = architecture_of(older)
     assert (model.num_layers, model.window_size, moe) == (3, (7, 0), MoEConfig())
     for newer in (found(model={"sinks": True}), found(model={}, moe={"sinks": True})):
         for read in (saved_settings, architecture_of):
             with pytest.raises(UserError, match=r"does not know \(sinks\); use the version that saved it"):
                 read(newer)
+    for missing in ("vocab_size", "kv_channels"):
+        with pytest.raises(UserError, match=f"does not say {missing}, without which"):
+            architecture_of(found(model={**sizes, missing: None}))
     with pytest.raises(UserError, match="it has no settings"):
         architecture_of(found())
