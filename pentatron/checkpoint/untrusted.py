@@ -92,20 +92,22 @@ def is_inside(path: Path, folder: Path) -> bool:
     return path.resolve().parent == folder.resolve()
 
 
-def implausible(settings: Mapping[str, Any], tensors: Mapping[str, Sequence[int]]) -> str | None:
+def implausible(
+    settings: Mapping[str, Any], tensors: Mapping[str, Sequence[int]], stacked: bool = False
+) -> str | None:
     """Why tensors of these shapes cannot be the model of the settings, or None.
 
     A model is built before its tensors are read. Each size times those it is multiplied with is the size of some tensor, so it must not
-    be more than all of them have.
+    be more than all of them have. `stacked`: one tensor may hold a parameter of all layers.
     """
     for name in _COUNTS:
         if settings.get(name) is not None and settings[name] < 1:
             return f"{name} {settings[name]}, and it must be above 0"
     elements = sum(math.prod(shape) for shape in tensors.values())
     layers = settings.get("num_layers") or 0
-    if layers > len(tensors):
+    if not stacked and layers > len(tensors):
         return f"num_layers {layers}, and there are {len(tensors)} tensors"
-    for names in _products(settings):
+    for names in (("num_layers", "hidden_size"), *_products(settings)):
         sizes = [settings.get(name) or 1 for name in names]
         if math.prod(sizes) > elements:
             said = " × ".join(f"{name} {size}" for name, size in zip(names, sizes))

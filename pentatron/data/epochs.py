@@ -9,6 +9,9 @@ import numpy.typing as npt
 from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
 
+# Seeds of NumPy are 32 bits.
+_MOST_EPOCHS = 1 << 32
+
 
 @runtime_checkable
 class FiniteDataset(Protocol):
@@ -54,6 +57,11 @@ class EpochShuffle:
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch != self._epoch:
+            if epoch >= _MOST_EPOCHS:
+                raise UserError(
+                    f"sample {epoch * len(self.dataset)} is in epoch {epoch} of {len(self.dataset)} samples, and there are orders for "
+                    f"{_MOST_EPOCHS}; take the weights of the checkpoint alone with --finetune if it has never got so far"
+                )
             # RandomState, not Generator: its stream never changes between NumPy versions.
             random = np.random.RandomState([self.seed, epoch])
             self._order, self._epoch = random.permutation(len(self.dataset)), epoch

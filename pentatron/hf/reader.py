@@ -32,14 +32,14 @@ class ConfigReader:
         if value is None:
             return default
         if not _is(value, kind):
-            raise Problem(f"{self.where} has {key} {value!r}, but it must be {_WORDS[kind]}")
+            raise Problem(f"{self.where} has {key} {value!r:.200}, but it must be {_WORDS[kind]}")
         return float(value) if kind is float else value
 
     def one_of(self, keys: tuple[str, ...], kind: type, default: Any = None) -> Any:
         """Of several names of one thing."""
         found = {key: value for key in keys if (value := self.get(key, kind)) is not None}
         if len(set(map(str, found.values()))) > 1:
-            both = ", ".join(f"{key} {value!r}" for key, value in found.items())
+            both = ", ".join(f"{key} {value!r:.200}" for key, value in found.items())
             raise Problem(f"{self.where} has {both}, which must be equal; remove the wrong one")
         return next(iter(found.values()), default)
 
@@ -51,7 +51,7 @@ class ConfigReader:
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
         ):
             only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
-            raise Problem(f"{self.where} has {key} {value!r}, but {only} supported")
+            raise Problem(f"{self.where} has {key} {value!r:.200}, but {only} supported")
 
     def unread(self) -> dict[str, Any]:
         return {key: value for key, value in self.config.items() if key not in self.read}

@@ -1,12 +1,12 @@
 """A checkpoint of Megatron-LM, opened as if it were one of ours."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.find import megatron_step
 from pentatron.checkpoint.store import Found
+from pentatron.checkpoint.untrusted import implausible
 from pentatron.config.errors import UserError
 from pentatron.config.run import build, table
 from pentatron.interchange.common import run_state_of
@@ -63,10 +63,8 @@ def as_found(contents: Contents) -> Found:
 
 def _require_plausible(contents: Contents, settings: Mapping[str, Any]) -> None:
     """Names and sizes of a model are listed before a tensor of it is looked for: there must not be more than its tensors have."""
-    elements = sum(math.prod(stored.shape) for stored in contents.tensors.values())
-    for name in ("num_layers", "num_experts"):
-        if (settings.get(name) or 0) * settings["hidden_size"] > elements:
-            raise UserError(
-                f"{contents.folder} cannot be the model that it describes ({name} {settings[name]} of hidden_size "
-                f"{settings['hidden_size']}, and all tensors have {elements} elements); name another checkpoint"
-            )
+    shapes = {name: stored.shape for name, stored in contents.tensors.items()}
+    if problem := implausible(settings, shapes, stacked=True):
+        raise UserError(
+            f"{contents.folder} cannot be the model that it describes ({problem}); name another checkpoint"
+        )

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
 from pentatron.data.epochs import EpochShuffle
 
@@ -52,3 +53,10 @@ def test_it_has_no_length_and_no_negative_numbers() -> None:
         EpochShuffle(Numbers(8), seed=0)[-1]
     with pytest.raises(ValueError, match="without samples"):
         EpochShuffle(Numbers(0), seed=0)
+
+
+def test_an_epoch_beyond_all_seeds_is_a_sentence() -> None:
+    shuffle = EpochShuffle(Numbers(50), seed=3)
+    assert 0 <= shuffle[50 * (2**32 - 1)]["tokens"][0] < 50
+    with pytest.raises(UserError, match="is in epoch 4294967296 of 50 samples"):
+        shuffle[50 * 2**32]

@@ -191,6 +191,7 @@ def test_a_pattern_of_layers_is_bounded(written: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "value"),
     [(int, 2**63), (int, 0), (float, 10**400), (float, float("inf")), (float, float("nan"))],
+    ids=["beyond 63 bits", "zero", "beyond a float", "infinity", "NaN"],
 )
 def test_numbers_that_no_library_counts_are_a_sentence(kind: type, value: float) -> None:
     with pytest.raises(Problem, match="must be"):
