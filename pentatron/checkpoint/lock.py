@@ -183,6 +183,8 @@ def folder_lock(
     except BlockingIOError:
         raise _refusal(folder, str(read_owner(path) or "its owner is not recorded"), way_out) from None
     try:
+        if (held := path.read_bytes()).strip(b"\0") and not held.startswith(b"{"):
+            raise UserError(f"{path} is not the lock of a job; remove it, or choose another folder")
         before = read_owner(path)
         if before is not None and not before.released and _may_be_unseen(before, folder):
             _wait_for_silence(path, before, say, way_out)

@@ -33,8 +33,10 @@ _REPLACED = re.compile(
 _APPENDED = re.compile(r"train\.log|restarts\.jsonl|progress\.txt|hang-\d+(?:-\d+)?\.txt")
 _OTHER_FILES = re.compile(
     r"metrics\.\d+\.jsonl|(?:config\.yaml|metrics\.jsonl)\.damaged-\d+|latest|latest_checkpointed_iteration\.txt|began-from\.json|"
-    r"(?:config\.yaml|metrics\.jsonl|job\.json|began-from\.json)\.\d+\.tmp|\.lock(?:\.\w+)?|\.latest\.\w+|\.writable"
+    r"\.lock(?:\.\w+)?|\.latest\.\w+|\.writable"
 )
+# What a process left that was killed while it wrote.
+_HALF = re.compile(r"(?:config\.yaml|metrics\.jsonl|job\.json|began-from\.json)\.\d+\.tmp")
 _STEPS = re.compile(rf"(?:\.|\.replaced-)?{_STEP}.*")
 _UNFINISHED = re.compile(rf"\.(?:replaced-)?{_STEP}.*|\.huggingface\.[0-9a-f]{{8}}")
 # A file that only this package puts into a step.
@@ -115,6 +117,10 @@ def open_folders(
         for taken in held.locks:
             taken.withdraw()
         raise
+    theirs = recorded_foreign(run)
+    for entry in [entry for entry in found[0].others if _HALF.fullmatch(entry.name)]:
+        if found[0].holds_run and entry.name not in theirs and entry.parent == run:
+            entry.unlink()
     if start is Start.ANEW:
         for line in _move_aside(found):
             display.say(line)
@@ -125,7 +131,7 @@ def open_folders(
             f"note: {folder.config} is damaged ({damage}); it was renamed to {kept.name}, and is written again"
         )
     if not config.train.skip_train or not (run / JOB).exists():
-        foreign = [str(path.relative_to(run)) for path in found[0].others]
+        foreign = [str(path.relative_to(run)) for path in found[0].others if path.exists()]
         write_job(run, None if config.train.skip_train else attempt, foreign)
     return held
 

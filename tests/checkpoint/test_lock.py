@@ -151,3 +151,10 @@ def test_asking_is_cheap(tmp_path: Path) -> None:
         for _ in range(1000):
             lock.require(thorough=False)
         assert time.perf_counter() - began < 0.5, "a fraction of a millisecond; a step asks once"
+
+
+def test_a_file_that_is_no_lock_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("mine")
+    with pytest.raises(UserError, match="is not the lock of a job"), folder_lock(tmp_path):
+        pass
+    assert (tmp_path / ".lock").read_text() == "mine"

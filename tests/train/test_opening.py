@@ -278,6 +278,17 @@ def test_a_config_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "a" / "config.yaml").read_bytes() == before
 
 
+def test_half_a_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml.7.tmp").write_text("mine")
+    with opened(tmp_path):
+        (tmp_path / "config.yaml.8.tmp").write_text("half")
+    for _ in range(2):
+        with opened(tmp_path):
+            assert [path.name for path in tmp_path.glob("*.tmp")] == ["config.yaml.7.tmp"], (
+                "there before any run"
+            )
+
+
 def test_folders_that_a_run_makes_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pentatron.data.atomic as atomic
 
