@@ -54,7 +54,8 @@ def secret_lines() -> list[str]:
     """Made where the job runs, so that the script holds none."""
     return [
         "# What the ranks of this job know and no other process does; they refuse those that do not.",
-        f'export {SECRET}="${{{SECRET}:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \\n")}}"',
+        f'[ -n "${{{SECRET}-}}" ] || {SECRET}="$(od -An -N32 -tx1 /dev/urandom | tr -d " \\n")"',
+        f"export {SECRET}",
     ]
 
 
