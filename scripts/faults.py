@@ -28,8 +28,8 @@ from tests.faults.cases import GROUPS, Case, Outcome  # noqa: E402
 from tests.faults.catalogue import cases  # noqa: E402
 from tests.faults.commands import Zygote  # noqa: E402
 from tests.faults.lab import Lab, References  # noqa: E402
+from tests.faults.page import write_matrix  # noqa: E402
 
-PAGE = ROOT / "docs" / "faults.md"
 INTRODUCTION = """# The fault matrix
 
 Written by `make faults`. Each row is a fault brought upon real processes and real files on this machine's CPU: ranks of tiny models
@@ -187,7 +187,7 @@ def main() -> int:
     text = summary(rows, time.monotonic() - began)
     print(f"\n{table(rows)}\n{text}")
     if not given.no_page and not given.only and not given.quick:
-        PAGE.write_text(f"{INTRODUCTION}\n{table(rows)}\n{text}.\n", encoding="utf-8")
+        write_matrix(f"{INTRODUCTION}\n{table(rows)}\n{text}.\n")
     if all(row.holds for row in rows):
         if not given.keep:
             shutil.rmtree(folder)

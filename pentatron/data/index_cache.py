@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import TEMPORARY_SUFFIX, commit
+from pentatron.data.atomic import replaced
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -90,19 +90,14 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     header = json.dumps({"arrays": described, "bytes": offset, "crc32": checksum}).encode()
     header += b" " * (-(len(MAGIC) + _OF_HEADER.size + len(header)) % _ALIGNMENT)
     # Machines that share the folder may write the same file at the same time: the name must be nobody else's.
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(MAGIC + _OF_HEADER.pack(len(header), zlib.crc32(header)) + header)
-            written = 0
-            for array in arrays.values():
-                padding = -written % _ALIGNMENT
-                file.write(bytes(padding))
-                file.write(np.ascontiguousarray(array).data)
-                written += padding + array.nbytes
-        commit(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(path, secrets.token_hex(8)) as file:
+        file.write(MAGIC + _OF_HEADER.pack(len(header), zlib.crc32(header)) + header)
+        written = 0
+        for array in arrays.values():
+            padding = -written % _ALIGNMENT
+            file.write(bytes(padding))
+            file.write(np.ascontiguousarray(array).data)
+            written += padding + array.nbytes
 
 
 def read_arrays(path: Path, verify: bool) -> Arrays:

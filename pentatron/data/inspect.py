@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
-from pentatron.data.atomic import commit, temporary_path
+from pentatron.data.atomic import replaced
 from pentatron.data.checksums import BLOCK_BYTES, sums_of_file
 from pentatron.data.indexed import CHECK_BLOCK, IndexedDataset
 from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
@@ -94,13 +94,8 @@ def seal(prefix: Path | str, report: Report = lambda done: None) -> Facts:
     )
     sums, index_sums = sums_of_file(dataset.bin_path, report), sums_of_file(dataset.idx_path)
     target = sidecar_path(prefix)
-    temporary = temporary_path(target)
-    try:
-        with temporary.open("wb") as file:
-            write_sidecar(file, facts, io.BytesIO(sums), index_sums)
-        commit(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(target) as file:
+        write_sidecar(file, facts, io.BytesIO(sums), index_sums)
     return facts
 
 

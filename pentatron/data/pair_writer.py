@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.errors import UserError
-from pentatron.data.atomic import TEMPORARY_SUFFIX, commit
+from pentatron.data.atomic import TEMPORARY_SUFFIX, commit, mark_in_use, remove_leftovers
 from pentatron.data.checksums import BLOCK_BYTES, SUM, BlockSums, SummedFile
 from pentatron.data.indexed import CHECK_BLOCK, DTYPES, HEADER, MAGIC, VERSION
 from pentatron.data.pair_names import pair_paths
@@ -18,6 +19,7 @@ from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write
 
 BUFFER = 1 << 20
 PARTS = ("bin", "lengths", "ends", "sums")
+ALL_PARTS = (*PARTS, "idx", "meta")
 
 
 class PairInProgress:
@@ -36,20 +38,34 @@ class PairInProgress:
         self.largest = begun["largest"]
         self._sums = BlockSums(begun["running"], begun["filled"])
         self._files: dict[str, BinaryIO] = {}
+        # Temporary files of ours that are open, and so locked, until they are discarded.
+        self._held: list[int] = []
         sizes = {
             "bin": self.bytes,
             "lengths": 4 * self.sequences,
             "ends": 8 * self.documents,
             "sums": SUM.itemsize * ((self.bytes - begun["filled"]) // BLOCK_BYTES),
         }
+        if suffix:
+            for part in ALL_PARTS:
+                remove_leftovers(Path(f"{stem}.{part}"))
+        try:
+            self._open(sizes, state is not None)
+        except BaseException:
+            if state is None:
+                self.discard()
+            raise
+
+    def _open(self, sizes: Mapping[str, int], resumes: bool) -> None:
         for part in PARTS:
             path = self.path(part)
-            if state is not None and (not path.is_file() or path.stat().st_size < sizes[part]):
+            if resumes and (not path.is_file() or path.stat().st_size < sizes[part]):
                 raise UserError(
                     f"{path} is shorter than the run that wrote it had noted; delete {path.parent} to start over"
                 )
-            file = path.open("r+b" if state is not None else "wb", buffering=BUFFER)
+            file = path.open("r+b" if resumes else "wb", buffering=BUFFER)
             self._files[part] = file
+            self._hold(part)
             file.truncate(sizes[part])
             file.seek(sizes[part])
 
@@ -97,6 +113,7 @@ class PairInProgress:
         self._files["sums"].write(self._sums.take_last())
         self.close()
         with self.path("idx").open("wb", buffering=BUFFER) as file:
+            self._hold("idx")
             index = SummedFile(file)
             self._write_index(index)
         facts = Facts(
@@ -111,6 +128,7 @@ class PairInProgress:
             job,
         )
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
+            self._hold("meta")
             write_sidecar(file, facts, sums, index.sums.take_last())
         return facts
 
@@ -118,10 +136,22 @@ class PairInProgress:
         for file in self._files.values():
             file.close()
 
+    def _hold(self, part: str) -> None:
+        """Keeps other processes from taking a temporary file for the leftover of a killed one."""
+        if self._suffix:
+            self._held.append(os.open(self.path(part), os.O_RDWR))
+            mark_in_use(self._held[-1])
+
     def discard(self) -> None:
-        self.close()
-        for part in (*PARTS, "idx", "meta"):
-            self.path(part).unlink(missing_ok=True)
+        """Removes what is left under temporary names, also where the disk takes no more data."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+        for part in ALL_PARTS:
+            with suppress(OSError):
+                self.path(part).unlink(missing_ok=True)
+        while self._held:
+            os.close(self._held.pop())
 
     def _write_index(self, file: SummedFile) -> None:
         file.write(HEADER.pack(MAGIC, VERSION, self._code, self.sequences, self.documents + 1))

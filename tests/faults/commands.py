@@ -40,10 +40,11 @@ def environment() -> dict[str, str]:
 class Zygote:
     """Forks processes on request; to be closed in the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.faults.zygote", **variables: str) -> None:
+        """`variables`: further ones of its environment."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.zygote"],
-            env=environment(),
+            [sys.executable, "-m", module],
+            env={**environment(), **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -33,7 +33,8 @@ class _InChild(Exception):
     """Unwinds a forked process out of the zygote's loop."""
 
 
-def main() -> None:
+def main(live: "Callable[[Mapping[str, Any]], int] | None" = None) -> None:
+    """`live`: what a forked process does with its request; by default it trains."""
     with warnings.catch_warnings():
         # That megatron-core is installed as well is nobody's matter here.
         warnings.simplefilter("ignore")
@@ -53,7 +54,7 @@ def main() -> None:
     except _InChild as child:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _end(_live, child.args[0])
+        _end(live or _live, child.args[0])
 
 
 def _end(live: Callable[[Mapping[str, Any]], int], request: Mapping[str, Any]) -> NoReturn:

@@ -1,0 +1,124 @@
+"""The process of one trial, forked from one that has imported everything: any command of pentatron, on a disk that may fail.
+
+`python -m tests.adversary.child` is the fork server; `tests.faults.commands.Zygote` speaks to it.
+"""
+
+import contextlib
+import fcntl
+import os
+import resource
+import sys
+import tempfile
+import termios
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.adversary import shim
+from tests.faults import zygote
+from tests.harness import processes
+
+# Python's own code for a standard output that cannot be flushed at the end.
+FLUSH_FAILED = 120
+
+
+def live(request: Mapping[str, Any]) -> int:
+    processes.die_with_parent(os.getppid())
+    os.environ.update(request["environment"])
+    os.environ.pop("LD_PRELOAD", None)
+    tempfile.tempdir = None
+    os.chdir(request["folder"])
+    _take_streams(request["out"], request["err"], request["terminal"])
+    limit, resident = _status("VmSize") + request["memory"], _status("VmRSS")
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.ExitStack() as stack:
+        for name in request["without"]:
+            stack.enter_context(WITHOUT[name]())
+        if request["shim"]:
+            shim.arm(**request["shim"])
+        code = _command(request["words"])
+    Path(request["peak"]).write_text(str(_status("VmHWM") - resident))
+    return _leave_streams(code)
+
+
+def _command(words: list[str]) -> int:
+    """Its exit code, as the interpreter would give it."""
+    from pentatron.cli.main import main
+
+    sys.argv = ["pentatron", *words]
+    try:
+        return main(words)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        with contextlib.suppress(OSError, AttributeError):
+            traceback.print_exc()
+        return 1
+
+
+def _take_streams(out: str, err: str, terminal: bool) -> None:
+    """Standard streams at these paths; an empty one is closed, as `>&-` does it. `terminal`: it controls this process."""
+    if terminal:
+        os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for name, path, target in (("stdout", out, 1), ("stderr", err, 2)):
+        if not path:
+            os.close(target)
+            setattr(sys, name, None)
+            continue
+        if target == 2 and err == out:
+            os.dup2(1, 2)
+            continue
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+        if terminal and target == 1:
+            fcntl.ioctl(target, termios.TIOCSCTTY, 0)
+
+
+def _leave_streams(code: int) -> int:
+    """Flushes them as the interpreter does at its end."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            code = FLUSH_FAILED if number == 1 else code
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for the lines that end this process
+    return code
+
+
+def _status(name: str) -> int:
+    """Bytes, of a line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+# ---- controls: protections of the product that can be switched off, to see that the trial notices ----
+
+
+@contextlib.contextmanager
+def _renames() -> Iterator[None]:
+    """Files and folders are written in place: what has a temporary name gets its final one at once."""
+    from pentatron.checkpoint import store
+
+    original = store.os.fsync if hasattr(store, "os") else os.fsync
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.fsync = original
+
+
+WITHOUT = {"fsync": _renames}
+
+
+if __name__ == "__main__":
+    zygote.main(live)

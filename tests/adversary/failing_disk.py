@@ -1,0 +1,229 @@
+"""The k-th change of a file fails, or the process dies there; then the same command runs on a sound disk."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.adversary.bench import (
+    EQUAL,
+    LAYOUTS,
+    LEFT,
+    REFUSED,
+    SILENT,
+    UNEQUAL,
+    Bench,
+    Ended,
+    Fault,
+    Place,
+    Trial,
+    Verdict,
+)
+from tests.adversary.shim import Mode, Op, Record, read_journal
+from tests.faults.lab import write_corpus
+
+MODES = [mode for mode in Mode if mode is not Mode.NONE]
+# Which rank has the failing disk.
+RANKS = {"sync": 0, "async": 0, "zero1": 1}
+SAMPLES = {"sync": 110, "async": 60, "zero1": 24}
+
+
+def spread(
+    records: Sequence[Record], rng: random.Random, count: int | None
+) -> list[tuple[int, Mode, Record]]:
+    """Calls and modes, so that every kind of call on every kind of file has its turn; all of them without a count."""
+    kinds: dict[tuple[Op, str], list[Record]] = {}
+    for record in records:
+        if record.op is not Op.OUTPUT:
+            kinds.setdefault((record.op, _kind(record)), []).append(record)
+    every = [(record.number, mode, record) for record in _calls(records) for mode in MODES]
+    if count is None or count >= len(every):
+        return every
+    order = [(kind, mode) for kind in kinds for mode in MODES]
+    rng.shuffle(order)
+    chosen: dict[tuple[int, Mode], tuple[int, Mode, Record]] = {}
+    while len(chosen) < count:
+        for kind, mode in order:
+            record = rng.choice(kinds[kind])
+            chosen[record.number, mode] = (record.number, mode, record)
+            if len(chosen) == count:
+                break
+    return sorted(chosen.values(), key=lambda choice: (choice[0], choice[1]))
+
+
+def _calls(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.op is not Op.OUTPUT]
+
+
+def _kind(record: Record) -> str:
+    """A name without what is drawn at random or counted."""
+    name = Path(record.other or record.path).name
+    return re.sub(r"\.[0-9a-f]{8}$|\d+", "", name)
+
+
+def named(record: Record, mode: Mode) -> str:
+    words = mode.name.lower().replace("_", " ")
+    return f"{words} at call {record.number}, {record.op.name.lower()} {_kind(record)}"
+
+
+def training(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
+    trials = []
+    for layout in LAYOUTS:
+        records = bench.journal(layout, RANKS[layout])
+        count = None if every else max(1, round(SAMPLES[layout] * scale))
+        for call, mode, record in spread(records, rng, count):
+            trials.append(Trial(f"{layout}: {named(record, mode)}", _train(layout, Fault(call, mode))))
+    return trials
+
+
+def _train(layout: str, fault: Fault) -> Callable[[Place], Verdict]:
+    def run(place: Place) -> Verdict:
+        verdict = Verdict()
+        first = place.train(layout, fault=fault, rank=RANKS[layout])
+        blame_end(first, place.state() == place.bench.state(layout), verdict)
+        second = place.train(layout)
+        return place.judge_resumed(first, second, layout, verdict)
+
+    return run
+
+
+def blame_end(first: Ended, is_done: bool, verdict: Verdict) -> None:
+    """Exit code 0 means that all is there; any other one comes with a sentence, unless the process was killed."""
+    if first.code == 0 and not is_done:
+        verdict.blame(SILENT, f"exit code 0 without the result ({first.fired})\n{first.tail()}")
+    elif first.code and not first.killed and not first.hung and not first.sentence:
+        verdict.blame(SILENT, f"exit code {first.code} without a sentence ({first.fired})\n{first.tail()}")
+
+
+# ---- commands that write files ----
+
+
+@dataclass(frozen=True)
+class Job:
+    """`words` of the command, after inputs were made. `result`: names below the disk; `mark`: without it there is no result."""
+
+    words: Callable[[Place, "Inputs"], list[str]]
+    result: str
+    mark: str
+    begin: Callable[[Place, "Inputs"], None] = lambda place, inputs: None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    run: Path
+    hugging_face: Path
+    text: Path
+    pairs: tuple[Path, Path]
+
+
+def inputs(bench: Bench) -> Inputs:
+    def make(place: Place) -> Inputs:
+        text = place.folder / "text.jsonl"
+        text.write_text("".join(f'{{"text": "document {n} {"a" * n}"}}\n' for n in range(40)))
+        pairs = place.folder / "one", place.folder / "two"
+        for seed, pair in enumerate(pairs):
+            write_corpus(pair, seed)
+        exported = place.folder / "exported"
+        for ended in (place.train("sync"), place.command("export", str(place.run), str(exported))):
+            if ended.code:
+                raise RuntimeError(f"inputs cannot be made:\n{ended.text}")
+        return Inputs(place.run, exported, text, pairs)
+
+    return bench.once("inputs", make)  # type: ignore[no-any-return]
+
+
+def _unsealed(place: Place, given: Inputs) -> None:
+    for suffix in (".bin", ".idx"):
+        (place.disk / f"pair{suffix}").write_bytes(Path(f"{given.pairs[0]}{suffix}").read_bytes())
+
+
+JOBS = {
+    "import": Job(lambda p, i: ["import", str(i.hugging_face), str(p.disk / "out")], "out/**/*", "out"),
+    "export": Job(lambda p, i: ["export", str(i.run), str(p.disk / "out")], "out/**/*", "out"),
+    "checkpoint reshard": Job(
+        lambda p, i: ["checkpoint", "reshard", str(i.run), str(p.disk / "out"), "--tensor-model-parallel-size", "2"],
+        "out/**/*",
+        "out",
+    ),
+    "data merge": Job(
+        lambda p, i: ["data", "merge", str(p.disk / "out"), *map(str, i.pairs)], "out.*", "out.idx"
+    ),
+    "data seal": Job(lambda p, i: ["data", "seal", str(p.disk / "pair")], "pair.*", "pair.meta", _unsealed),
+    "prepare": Job(
+        lambda p, i: (
+            f"prepare --input {i.text} --output-prefix {p.disk / 'out'} --tokenizer-type ByteTokenizer --workers 1".split()
+        ),
+        "out_*",
+        "out_text_document.idx",
+    ),
+}  # fmt: skip
+PER_JOB = 16
+
+
+def commands(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
+    trials = []
+    for name, job in JOBS.items():
+        records, _ = _undisturbed(bench, name)
+        count = None if every else max(1, round(PER_JOB * scale))
+        for call, mode, record in spread(records, rng, count):
+            trials.append(Trial(f"{name}: {named(record, mode)}", _job(name, job, Fault(call, mode))))
+    return trials
+
+
+def _result(place: Place, job: Job) -> dict[str, bytes] | None:
+    if not (place.disk / job.mark).exists():
+        return None
+    return {str(p.relative_to(place.disk)): p.read_bytes() for p in place.disk.glob(job.result) if p.is_file()}
+
+
+def _undisturbed(bench: Bench, name: str) -> tuple[list[Record], dict[str, bytes]]:
+    """The calls of the command, and its result as far as it is the same every time."""
+    job = JOBS[name]
+
+    def make(place: Place) -> tuple[list[Record], dict[str, bytes]]:
+        journal, results = place.folder / "journal", []
+        for target in (place, Place(bench, place.folder / "again")):
+            job.begin(target, inputs(bench))
+            given = {"journal": journal} if target is place else {}
+            ended = target.command(*job.words(target, inputs(bench)), **given)
+            found = _result(target, job)
+            if ended.code or found is None or target.leftovers():
+                raise RuntimeError(f"{name} fails undisturbed, {target.leftovers()}:\n{ended.text}")
+            results.append(found)
+        same = {key: value for key, value in results[0].items() if results[1].get(key) == value}
+        return list(read_journal(journal)), same
+
+    return bench.once(name.replace(" ", "-"), make)  # type: ignore[no-any-return]
+
+
+def _job(name: str, job: Job, fault: Fault) -> Callable[[Place], Verdict]:
+    def run(place: Place) -> Verdict:
+        verdict = Verdict(EQUAL)
+        _, wanted = _undisturbed(place.bench, name)
+        job.begin(place, inputs(place.bench))
+        words = job.words(place, inputs(place.bench))
+
+        def is_whole() -> bool:
+            found = _result(place, job)
+            return found is not None and {key: found.get(key) for key in wanted} == wanted
+
+        first = place.command(*words, fault=fault)
+        was_whole = is_whole()
+        if not was_whole and _result(place, job) is not None:
+            verdict.blame(SILENT, f"part of the result lies under its name ({first.fired})\n{first.tail()}")
+        blame_end(first, was_whole, verdict)
+        second = place.command(*words)
+        for which, ended in (("first", first), ("second", second)):
+            verdict.defects += [(kind, f"{which} command: {what}") for kind, what in ended.problems()]
+        # A result that is there is not written again.
+        refused = was_whole and second.code == 2 and second.sentence
+        if not is_whole() or (second.code and not refused):
+            verdict.blame(UNEQUAL, f"the second command ends with {second.code}\n{second.tail()}")
+        if left := place.leftovers():
+            verdict.blame(LEFT, f"after the second command: {', '.join(left[:4])} ({first.fired})")
+        if refused:
+            verdict.outcome = REFUSED
+        return verdict
+
+    return run

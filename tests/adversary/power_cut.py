@@ -1,0 +1,100 @@
+"""The power is cut after any call of a run, and the run is resumed from what the disk then holds."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+
+from tests.adversary.bench import SILENT, UNEQUAL, Bench, Place, Trial, Verdict
+from tests.adversary.disk import Disk, Model, digest_of, write_disk
+from tests.adversary.shim import Op, Record, read_journal
+
+LAYOUTS = ("sync", "async")
+SAMPLES = 60
+_SAVED = re.compile(rb"successfully saved checkpoint from iteration\s+(\d+)")
+
+
+def journal(bench: Bench, layout: str) -> list[Record]:
+    """Of a run that stops at step 4 and is resumed to its end; the calls of both commands counted through."""
+
+    def make(place: Place) -> list[Record]:
+        found: list[Record] = []
+        for number, more in enumerate(("--exit-interval 4", "")):
+            path = place.folder / f"journal-{number}"
+            ended = place.train(layout, more, journal=path)
+            if ended.code:
+                raise RuntimeError(f"the undisturbed run of {layout} failed:\n{ended.text}")
+            base = found[-1].number if found else 0
+            found += [_counted_from(record, base) for record in read_journal(path)]
+        if place.state() != bench.state(layout):
+            raise RuntimeError(f"a run of {layout} in two parts ends with another state")
+        _require_whole(place, found)
+        return found
+
+    return bench.once(f"power-{layout}", make)  # type: ignore[no-any-return]
+
+
+def _counted_from(record: Record, base: int) -> Record:
+    return Record(**{**vars(record), "number": record.number + base})
+
+
+def _require_whole(place: Place, records: Sequence[Record]) -> None:
+    """A journal that misses a call would prove nothing."""
+    disk = Disk(place.disk)
+    disk.play(records, records[-1].number)
+    there = {
+        str(p.relative_to(place.disk)): None if p.is_dir() else p.read_bytes()
+        for p in place.disk.rglob("*")
+    }
+    if disk.files(None) != there:
+        raise RuntimeError(f"the journal of {place.folder} does not give the files that are there")
+
+
+def trials(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
+    found = []
+    for layout in LAYOUTS:
+        records = journal(bench, layout)
+        root = bench.folder / "undisturbed" / f"power-{layout}" / "disk"
+        chosen: list[tuple[str, Callable[[Place], Verdict]]] = []
+        seen: set[str] = set()
+        disk, told = Disk(root.resolve()), 0
+        for record in records:
+            disk.play(records, record.number)
+            if record.op is Op.WRITE and (match := _SAVED.search(record.data)):
+                told = max(told, int(match[1]))
+            for model in Model:
+                files = disk.files(model)
+                # What is promised is part of the trial: the same disk before and after the promise are two.
+                mark = f"{told} {digest_of(files)}"
+                if record.op is not Op.OUTPUT and mark not in seen:
+                    seen.add(mark)
+                    what = f"{layout}: cut after call {record.number}, {record.op.name.lower()} {_short(record)}; {model.value}"
+                    chosen.append((what, _resume(layout, files, told)))
+        count = len(chosen) if every else min(len(chosen), max(1, round(SAMPLES * scale)))
+        picked = sorted(rng.sample(range(len(chosen)), count))
+        found += [Trial(*chosen[n]) for n in picked]
+    return found
+
+
+def _short(record: Record) -> str:
+    return (record.other or record.path).partition("/disk/")[2]
+
+
+def _resume(layout: str, files: dict[str, bytes | None], told: int) -> Callable[[Place], Verdict]:
+    def run(place: Place) -> Verdict:
+        verdict = Verdict()
+        write_disk(files, place.disk)
+        ended = place.train(layout)
+        verdict.defects += ended.problems()
+        if ended.code or place.state() != place.bench.state(layout):
+            verdict.blame(UNEQUAL, f"exit code {ended.code}, steps {place.steps()}\n{ended.tail()}")
+            return verdict
+        match = re.search(r"^resuming at step (\d+) of", ended.text, re.MULTILINE)
+        finished = re.search(r"has finished its \d+ steps|finished", ended.text) and not match
+        began = int(match[1]) if match else (6 if finished and "step     1/" not in ended.text else 0)
+        if began < told:
+            verdict.blame(SILENT, f"step {told} was reported as saved and the run resumes at {began}\n{ended.tail()}")
+        elif left := place.leftovers():
+            verdict.blame("files left behind", ", ".join(left[:4]))
+        return verdict
+
+    return run
