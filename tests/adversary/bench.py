@@ -19,20 +19,23 @@ from pentatron.checkpoint.digest import StateDigest
 from tests.adversary import shim
 from tests.adversary.shim import Mode, Record, read_journal
 from tests.faults.commands import Zygote
-from tests.faults.lab import free_port, state_of
+from tests.faults.lab import free_port, state_of, write_corpus
 from tests.harness import processes
 
 # Dropout of both kinds, so that random states matter; retention, so that steps are removed as well.
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --micro-batch-size 1 "
     "--global-batch-size 4 --train-iters 6 --save-interval 2 --keep-checkpoints 2 --eval-interval 0 --threads-per-process 1 "
-    "--device cpu --attention-dropout 0.1 --hidden-dropout 0.1 --lr 1e-2 --log-interval 1 --dataset-size 100"
+    "--device cpu --attention-dropout 0.1 --hidden-dropout 0.1 --lr 1e-2 --log-interval 1"
 )
+SYNTHETIC = "--dataset-size 100"
 LAST = 6
+# Ranks, and words beside those of TINY, in which {corpus} stands for a pair of files.
 LAYOUTS: Mapping[str, tuple[int, str]] = {
-    "sync": (1, ""),
-    "async": (1, "--async-save"),
-    "zero1": (2, "--use-distributed-optimizer"),
+    "sync": (1, SYNTHETIC),
+    "async": (1, f"{SYNTHETIC} --async-save"),
+    "files": (1, "--data-path {corpus} --split 1,0,0 --tokenizer-type NullTokenizer --data-cache-path cache"),
+    "zero1": (2, f"{SYNTHETIC} --use-distributed-optimizer"),
 }
 # Seconds of a command, by the clock and of the processor; bytes it may reserve, and bytes it may use, beyond those of its imports.
 WALL, CPU = 60.0, 25.0
@@ -120,6 +123,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self.corpus = write_corpus(folder / "corpus")
         library = None if shim.missing() else shim.built()
         self.zygote = Zygote("tests.adversary.child", **({"LD_PRELOAD": str(library)} if library else {}))
         self._guard = threading.RLock()
@@ -225,7 +229,7 @@ class Place:
 
     def train(self, layout: str, more: str = "", run: Path | None = None, **given: Any) -> Ended:
         ranks, own = LAYOUTS[layout]
-        words = f"train {TINY} {own} {more}".split()
+        words = f"train {TINY} {own.format(corpus=self.bench.corpus)} {more}".split()
         return self.command(*words, "--run-dir", str(run or self.run), ranks=ranks, **given)
 
     # ---- what is there ----

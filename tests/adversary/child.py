@@ -105,11 +105,9 @@ def _status(name: str) -> int:
 
 
 @contextlib.contextmanager
-def _renames() -> Iterator[None]:
-    """Files and folders are written in place: what has a temporary name gets its final one at once."""
-    from pentatron.checkpoint import store
-
-    original = store.os.fsync if hasattr(store, "os") else os.fsync
+def _without_fsync() -> Iterator[None]:
+    """Nothing is made to reach the disk before names are changed."""
+    original = os.fsync
     os.fsync = lambda descriptor: None  # type: ignore[assignment]
     try:
         yield
@@ -117,7 +115,20 @@ def _renames() -> Iterator[None]:
         os.fsync = original
 
 
-WITHOUT = {"fsync": _renames}
+@contextlib.contextmanager
+def _without_errors() -> Iterator[None]:
+    """A command that fails ends with code 0 all the same."""
+    from pentatron.cli import main
+
+    original = main.guarded
+    main.guarded = lambda action: original(action) * 0
+    try:
+        yield
+    finally:
+        main.guarded = original
+
+
+WITHOUT = {"fsync": _without_fsync, "exit code": _without_errors}
 
 
 if __name__ == "__main__":

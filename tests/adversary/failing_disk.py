@@ -23,10 +23,15 @@ from tests.adversary.bench import (
 from tests.adversary.shim import Mode, Op, Record, read_journal
 from tests.faults.lab import write_corpus
 
+# A model whose config.json has the sizes that a stranger can lie about.
+LLAMA = (
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --group-query-attention "
+    "--num-query-groups 1 --untie-embeddings-and-output-weights"
+)
 MODES = [mode for mode in Mode if mode is not Mode.NONE]
 # Which rank has the failing disk.
-RANKS = {"sync": 0, "async": 0, "zero1": 1}
-SAMPLES = {"sync": 110, "async": 60, "zero1": 24}
+RANKS = {"zero1": 1}
+SAMPLES = {"sync": 110, "async": 60, "files": 30, "zero1": 24}
 
 
 def spread(
@@ -70,7 +75,7 @@ def named(record: Record, mode: Mode) -> str:
 def training(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     trials = []
     for layout in LAYOUTS:
-        records = bench.journal(layout, RANKS[layout])
+        records = bench.journal(layout, RANKS.get(layout, 0))
         count = None if every else max(1, round(SAMPLES[layout] * scale))
         for call, mode, record in spread(records, rng, count):
             trials.append(Trial(f"{layout}: {named(record, mode)}", _train(layout, Fault(call, mode))))
@@ -80,7 +85,7 @@ def training(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) 
 def _train(layout: str, fault: Fault) -> Callable[[Place], Verdict]:
     def run(place: Place) -> Verdict:
         verdict = Verdict()
-        first = place.train(layout, fault=fault, rank=RANKS[layout])
+        first = place.train(layout, fault=fault, rank=RANKS.get(layout, 0))
         blame_end(first, place.state() == place.bench.state(layout), verdict)
         second = place.train(layout)
         return place.judge_resumed(first, second, layout, verdict)
@@ -125,7 +130,7 @@ def inputs(bench: Bench) -> Inputs:
         for seed, pair in enumerate(pairs):
             write_corpus(pair, seed)
         exported = place.folder / "exported"
-        for ended in (place.train("sync"), place.command("export", str(place.run), str(exported))):
+        for ended in (place.train("sync", LLAMA), place.command("export", str(place.run), str(exported))):
             if ended.code:
                 raise RuntimeError(f"inputs cannot be made:\n{ended.text}")
         return Inputs(place.run, exported, text, pairs)

@@ -26,8 +26,16 @@ def _some(found: list[Any], every: bool, count: float) -> list[Any]:
 
 def manifests(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     document = json.loads((stopped(bench) / _STEP / "manifest.json").read_text())
-    changed = [*mutations(document, rng)]
-    changed = [*_some(changed, every, MANIFESTS * scale * 0.8), *several(document, rng, 3, round(MANIFESTS * scale * 0.2))]
+    # Nine in ten leaves are numbers of tensors: the rest is drawn on its own.
+    tensors, rest = [*mutations(document, rng, under=[("tensors",)])], [
+        change for change in mutations(document, rng) if not change[0].startswith("tensors.")
+    ]
+    changed = [
+        *_some(tensors, every, MANIFESTS * scale * 0.25),
+        *_some(rest, every, MANIFESTS * scale * 0.6),
+        *several(document, rng, 3, round(MANIFESTS * scale * 0.15)),
+    ]
+    rng.shuffle(changed)
     # Most by a resume, which reads all of it; the others read parts in other ways.
     readers = ("resume", "generate", "resume", "inspect", "resume", "export")
     return [
@@ -61,8 +69,10 @@ def hugging_face(bench: Bench, rng: random.Random, every: bool, scale: float = 1
     folder = inputs(bench).hugging_face
     config = json.loads((folder / "config.json").read_text())
     header, payload = _tensors(folder / "model.safetensors")
+    # Keys that a config.json may have, whether or not this one does.
+    grown = {**dict.fromkeys(_KEYS), **config}
     found = [
-        *[(f"config.json {label}", _config(mutated)) for label, mutated in _some([*mutations(config, rng)], every, FOLDERS * scale * 0.5)],
+        *[(f"config.json {label}", _config(mutated)) for label, mutated in _some([*mutations(grown, rng)], every, FOLDERS * scale * 0.5)],
         *[
             (f"model.safetensors {label}", _header(mutated, payload))
             for label, mutated in _some([*mutations(header, rng)], every, FOLDERS * scale * 0.3)
@@ -73,6 +83,9 @@ def hugging_face(bench: Bench, rng: random.Random, every: bool, scale: float = 1
     return [Trial(f"{readers[n % 3]}: {label}", _read_folder(readers[n % 3], change)) for n, (label, change) in enumerate(found)]
 
 
+_KEYS = ("head_dim", "rope_scaling", "sliding_window", "layer_types", "quantization_config", "rope_parameters", "pad_token_id")
+
+
 def _tensors(path: Path) -> tuple[dict[str, Any], bytes]:
     data = path.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
@@ -80,6 +93,7 @@ def _tensors(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _config(document: Any) -> Callable[[Path], None]:
+    # A key that stands for one that is not there is null in all but its own mutation.
     return lambda folder: (folder / "config.json").write_text(json.dumps(document)) and None
 
 

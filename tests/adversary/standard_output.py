@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.adversary.bench import ACCEPTED, EQUAL, LAST, REFUSED, SILENT, TINY, UNEQUAL, Bench, Place, Running, Trial, Verdict
+from tests.adversary.bench import ACCEPTED, EQUAL, LAST, REFUSED, SILENT, SYNTHETIC, TINY, UNEQUAL, Bench, Place, Running, Trial, Verdict
 
 SAMPLES = 40
 
@@ -120,7 +120,7 @@ def _run(kind: Kind, stream: str, size: int, errors: bool) -> Callable[[Place], 
             "full": _device,
             "closed": _closed,
         }[stream]()
-        words = f"train {TINY} {kind.words}".split() + ["--run-dir", str(place.run)]
+        words = f"train {TINY} {SYNTHETIC} {kind.words}".split() + ["--run-dir", str(place.run)]
         with target as (out, leave):
             running = place.begin(words, out=out, err=out if errors else None, terminal=stream == "terminal")
             leave(running)
