@@ -69,7 +69,9 @@ class Tally:
         self.counts.update(kinds or [verdict.outcome])
 
     def words(self) -> str:
-        found = ", ".join(f"{self.counts[name]} {PLURALS.get(name, name)}" for name in COLUMNS if self.counts[name])
+        found = ", ".join(
+            f"{self.counts[name]} {PLURALS.get(name, name)}" for name in COLUMNS if self.counts[name]
+        )
         return f"{self.trials} trials: {found or 'none'} ({self.seconds:.0f} s)"
 
 
@@ -78,7 +80,12 @@ def draw(bench: Bench, group: str, seed: int, every: bool) -> list[Trial]:
 
 
 def run_group(
-    bench: Bench, group: str, seed: int, trials: Sequence[tuple[int, Trial]], given: argparse.Namespace, tally: Tally
+    bench: Bench,
+    group: str,
+    seed: int,
+    trials: Sequence[tuple[int, Trial]],
+    given: argparse.Namespace,
+    tally: Tally,
 ) -> None:
     def one(entry: tuple[int, Trial]) -> tuple[int, Trial, Verdict]:
         number, trial = entry
@@ -108,12 +115,18 @@ def tell(group: str, seed: int, number: int, trial: Trial, verdict: Verdict, eve
     for kind, what in verdict.defects:
         print(f"  {kind}: " + what.replace("\n", "\n    "))
     whole = " --all" if every else ""
-    print(f'  again: make adversary ARGS="--seed {seed}{whole} --only {group} --case {number} --keep"', flush=True)
+    print(
+        f'  again: make adversary ARGS="--seed {seed}{whole} --only {group} --case {number} --keep"',
+        flush=True,
+    )
 
 
 def table(tallies: dict[str, Tally]) -> str:
     headings = ["trial", "trials", *(PLURALS.get(name, name) for name in COLUMNS)]
-    rows = [[GROUPS[group][1], str(t.trials), *(str(t.counts[name]) for name in COLUMNS)] for group, t in tallies.items()]
+    rows = [
+        [GROUPS[group][1], str(t.trials), *(str(t.counts[name]) for name in COLUMNS)]
+        for group, t in tallies.items()
+    ]
     total = [sum(int(row[n]) for row in rows) for n in range(1, len(headings))]
     rows.append(["**all**", *(f"**{number}**" for number in total)])
     lines = [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
@@ -121,8 +134,12 @@ def table(tallies: dict[str, Tally]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, nargs="+", default=[1], help="one or several, summarised in one table")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[1], help="one or several, summarised in one table"
+    )
     parser.add_argument("--all", action="store_true", help="every call, cut and mutation instead of a sample")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=[], help="these groups")
     parser.add_argument("--case", type=int, nargs="+", default=[], help="these trials of the group")
@@ -138,7 +155,9 @@ def main() -> int:
     # Power cuts are computed, and waiting for a disk would be most of the time.
     shared_memory = Path("/dev/shm")
     folder = Path(
-        tempfile.mkdtemp(prefix="pentatron-adversary-", dir=shared_memory if os.access(shared_memory, os.W_OK) else None)
+        tempfile.mkdtemp(
+            prefix="pentatron-adversary-", dir=shared_memory if os.access(shared_memory, os.W_OK) else None
+        )
     )
     began, tallies, bench = time.monotonic(), {group: Tally() for group in groups}, Bench(folder)
     try:

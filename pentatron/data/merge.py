@@ -10,7 +10,7 @@ from pentatron.config.errors import UserError
 from pentatron.data.atomic import TEMPORARY_SUFFIX
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_names import pair_paths
-from pentatron.data.pair_writer import PairInProgress, publish
+from pentatron.data.pair_writer import PairInProgress, publish, remove_leftovers_of_pair
 from pentatron.data.sidecar import Facts, TokenizerIdentity
 
 # Documents copied at a time.
@@ -26,6 +26,7 @@ def merge(
     """Writes the documents of all pairs, in this order, under `output`; what is copied is compared with its checksums."""
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _common_tokenizer(sources)
+    remove_leftovers_of_pair(Path(output))
     if pair_paths(output)[1].exists() and not overwrite:
         raise UserError(f"{pair_paths(output)[1]} exists already; add --overwrite to replace it")
     Path(output).parent.mkdir(parents=True, exist_ok=True)

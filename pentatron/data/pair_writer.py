@@ -46,9 +46,6 @@ class PairInProgress:
             "ends": 8 * self.documents,
             "sums": SUM.itemsize * ((self.bytes - begun["filled"]) // BLOCK_BYTES),
         }
-        if suffix:
-            for part in ALL_PARTS:
-                remove_leftovers(Path(f"{stem}.{part}"))
         try:
             self._open(sizes, state is not None)
         except BaseException:
@@ -171,6 +168,12 @@ class PairInProgress:
                 file.write(data)
 
 
+def remove_leftovers_of_pair(stem: Path) -> None:
+    """Removes temporary files that killed processes left of a pair; those of a process that is writing it stay."""
+    for part in ALL_PARTS:
+        remove_leftovers(Path(f"{stem}.{part}"))
+
+
 def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
     """Renames a complete pair to its place. Calling it again after a crash finishes what was begun.
 
@@ -202,6 +205,7 @@ class IndexedDatasetWriter:
 
     def __enter__(self) -> Self:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers_of_pair(self.prefix)
         self._pair = PairInProgress(self.prefix, self.dtype, self._suffix)
         return self
 

@@ -1,15 +1,13 @@
 """Where trials happen: commands in forked processes with limits, undisturbed runs to compare with, and verdicts."""
 
 import contextlib
-import json
 import os
+import random
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,7 +272,10 @@ class Place:
             verdict.defects += [(kind, f"{which} command: {what}") for kind, what in ended.problems()]
         if second.code or self.state() != self.bench.state(layout):
             seen = f"exit code {second.code}, steps {self.steps()}"
-            verdict.blame(UNEQUAL, f"the second command does not end with the undisturbed state: {seen}\n{second.tail()}")
+            verdict.blame(
+                UNEQUAL,
+                f"the second command does not end with the undisturbed state: {seen}\n{second.tail()}",
+            )
         elif left := self.leftovers():
             verdict.blame(LEFT, f"after the second command: {', '.join(left[:4])}")
         return verdict
@@ -338,6 +339,12 @@ def _processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
+def shares(total: int, names: Sequence[str], rng: random.Random, least: int) -> dict[str, int]:
+    """`total` trials over the names, each of which is expensive to prepare: those that get any get `least` of them."""
+    chosen = rng.sample(list(names), min(len(names), max(1, total // least)))
+    return {name: total // len(chosen) + (n < total % len(chosen)) for n, name in enumerate(chosen)}
+
+
 def attempt(bench: Bench, trial: Trial, folder: Path) -> Verdict:
     """Runs one trial; an error of the trial itself is shown as a defect."""
     try:
@@ -345,4 +352,6 @@ def attempt(bench: Bench, trial: Trial, folder: Path) -> Verdict:
     except Exception as error:
         import traceback
 
-        return Verdict(ACCEPTED, [(SILENT, f"the trial itself failed: {error}\n{traceback.format_exc(limit=-4)}")])
+        return Verdict(
+            ACCEPTED, [(SILENT, f"the trial itself failed: {error}\n{traceback.format_exc(limit=-4)}")]
+        )

@@ -5,9 +5,8 @@ models span what real ones do.
 """
 
 import enum
-import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,10 +28,19 @@ class File:
 
     synced: bytes = b""
     changes: list[tuple[int, bytes | None]] = field(default_factory=list)
+    syncs: int = 0
 
     def sync(self) -> None:
         self.synced = self.content()
         self.changes.clear()
+        self.syncs += 1
+
+    def mark(self, model: Model) -> tuple[int, ...]:
+        """The same for two moments whose contents are the same after a cut."""
+        if model is Model.STRICT:
+            return id(self), self.syncs
+        kept = sum(data is None for _, data in self.changes) if model is Model.ENTRIES else len(self.changes)
+        return id(self), self.syncs, kept
 
     def content(self) -> bytes:
         return self._after(self.changes)
@@ -51,7 +59,9 @@ class File:
         if model is Model.STRICT:
             return self.synced
         if model is Model.ZEROS:
-            return self._after([(at, data if data is None else bytes(len(data))) for at, data in self.changes])
+            return self._after(
+                [(at, data if data is None else bytes(len(data))) for at, data in self.changes]
+            )
         room = 0
         if model is Model.HALF:
             room = sum(len(data) for _, data in self.changes if data is not None) // 2
@@ -143,22 +153,35 @@ class Disk:
         parent, name = os.path.split(path)
         return self._folder(parent).entries.pop(name)
 
-    def files(self, model: Model | None) -> dict[str, bytes | None]:
-        """What lies on the disk after a cut now, None for a folder; without a model: what programs saw."""
-        found: dict[str, bytes | None] = {}
+    def _survivors(self, model: Model | None) -> "Iterator[tuple[str, File | Folder]]":
+        """Everything with a name after a cut now; without a model: what programs saw. Symlinks are left out."""
 
-        def walk(folder: Folder, prefix: str) -> None:
+        def walk(folder: Folder, prefix: str) -> "Iterator[tuple[str, File | Folder]]":
             entries = folder.entries if model is None else folder.survives(model)
             for name, what in sorted(entries.items()):
-                path = f"{prefix}{name}"
+                if not isinstance(what, str):
+                    yield f"{prefix}{name}", what
                 if isinstance(what, Folder):
-                    found[path] = None
-                    walk(what, f"{path}/")
-                elif isinstance(what, File):
-                    found[path] = what.content() if model is None else what.survives(model)
+                    yield from walk(what, f"{prefix}{name}/")
 
-        walk(self.top, "")
-        return found
+        return walk(self.top, "")
+
+    def files(self, model: Model | None) -> dict[str, bytes | None]:
+        """Their contents, None for a folder."""
+
+        def content(what: File | Folder) -> bytes | None:
+            if isinstance(what, Folder):
+                return None
+            return what.content() if model is None else what.survives(model)
+
+        return {path: content(what) for path, what in self._survivors(model)}
+
+    def mark(self, model: Model) -> tuple[object, ...]:
+        """The same for two moments after which a cut leaves the same disk; found without looking at contents."""
+        return tuple(
+            (path, None if isinstance(what, Folder) else what.mark(model))
+            for path, what in self._survivors(model)
+        )
 
 
 def write_disk(files: dict[str, bytes | None], target: Path) -> None:
@@ -169,10 +192,3 @@ def write_disk(files: dict[str, bytes | None], target: Path) -> None:
             path.mkdir()
         else:
             path.write_bytes(content)
-
-
-def digest_of(files: dict[str, bytes | None]) -> str:
-    total = hashlib.sha256()
-    for name, content in files.items():
-        total.update(repr((name, content is None, hashlib.sha256(content or b"").digest())).encode())
-    return total.hexdigest()

@@ -19,6 +19,7 @@ from tests.adversary.bench import (
     Place,
     Trial,
     Verdict,
+    shares,
 )
 from tests.adversary.shim import Mode, Op, Record, read_journal
 from tests.faults.lab import write_corpus
@@ -75,8 +76,10 @@ def named(record: Record, mode: Mode) -> str:
 def training(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     trials = []
     for layout in LAYOUTS:
+        count = None if every else round(SAMPLES[layout] * scale)
+        if count == 0:
+            continue
         records = bench.journal(layout, RANKS.get(layout, 0))
-        count = None if every else max(1, round(SAMPLES[layout] * scale))
         for call, mode, record in spread(records, rng, count):
             trials.append(Trial(f"{layout}: {named(record, mode)}", _train(layout, Fault(call, mode))))
     return trials
@@ -168,9 +171,10 @@ PER_JOB = 16
 
 def commands(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     trials = []
-    for name, job in JOBS.items():
-        records, _ = _undisturbed(bench, name)
-        count = None if every else max(1, round(PER_JOB * scale))
+    counts = shares(round(PER_JOB * len(JOBS) * scale), list(JOBS), rng, 1)
+    for name in JOBS if every else counts:
+        job, (records, _) = JOBS[name], _undisturbed(bench, name)
+        count = None if every else counts[name]
         for call, mode, record in spread(records, rng, count):
             trials.append(Trial(f"{name}: {named(record, mode)}", _job(name, job, Fault(call, mode))))
     return trials
@@ -179,7 +183,9 @@ def commands(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) 
 def _result(place: Place, job: Job) -> dict[str, bytes] | None:
     if not (place.disk / job.mark).exists():
         return None
-    return {str(p.relative_to(place.disk)): p.read_bytes() for p in place.disk.glob(job.result) if p.is_file()}
+    return {
+        str(p.relative_to(place.disk)): p.read_bytes() for p in place.disk.glob(job.result) if p.is_file()
+    }
 
 
 def _undisturbed(bench: Bench, name: str) -> tuple[list[Record], dict[str, bytes]]:

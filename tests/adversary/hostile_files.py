@@ -17,6 +17,10 @@ MANIFESTS, FOLDERS, TEMPLATES = 70, 50, 30
 _STEP = Path("checkpoints") / "step-00000004"
 
 
+def _limit(every: bool, count: float) -> int | None:
+    return None if every else max(1, round(count))
+
+
 def _some(found: list[Any], every: bool, count: float) -> list[Any]:
     return found if every else found[: max(1, round(count))]
 
@@ -27,12 +31,10 @@ def _some(found: list[Any], every: bool, count: float) -> list[Any]:
 def manifests(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     document = json.loads((stopped(bench) / _STEP / "manifest.json").read_text())
     # Nine in ten leaves are numbers of tensors: the rest is drawn on its own.
-    tensors, rest = [*mutations(document, rng, under=[("tensors",)])], [
-        change for change in mutations(document, rng) if not change[0].startswith("tensors.")
-    ]
+    rest = [(key,) for key in document if key not in ("tensors", "sha256")]
     changed = [
-        *_some(tensors, every, MANIFESTS * scale * 0.25),
-        *_some(rest, every, MANIFESTS * scale * 0.6),
+        *mutations(document, rng, under=[("tensors",)], limit=_limit(every, MANIFESTS * scale * 0.25)),
+        *mutations(document, rng, under=rest, limit=_limit(every, MANIFESTS * scale * 0.6)),
         *several(document, rng, 3, round(MANIFESTS * scale * 0.15)),
     ]
     rng.shuffle(changed)
@@ -72,18 +74,32 @@ def hugging_face(bench: Bench, rng: random.Random, every: bool, scale: float = 1
     # Keys that a config.json may have, whether or not this one does.
     grown = {**dict.fromkeys(_KEYS), **config}
     found = [
-        *[(f"config.json {label}", _config(mutated)) for label, mutated in _some([*mutations(grown, rng)], every, FOLDERS * scale * 0.5)],
+        *[
+            (f"config.json {label}", _config(mutated))
+            for label, mutated in mutations(grown, rng, limit=_limit(every, FOLDERS * scale * 0.5))
+        ],
         *[
             (f"model.safetensors {label}", _header(mutated, payload))
-            for label, mutated in _some([*mutations(header, rng)], every, FOLDERS * scale * 0.3)
+            for label, mutated in mutations(header, rng, limit=_limit(every, FOLDERS * scale * 0.3))
         ],
         *_some(rng.sample(list(_RAW.items()), len(_RAW)), every, FOLDERS * scale * 0.2),
     ]
     readers = ("import", "import", "generate")
-    return [Trial(f"{readers[n % 3]}: {label}", _read_folder(readers[n % 3], change)) for n, (label, change) in enumerate(found)]
+    return [
+        Trial(f"{readers[n % 3]}: {label}", _read_folder(readers[n % 3], change))
+        for n, (label, change) in enumerate(found)
+    ]
 
 
-_KEYS = ("head_dim", "rope_scaling", "sliding_window", "layer_types", "quantization_config", "rope_parameters", "pad_token_id")
+_KEYS = (
+    "head_dim",
+    "rope_scaling",
+    "sliding_window",
+    "layer_types",
+    "quantization_config",
+    "rope_parameters",
+    "pad_token_id",
+)
 
 
 def _tensors(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -99,7 +115,9 @@ def _config(document: Any) -> Callable[[Path], None]:
 
 def _header(document: Any, payload: bytes) -> Callable[[Path], None]:
     text = json.dumps(document).encode()
-    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + payload) and None
+    return lambda folder: (
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + payload) and None
+    )
 
 
 def _raw(change: Callable[[bytes], bytes], name: str = "model.safetensors") -> Callable[[Path], None]:
@@ -136,7 +154,16 @@ def _read_folder(reader: str, change: Callable[[Path], None]) -> Callable[[Place
         change(model)
         words = {
             "import": ["import", str(model), str(place.disk / "out")],
-            "generate": ["generate", str(model), "--tokens", "1,2,3", "--max-new-tokens", "2", "--threads", "1"],
+            "generate": [
+                "generate",
+                str(model),
+                "--tokens",
+                "1,2,3",
+                "--max-new-tokens",
+                "2",
+                "--threads",
+                "1",
+            ],
         }
         verdict = judge_input(place.command(*words[reader]))
         if left := place.leftovers():

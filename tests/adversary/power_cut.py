@@ -3,9 +3,10 @@
 import random
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from tests.adversary.bench import SILENT, UNEQUAL, Bench, Place, Trial, Verdict
-from tests.adversary.disk import Disk, Model, digest_of, write_disk
+from tests.adversary.bench import SILENT, UNEQUAL, Bench, Place, Trial, Verdict, shares
+from tests.adversary.disk import Disk, Model, write_disk
 from tests.adversary.shim import Op, Record, read_journal
 
 LAYOUTS = ("sync", "async")
@@ -42,8 +43,7 @@ def _require_whole(place: Place, records: Sequence[Record]) -> None:
     disk = Disk(place.disk)
     disk.play(records, records[-1].number)
     there = {
-        str(p.relative_to(place.disk)): None if p.is_dir() else p.read_bytes()
-        for p in place.disk.rglob("*")
+        str(p.relative_to(place.disk)): None if p.is_dir() else p.read_bytes() for p in place.disk.rglob("*")
     }
     if disk.files(None) != there:
         raise RuntimeError(f"the journal of {place.folder} does not give the files that are there")
@@ -51,35 +51,48 @@ def _require_whole(place: Place, records: Sequence[Record]) -> None:
 
 def trials(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     found = []
-    for layout in LAYOUTS:
+    counts = shares(round(SAMPLES * len(LAYOUTS) * scale), LAYOUTS, rng, 3)
+    for layout in LAYOUTS if every else counts:
         records = journal(bench, layout)
-        root = bench.folder / "undisturbed" / f"power-{layout}" / "disk"
-        chosen: list[tuple[str, Callable[[Place], Verdict]]] = []
-        seen: set[str] = set()
-        disk, told = Disk(root.resolve()), 0
+        root = (bench.folder / "undisturbed" / f"power-{layout}" / "disk").resolve()
+        chosen: list[tuple[Record, Model, int]] = []
+        seen: set[object] = set()
+        disk, told = Disk(root), 0
         for record in records:
             disk.play(records, record.number)
             if record.op is Op.WRITE and (match := _SAVED.search(record.data)):
                 told = max(told, int(match[1]))
             for model in Model:
-                files = disk.files(model)
                 # What is promised is part of the trial: the same disk before and after the promise are two.
-                mark = f"{told} {digest_of(files)}"
+                mark = (told, model, disk.mark(model))
                 if record.op is not Op.OUTPUT and mark not in seen:
                     seen.add(mark)
-                    what = f"{layout}: cut after call {record.number}, {record.op.name.lower()} {_short(record)}; {model.value}"
-                    chosen.append((what, _resume(layout, files, told)))
-        count = len(chosen) if every else min(len(chosen), max(1, round(SAMPLES * scale)))
-        picked = sorted(rng.sample(range(len(chosen)), count))
-        found += [Trial(*chosen[n]) for n in picked]
+                    chosen.append((record, model, told))
+        count = len(chosen) if every else min(len(chosen), counts[layout])
+        for n in sorted(rng.sample(range(len(chosen)), count)):
+            record, model, told = chosen[n]
+            what = f"{record.op.name.lower()} {_short(record)}; {model.value}"
+            label = f"{layout}: cut after call {record.number}, {what}"
+            found.append(Trial(label, _cut(layout, root, records, record.number, model, told)))
     return found
+
+
+def _cut(
+    layout: str, root: Path, records: Sequence[Record], call: int, model: Model, told: int
+) -> Callable[[Place], Verdict]:
+    def run(place: Place) -> Verdict:
+        disk = Disk(root)
+        disk.play(records, call)
+        return resume(layout, disk.files(model), told)(place)
+
+    return run
 
 
 def _short(record: Record) -> str:
     return (record.other or record.path).partition("/disk/")[2]
 
 
-def _resume(layout: str, files: dict[str, bytes | None], told: int) -> Callable[[Place], Verdict]:
+def resume(layout: str, files: dict[str, bytes | None], told: int) -> Callable[[Place], Verdict]:
     def run(place: Place) -> Verdict:
         verdict = Verdict()
         write_disk(files, place.disk)
@@ -92,7 +105,9 @@ def _resume(layout: str, files: dict[str, bytes | None], told: int) -> Callable[
         finished = re.search(r"has finished its \d+ steps|finished", ended.text) and not match
         began = int(match[1]) if match else (6 if finished and "step     1/" not in ended.text else 0)
         if began < told:
-            verdict.blame(SILENT, f"step {told} was reported as saved and the run resumes at {began}\n{ended.tail()}")
+            verdict.blame(
+                SILENT, f"step {told} was reported as saved and the run resumes at {began}\n{ended.tail()}"
+            )
         elif left := place.leftovers():
             verdict.blame("files left behind", ", ".join(left[:4]))
         return verdict

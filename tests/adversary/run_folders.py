@@ -67,7 +67,6 @@ KINDS: dict[str, Change] = {
     "a dangling symlink": _instead(lambda path: path.symlink_to("nowhere")),
     "a symlink to itself": _instead(lambda path: path.symlink_to(path.name)),
     "a symlink to /dev/full": _instead(lambda path: path.symlink_to("/dev/full")),
-    "a symlink to /dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
     "hard-linked": _hard_link,
     "missing": _instead(lambda path: None),
 }
@@ -102,14 +101,15 @@ ENTRIES: dict[str, Change] = {
     "a step copied under another name": _copied_step("copy of step-00000004"),
     "a step copied under a temporary name": _copied_step(".step-00000004.0123abcd"),
     "a step copied as damaged": _copied_step("step-00000004.damaged"),
-    "1,000 folders among the steps": lambda run: [
-        (run / "checkpoints" / f"step-{n:08d}").mkdir() for n in range(10, 1010)
-    ]
-    and None,
+    "1,000 folders among the steps": lambda run: (
+        [(run / "checkpoints" / f"step-{n:08d}").mkdir() for n in range(10, 1010)] and None
+    ),
     "checkpoints a file": _checkpoints(lambda path: path.write_text("no folder")),
     "checkpoints a dangling symlink": _checkpoints(lambda path: path.symlink_to("nowhere")),
     "checkpoints a FIFO": _checkpoints(os.mkfifo),
-    "names that are no UTF-8": lambda run: Path(os.fsdecode(bytes(run / "checkpoints") + b"/\xff\xfe")).mkdir(),
+    "names that are no UTF-8": lambda run: Path(
+        os.fsdecode(bytes(run / "checkpoints") + b"/\xff\xfe")
+    ).mkdir(),
 }
 
 
@@ -173,12 +173,12 @@ BYTES: dict[str, Callable[[int], Change]] = {
 def trials(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     """Resumed as the user would."""
     stopped(bench)
-    found = [(label, change) for label, change in ENTRIES.items()]
+    found = list(ENTRIES.items())
     for name in FILES:
         found += [(f"{name} {kind}", _at(name, change)) for kind, change in KINDS.items()]
         for kind, seeded in BYTES.items():
             # Where a byte is chosen, it is chosen three times.
-            for seed in (rng.sample(range(1000), 3) if kind.endswith(("flipped", "set", "anywhere")) else [0]):
+            for seed in rng.sample(range(1000), 3) if kind.endswith(("flipped", "set", "anywhere")) else [0]:
                 found.append((f"{name} {kind} ({seed})", _at(name, seeded(seed))))
     if not every:
         found = rng.sample(found, min(len(found), max(1, round(SAMPLES * scale))))
@@ -225,16 +225,17 @@ def judge_input(ended: Ended) -> Verdict:
 def monitored(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     """Lines of metrics.jsonl with hostile values, shown by `pentatron monitor` and read by a resume."""
     lines = (stopped(bench) / "metrics.jsonl").read_text().splitlines()
-    changed = list(mutations(json.loads(lines[1]), rng))
-    if not every:
-        changed = changed[: max(1, round(MONITORED * scale))]
+    limit = None if every else max(1, round(MONITORED * scale))
+    changed = list(mutations(json.loads(lines[1]), rng, limit=limit))
 
     def trial(document: object, resumes: bool) -> Callable[[Place], Verdict]:
         def run(place: Place) -> Verdict:
             copy_run(place)
             text = [lines[0], json.dumps(document), *lines[2:]]
             (place.run / "metrics.jsonl").write_text("\n".join(text) + "\n")
-            return resumed(place) if resumes else judge_input(place.command("monitor", str(place.run), "--once"))
+            return (
+                resumed(place) if resumes else judge_input(place.command("monitor", str(place.run), "--once"))
+            )
 
         return run
 

@@ -8,7 +8,21 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.adversary.bench import ACCEPTED, EQUAL, LAST, REFUSED, SILENT, SYNTHETIC, TINY, UNEQUAL, Bench, Place, Running, Trial, Verdict
+from tests.adversary.bench import (
+    ACCEPTED,
+    EQUAL,
+    LAST,
+    REFUSED,
+    SILENT,
+    SYNTHETIC,
+    TINY,
+    UNEQUAL,
+    Bench,
+    Place,
+    Running,
+    Trial,
+    Verdict,
+)
 
 SAMPLES = 40
 
@@ -43,7 +57,9 @@ def _closed() -> "contextlib.AbstractContextManager[tuple[str, Callable[[Running
     return _path("")
 
 
-def _reader(place: Place, size: int) -> "contextlib.AbstractContextManager[tuple[str, Callable[[Running], None]]]":
+def _reader(
+    place: Place, size: int
+) -> "contextlib.AbstractContextManager[tuple[str, Callable[[Running], None]]]":
     """A pipe whose reader leaves after so many bytes."""
 
     @contextlib.contextmanager
@@ -98,9 +114,16 @@ def trials(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) ->
         for size in (0, *(rng.randint(1, 700) for _ in range(2))):
             for errors in (False, True):
                 also = " and standard error" if errors else ""
-                found.append((f"{name}, the reader of standard output{also} leaves after {size} bytes", _run(kind, "pipe", size, errors)))
+                found.append(
+                    (
+                        f"{name}, the reader of standard output{also} leaves after {size} bytes",
+                        _run(kind, "pipe", size, errors),
+                    )
+                )
         for size in (1, *(rng.randint(50, 700) for _ in range(2))):
-            found.append((f"{name}, the terminal closes after {size} bytes", _run(kind, "terminal", size, True)))
+            found.append(
+                (f"{name}, the terminal closes after {size} bytes", _run(kind, "terminal", size, True))
+            )
         for errors in (False, True):
             also = " and standard error" if errors else ""
             found.append((f"{name}, standard output{also} on /dev/full", _run(kind, "full", 0, errors)))
@@ -120,7 +143,7 @@ def _run(kind: Kind, stream: str, size: int, errors: bool) -> Callable[[Place], 
             "full": _device,
             "closed": _closed,
         }[stream]()
-        words = f"train {TINY} {SYNTHETIC} {kind.words}".split() + ["--run-dir", str(place.run)]
+        words = [*f"train {TINY} {SYNTHETIC} {kind.words}".split(), "--run-dir", str(place.run)]
         with target as (out, leave):
             running = place.begin(words, out=out, err=out if errors else None, terminal=stream == "terminal")
             leave(running)
@@ -134,7 +157,9 @@ def _run(kind: Kind, stream: str, size: int, errors: bool) -> Callable[[Place], 
             if not ended.code and LAST not in place.steps():
                 verdict.blame(SILENT, f"exit code 0, steps {place.steps()}")
             elif place.state() != place.bench.state("sync"):
-                verdict.blame(UNEQUAL, f"exit codes {ended.code}, {again.code}, steps {place.steps()}\n{again.tail()}")
+                verdict.blame(
+                    UNEQUAL, f"exit codes {ended.code}, {again.code}, steps {place.steps()}\n{again.tail()}"
+                )
         return verdict
 
     return run

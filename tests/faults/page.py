@@ -27,7 +27,9 @@ def write_section(heading: str, text: str, page: Path = PAGE) -> None:
     matrix = before[: len(before) - len(rest)] if rest else before
     others = {name: part for name in ADDED if name != heading and (part := _section(rest, name))}
     parts = [others.get(name, "") if name != heading else f"{heading}\n\n{text}" for name in ADDED]
-    page.write_text("\n\n".join([matrix.rstrip(), *(p.rstrip() for p in parts if p)]) + "\n", encoding="utf-8")
+    page.write_text(
+        "\n\n".join([matrix.rstrip(), *(p.rstrip() for p in parts if p)]) + "\n", encoding="utf-8"
+    )
 
 
 def _section(text: str, heading: str) -> str:
