@@ -11,7 +11,7 @@ PIP_ARGS ?=
 N ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format contract guides parity cuda families sweep fuzz fuzz-data pictures plan-check slurm faults chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu bench-gpu-page bench-cpu bench-host clean
+.PHONY: help setup demo test check format contract guides parity cuda families sweep fuzz fuzz-data pictures plan-check slurm faults adversary chaos bench-harness bench-pipeline bench-data bench-order bench-convert bench-precision bench-checkpoint bench-gpu bench-gpu-page bench-cpu bench-host clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -76,6 +76,9 @@ slurm: $(READY) ## the written Slurm scripts on a real Slurm of two nodes on thi
 
 faults: $(READY) ## processes killed, frozen and cut off, files damaged: what becomes of it, write docs/faults.md; ARGS="--only storage"
 	@$(BIN)/python scripts/faults.py $(ARGS)
+
+adversary: $(READY) ## failing disks, power cuts, hostile files and lost output, drawn from a seed, into docs/faults.md; ARGS="--seed 1 2 3"
+	@$(BIN)/python scripts/adversary.py $(ARGS)
 
 chaos: $(READY) ## N (50) random kills of ranks and launcher over one TP2×PP2×DP2 run: the same end, bit for bit; ARGS="--seed 2"
 	@$(BIN)/python scripts/chaos.py --kills $(if $(filter file,$(origin N)),50,$(N)) $(ARGS)

@@ -1,5 +1,6 @@
 """Whether the disk has room for the checkpoints of a run: said before its first step, rather than by a save that fails at night."""
 
+import contextlib
 import itertools
 import shutil
 from pathlib import Path
@@ -28,6 +29,10 @@ def disk_notes(
     """Refuses a run of which not even one checkpoint fits, and tells if those it keeps will not. Every rank must ask."""
     left = saves_left(config, state.step)
     if left == 0:
+        if world.is_first and config.checkpoint.save_checkpoints and not config.train.skip_train:
+            # A run that was killed after its last step: no save follows that would remove what it left.
+            with contextlib.suppress(OSError):
+                store.remove_leftovers()
         return []
     size = checkpoint_bytes(world, model, optimizer, store)
 

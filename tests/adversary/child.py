@@ -66,7 +66,9 @@ def _take_streams(out: str, err: str, terminal: bool) -> None:
     for name, path, target in (("stdout", out, 1), ("stderr", err, 2)):
         if not path:
             os.close(target)
+            # As the interpreter does it at its start.
             setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
             continue
         if target == 2 and err == out:
             os.dup2(1, 2)

@@ -81,11 +81,11 @@ def training(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) 
             continue
         records = bench.journal(layout, RANKS.get(layout, 0))
         for call, mode, record in spread(records, rng, count):
-            trials.append(Trial(f"{layout}: {named(record, mode)}", _train(layout, Fault(call, mode))))
+            trials.append(Trial(f"{layout}: {named(record, mode)}", train_twice(layout, Fault(call, mode))))
     return trials
 
 
-def _train(layout: str, fault: Fault) -> Callable[[Place], Verdict]:
+def train_twice(layout: str, fault: Fault) -> Callable[[Place], Verdict]:
     def run(place: Place) -> Verdict:
         verdict = Verdict()
         first = place.train(layout, fault=fault, rank=RANKS.get(layout, 0))

@@ -11,7 +11,7 @@ from tests.adversary import failing_disk, power_cut, shim
 from tests.adversary.bench import SILENT, UNEQUAL, Bench, Fault, Place, Verdict, attempt
 from tests.adversary.catalogue import GROUPS, ON_A_FAILING_DISK
 from tests.adversary.disk import Disk, Model, write_disk
-from tests.adversary.shim import Mode, read_journal
+from tests.adversary.shim import Mode, Op, read_journal
 
 SEED = 0
 # The part of each group's usual number of trials.
@@ -56,6 +56,14 @@ def test_no_trial_shows_a_defect(bench: Bench, tmp_path: Path) -> None:
 
 
 needs_the_shim = pytest.mark.skipif(shim.missing() is not None, reason=str(shim.missing()))
+
+
+@needs_the_shim
+def test_a_run_killed_after_its_last_step_leaves_no_files(bench: Bench, tmp_path: Path) -> None:
+    """No save follows that would remove them."""
+    calls = [r.number for r in bench.journal("sync") if r.op is Op.RMDIR]
+    verdict = failing_disk.train_twice("sync", Fault(calls[-1], Mode.KILL))(Place(bench, tmp_path / "place"))
+    assert verdict.defects == []
 
 
 @needs_the_shim
