@@ -16,10 +16,10 @@ from tests.adversary.shim import Mode, Op, read_journal
 SEED = 0
 # The part of each group's usual number of trials.
 SCALES = {
-    "faults": 0.018,
+    "faults": 0.016,
     "commands": 0.025,
     "power": 0.025,
-    "folders": 0.04,
+    "folders": 0.035,
     "metrics": 0.1,
     "manifests": 0.04,
     "huggingface": 0.03,
