@@ -24,8 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from pentatron.checkpoint.untrusted import read_json
 from pentatron.config.errors import FolderLost, UserError
-from pentatron.config.parsing import parse_json
 
 FILE_NAME = ".lock"
 # How often the owner says that it lives, and when a silent one on another machine counts as gone.
@@ -281,7 +281,7 @@ def _refusal(folder: Path, owner: str, way_out: str) -> UserError:
 
 def read_owner(path: Path) -> Owner | None:
     try:
-        return Owner(**parse_json(path.read_text(encoding="utf-8")))
+        return Owner(**read_json(path))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pentatron.checkpoint.untrusted import read_json
 from pentatron.config.errors import UserError
-from pentatron.config.parsing import parse_document
 from pentatron.config.printable import one_line
 from pentatron.parallel.pieces import Shape
 
@@ -90,7 +90,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = parse_document(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except ValueError as error:
         raise UserError(
             f"{path} is not JSON ({error}); it is damaged: download or save the model again"
