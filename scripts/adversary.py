@@ -34,7 +34,7 @@ from tests.faults.page import write_section  # noqa: E402
 
 HEADING = "## The adversary"
 INTRODUCTION = """Written by `make adversary`. Trials are drawn from a seed: the k-th change of a file fails or kills the process, in \
-seven ways; the power is cut
+six ways; the power is cut
 after any call, with four models of what the disk then holds; entries of a run folder are damaged or of a wrong kind; manifests are
 changed and signed again; Hugging Face folders and chat templates are hostile; standard output cannot be written. `tests/adversary`
 has them, `make test` a small part. `make adversary ARGS="--seed 2 3"` draws others, `ARGS=--all` leaves none out.
