@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import random
+import select
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,8 +95,10 @@ def _terminal(size: int) -> "contextlib.AbstractContextManager[tuple[str, Callab
         def leave(running: Running) -> None:
             left = size
             with contextlib.suppress(OSError):
+                # A command may end before it has written that much, and this end of the terminal keeps it open.
                 while left > 0 and running.is_alive:
-                    left -= len(os.read(master, left))
+                    if select.select([master], [], [], 0.05)[0]:
+                        left -= len(os.read(master, left))
             os.close(master)
 
         name = os.ttyname(slave)
