@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pentatron.launch.failure import begin_work, crash_path, end_work, write_record
 from pentatron.launch.hang import Limits
-from pentatron.launch.local import JOB, LAUNCHER, OF_A_WORKER, RESTART, hold_folder
+from pentatron.launch.local import JOB, LAUNCHER, OF_A_WORKER, OF_OUR_LAUNCHER, RESTART, hold_folder
 from pentatron.launch.watch import STACKS, stacks_path
 from pentatron.parallel.meeting import lost_contact
 from pentatron.parallel.whereabouts import Whereabouts
@@ -130,14 +130,28 @@ def this_worker() -> Supervised | None:
     """This process, if our own launcher started it as a worker."""
     if any(name not in os.environ for name in (LAUNCHER, JOB, RESTART, "RANK")):
         return None
-    if os.environ.setdefault(WORKER, str(os.getpid())) != str(os.getpid()):
+    if os.environ.get(WORKER, own := _marker()).partition("\n")[0] != str(os.getpid()):
         return None
+    os.environ[WORKER] = own
     launcher, rank, restarts = (int(os.environ[name]) for name in (LAUNCHER, "RANK", RESTART))
     return Supervised(Path(os.environ[JOB]), launcher, rank, restarts)
 
 
 def leave_parents_job() -> None:
-    """A command that a worker has started, in a hook of the user's, is one of its own: it forgets the place of the worker."""
-    if os.environ.get(WORKER, str(os.getpid())) != str(os.getpid()):
-        for name in (WORKER, *OF_A_WORKER):
-            os.environ.pop(name, None)
+    """Removes the variables of a worker from the environment of a command that the worker started, in a hook of the user's.
+
+    Variables that another launcher has set since, such as a torchrun which the worker started, stay.
+    """
+    marked = os.environ.get(WORKER, "").split("\n")
+    if marked[0] in ("", str(os.getpid())):
+        return
+    del os.environ[WORKER]
+    now = _marker().split("\n")
+    names = OF_A_WORKER if marked[1:] == now[1:] else OF_OUR_LAUNCHER if marked[1] == now[1] else ()
+    for name in names:
+        os.environ.pop(name, None)
+
+
+def _marker() -> str:
+    """The process that the variables of a worker are for, and what tells them from those of another job."""
+    return "\n".join([str(os.getpid()), *(os.environ.get(name, "") for name in (JOB, "RANK", "MASTER_PORT"))])

@@ -28,9 +28,10 @@ from pentatron.train.interrupt import WATCHED, watched_here
 
 # What workers find in their environment: the job's folder, its launcher, and how often the job was started again.
 JOB, LAUNCHER, RESTART = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
-# All that `run_workers` puts into the environment of a worker.
+# All that `run_workers` puts into the environment of a worker; the first ones have no meaning to other programs.
+OF_OUR_LAUNCHER = (JOB, LAUNCHER, RESTART, SECRET, LISTENER)
 OF_A_WORKER = (
-    *(JOB, LAUNCHER, RESTART, SECRET, LISTENER),
+    *OF_OUR_LAUNCHER,
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 # The reader of the output has left, in the words of a shell.

@@ -72,7 +72,9 @@ def test_a_process_of_another_job_is_not_taken_for_a_rank(tmp_path: Path) -> Non
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The environment of rank 1 of 2, whose launcher is this process's parent; the folder of its job."""
-    monkeypatch.delenv(WORKER, raising=False)
+    # Set before it is removed: what a test leaves in the environment is undone then.
+    monkeypatch.setenv(WORKER, "")
+    monkeypatch.delenv(WORKER)
     given = dict.fromkeys(OF_A_WORKER, "1") | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"}
     given |= {JOB: str(tmp_path), LAUNCHER: str(os.getppid()), RESTART: "1"}
     for name, value in given.items():
@@ -85,10 +87,28 @@ def test_a_command_that_a_rank_starts_is_none_of_its_ranks(worker: Path) -> None
     leave_parents_job()
     assert this_worker() is not None, "the rank itself stays one"
     # What a child of it finds.
-    os.environ[WORKER] = str(os.getpid() + 1)
+    inherited = os.environ[WORKER].replace(str(os.getpid()), str(os.getpid() + 1), 1)
+    os.environ[WORKER] = inherited
     assert this_worker() is None
     leave_parents_job()
     assert find_worker(os.environ) is None and not set(OF_A_WORKER) & set(os.environ)
+
+
+def test_a_launcher_that_a_rank_starts_has_ranks_of_its_own(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert this_worker() is not None
+    inherited = os.environ[WORKER].replace(str(os.getpid()), str(os.getpid() + 1), 1)
+    # As torchrun sets it, and leaves the rest.
+    monkeypatch.setenv("MASTER_PORT", "2")
+    monkeypatch.setenv(WORKER, inherited)
+    leave_parents_job()
+    assert this_worker() is None and find_worker(os.environ) is not None
+    # As a launcher of ours does.
+    for name, value in {JOB: "/another", LAUNCHER: "7", RESTART: "0", WORKER: inherited}.items():
+        monkeypatch.setenv(name, value)
+    leave_parents_job()
+    assert this_worker() == Supervised(Path("/another"), 7, 1, 0)
 
 
 def test_the_end_of_the_work_is_recorded_and_an_error_is_not_one(
