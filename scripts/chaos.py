@@ -113,7 +113,7 @@ def play(chosen: argparse.Namespace, folder: Path) -> int:
     )
     wall = campaign.run(chosen.kills, steps, INTERVAL, lambda line: print(line, flush=True))
     _report(campaign, steps, wall, step_seconds * steps)
-    left = [entry.name for entry in (wild / "checkpoints").glob(".*")]
+    left = [entry.name for entry in (wild / "checkpoints").glob(".*") if entry.name != ".lock"]
     different = _state(calm).differences(_state(wild))
     for complaint in (
         f"the final state is another one: {', '.join(different)}" if different else "",

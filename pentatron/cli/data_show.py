@@ -64,6 +64,7 @@ _OWN = {"index": "", "part": "train"}
 def show(words: Sequence[str]) -> int:
     import torch
 
+    from pentatron.data.sampling import OrderTooLarge
     from pentatron.launch.local import scratch_folder
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
@@ -84,7 +85,7 @@ def show(words: Sequence[str]) -> int:
         opened = open_data(config, world, folder, display)
         try:
             datasets = arrange(opened, config, world, TrainState(), folder, display)
-        except MemoryError:
+        except (MemoryError, OrderTooLarge):
             raise UserError(
                 f"an order of {config.spans.total} samples does not fit into this machine's memory; give a smaller --index, or "
                 f"the length of the run (--train-iters, --train-samples)"
