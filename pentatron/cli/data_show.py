@@ -64,7 +64,6 @@ _OWN = {"index": "", "part": "train"}
 def show(words: Sequence[str]) -> int:
     import torch
 
-    from pentatron.data.sampling import OrderTooLarge
     from pentatron.launch.local import scratch_folder
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
@@ -83,13 +82,7 @@ def show(words: Sequence[str]) -> int:
         for notice in resolved.notices:
             display.say(f"note: {notice}")
         opened = open_data(config, world, folder, display)
-        try:
-            datasets = arrange(opened, config, world, TrainState(), folder, display)
-        except (MemoryError, OrderTooLarge):
-            raise UserError(
-                f"an order of {config.spans.total} samples does not fit into this machine's memory; give a smaller --index, or "
-                f"the length of the run (--train-iters, --train-samples)"
-            ) from None
+        datasets = arrange(opened, config, world, TrainState(), folder, display)
         chosen = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options["part"]]
         if chosen is None:
             raise UserError(_nothing_there(config.data, options["part"], datasets.untested))

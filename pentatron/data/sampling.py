@@ -116,16 +116,12 @@ def build_sample_index(
     )
 
 
-class OrderTooLarge(UserError):
-    """An order of samples that needs more memory than the machine has."""
-
-
 def require_memory(samples: int, needed: int) -> None:
     """Refuses an order of so many samples before it is built, if the machine has less memory than the bytes that it needs."""
     if needed > (most := machine_memory()):
-        raise OrderTooLarge(
+        raise UserError(
             f"the order of {samples} samples needs {needed / 2**30:.0f} GiB of memory, and this machine has {most / 2**30:.0f} GiB; ask "
-            f"for fewer steps or epochs, or take the weights of the checkpoint alone with --finetune if it was made with fewer"
+            f"for fewer steps or epochs (data show: a smaller --index), or take the weights of the checkpoint alone with --finetune if it was made with fewer"
         )
 
 
