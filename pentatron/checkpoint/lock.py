@@ -34,6 +34,7 @@ _STALE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 # Tries to lock a file that is deleted or replaced each time before the lock is there.
 _TRIES = 100
+_LONGEST_RECORD = 1 << 16
 # File systems of one machine, where the kernel knows every holder of its lock.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 # What `stat` says of a path that is not there any more, a removed folder of a network file system included.
@@ -178,13 +179,12 @@ def folder_lock(
     """
     say = say or (lambda text: None)
     path = folder / FILE_NAME
+    _require_lock_file(path)
     try:
         file = _locked(path)
     except BlockingIOError:
         raise _refusal(folder, str(read_owner(path) or "its owner is not recorded"), way_out) from None
     try:
-        if (held := path.read_bytes()).strip(b"\0") and not held.startswith(b"{"):
-            raise UserError(f"{path} is not the lock of a job; remove it, or choose another folder")
         before = read_owner(path)
         if before is not None and not before.released and _may_be_unseen(before, folder):
             _wait_for_silence(path, before, say, way_out)
@@ -197,6 +197,17 @@ def folder_lock(
             yield lock
         finally:
             lock.release()
+
+
+def _require_lock_file(path: Path) -> None:
+    """Refuses what is not a lock: it would be overwritten, or, if it is a FIFO or a device, read without end."""
+    is_lock = True
+    if path.is_file():
+        with path.open("rb") as file:
+            held = file.read(_LONGEST_RECORD)
+        is_lock = held.startswith(b"{") or not held.strip(b"\0")
+    if not is_lock or (path.exists() and not path.is_file()):
+        raise UserError(f"{path} is not the lock of a job; remove it, or choose another folder")
 
 
 def _locked(path: Path) -> TextIO:

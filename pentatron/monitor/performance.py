@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pentatron.data.atomic import write_file
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 
@@ -40,7 +41,7 @@ class PerformanceSummary(Recorder):
     def close(self) -> None:
         if self._first is None or self._last is None:
             return
-        self.path.write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
+        write_file(self.path, f"{json.dumps(self.summary(), indent=2)}\n".encode())
 
     def summary(self) -> dict[str, Any]:
         assert self._first is not None and self._last is not None

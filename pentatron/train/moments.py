@@ -4,6 +4,8 @@ import json
 import time
 from pathlib import Path
 
+from pentatron.data.atomic import write_file
+
 
 class Moments:
     def __init__(self, started: float) -> None:
@@ -14,4 +16,4 @@ class Moments:
         self.taken[f"app_{name}_time"] = round(time.time() * 1000)
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.taken, indent=2) + "\n", encoding="utf-8")
+        write_file(path, f"{json.dumps(self.taken, indent=2)}\n".encode())

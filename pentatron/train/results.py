@@ -9,6 +9,7 @@ from pentatron.config.batch_sizes import size_problem
 from pentatron.config.counted import in_digits
 from pentatron.config.errors import UserError, file_sentence
 from pentatron.config.run import RunConfig
+from pentatron.data.atomic import write_file
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World
@@ -88,7 +89,7 @@ def draw_curve(folder: RunFolder) -> None:
     if training:
         validation = [(float(r["step"]), float(r["validation_loss"])) for r in rows if "validation_loss" in r]
         title = f"{folder.path.name}: loss by step"
-        folder.curve.write_text(loss_curve(title, training, validation), encoding="utf-8")
+        write_file(folder.curve, loss_curve(title, training, validation).encode())
 
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
@@ -145,7 +146,9 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
         output.say(f"note: there is no sample of what it writes (--sample-prompt): {why}")
         return
     output.attempt(
-        "sample.txt", lambda: folder.sample.write_text(sample + "\n", encoding="utf-8"), WITHOUT_IT
+        "sample.txt",
+        lambda: write_file(folder.sample, f"{sample}\n".encode(errors="backslashreplace")),
+        WITHOUT_IT,
     )
     shown = "\n".join(f"    {_printable(line)}" for line in sample.splitlines())
     output.say(f"a sample of what it writes now:\n{shown}")
