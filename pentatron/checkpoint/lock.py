@@ -139,7 +139,7 @@ class FolderLock:
         except BlockingIOError:
             owner = read_owner(self.path)
             if owner is not None and owner.token == self.owner.token:
-                # The inode is the one that we hold, as some network file systems number it anew.
+                # The file is the one that this process holds: some network file systems change inode numbers.
                 return
             self._lose(f"{self.path} was deleted, and {self.folder} taken by {owner or 'another job'}")
         except OSError as error:
@@ -201,19 +201,20 @@ def folder_lock(
 
 def _require_lock_file(path: Path) -> None:
     """Refuses what is not a lock: it would be overwritten, or, if it is a FIFO or a device, read without end."""
-    is_lock = True
+    if not path.exists():
+        return
+    held = b"?"
     if path.is_file():
         with path.open("rb") as file:
             held = file.read(_LONGEST_RECORD)
-        is_lock = held.startswith(b"{") or not held.strip(b"\0")
-    if not is_lock or (path.exists() and not path.is_file()):
+    if held.strip(b"\0") and not held.startswith(b"{"):
         raise UserError(f"{path} is not the lock of a job; remove it, or choose another folder")
 
 
 def _locked(path: Path) -> TextIO:
     """The file of this path, locked; BlockingIOError: another process holds it.
 
-    Between opening and locking it may be deleted or replaced, and a lock on an inode without a name keeps nobody out.
+    Opens it again if it was deleted or replaced before the lock was taken: a lock on an unlinked inode excludes no other process.
     """
     for _ in range(_TRIES):
         file = path.open("a+", encoding="utf-8")

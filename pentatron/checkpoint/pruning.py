@@ -24,7 +24,7 @@ class Pruning:
     damaged: list[Problem]
 
 
-def nobody_else(steps: Path) -> AbstractContextManager[FolderLock]:
+def exclusive_access(steps: Path) -> AbstractContextManager[FolderLock]:
     """Holds the folder of steps, as a job does that saves there."""
     return folder_lock(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)")
 

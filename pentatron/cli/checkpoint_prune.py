@@ -38,7 +38,7 @@ def prune(words: Sequence[str]) -> int:
         raise nothing_at(path)
     steps = steps.resolve()
     rule = Retention(options["keep"], options["keep-every"] or None)
-    with pruning.nobody_else(steps):
+    with pruning.exclusive_access(steps):
         planned = pruning.plan_pruning(steps, rule, min(8, os.cpu_count() or 1), lambda _: None)
         sizes = {step: _bytes(step) for step in planned.removed}
         if not options["dry-run"]:

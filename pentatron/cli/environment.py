@@ -133,7 +133,7 @@ def announce_worker(worker: Worker, meeting_point: str | None) -> None:
 def meeting_point(worker: Worker) -> MeetingPoint | None:
     """Where the ranks of a run meet, as the environment says; None for a run of one process.
 
-    Where all are on this machine, gloo and NCCL are told to listen on loopback alone.
+    Sets the variables that make gloo and NCCL listen on loopback alone if all ranks are on this machine.
     """
     if worker.world_size == 1:
         # A program with Megatron's names makes a process group for itself alone.

@@ -11,7 +11,7 @@ from typing import Any
 from pentatron.config.errors import UserError
 
 _PROGRAM = Path(__file__).with_name("apart.py")
-# Of a core. Reading takes about a second for 5 MB of pickle; a file that takes longer than this was made to.
+# CPU time of the reader: a base, and what each second must read at least.
 _SECONDS, _BYTES_A_SECOND = 30, 2**20
 # By the clock, for each of those: a file may lie on a slow disk, and the machine may be busy.
 _PATIENCE = 10

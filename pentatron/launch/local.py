@@ -164,7 +164,7 @@ Watch = Callable[[Sequence[Process], Path], Failure | None]
 def listener_for_workers(port: int) -> socket.socket:
     """A socket on a port of the loopback address, a free one for 0. Rank 0 inherits it, so that no other process gets the port.
 
-    Where another job has the port, that is said at once, and not after a time-out.
+    Fails at once if another job has the port, instead of after the rendezvous timeout.
     """
     return listening_at(MeetingPoint(_HOST, port))
 

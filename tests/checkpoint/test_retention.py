@@ -6,7 +6,7 @@ import pytest
 
 from pentatron.checkpoint.bases import record_bases
 from pentatron.checkpoint.lock import folder_lock
-from pentatron.checkpoint.pruning import nobody_else, plan_pruning, prune
+from pentatron.checkpoint.pruning import exclusive_access, plan_pruning, prune
 from pentatron.checkpoint.retention import Retention, number_of, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.errors import UserError
@@ -73,9 +73,9 @@ def test_what_a_run_began_from_stays_and_is_not_counted(tmp_path: Path) -> None:
 def test_nothing_is_removed_under_a_job_that_runs(tmp_path: Path) -> None:
     steps = tmp_path / "run" / "checkpoints"
     save(CheckpointStore(steps, keep=None), 1)
-    with folder_lock(steps), pytest.raises(UserError, match="another job is using"), nobody_else(steps):
+    with folder_lock(steps), pytest.raises(UserError, match="another job is using"), exclusive_access(steps):
         pass
-    with nobody_else(steps):
+    with exclusive_access(steps):
         pass
 
 

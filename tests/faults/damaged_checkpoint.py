@@ -131,7 +131,7 @@ def every_step(lab: Lab) -> Outcome:
     lab.interrupted(LAYOUT, NEWEST)
     for step in range(SAVE_INTERVAL, NEWEST + 1, SAVE_INTERVAL):
         flipped(SHARD)(step_folder(lab.run, step))
-    ran, outcome = lab.fork(LAYOUT), Outcome(remark="not begun anew")
+    ran, outcome = lab.fork(LAYOUT), Outcome(remark="refused, no new run started")
     outcome.told(ran, rf"{SHARD}: sha256")
     outcome.ended(ran, 2)
     outcome.expect(not step_folder(lab.run, 2).exists() and not ran.find("^step "), "it trained all the same")
