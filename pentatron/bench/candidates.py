@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.layout.divisors import divisors
 
 # What --variants can name, beside the axes.

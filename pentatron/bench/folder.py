@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.bench import plot_results
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 @dataclass(frozen=True)

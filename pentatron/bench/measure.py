@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.monitor.metrics import read_metrics
 
 

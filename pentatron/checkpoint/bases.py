@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.config.errors import UserError
 from pentatron.config.free_name import free_name
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import make_folder, write_file
+from pentatron.errors import UserError
 
 FILE_NAME = "began-from.json"
 _BEFORE = ".before"

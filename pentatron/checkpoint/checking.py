@@ -11,7 +11,7 @@ from pentatron.checkpoint.retention import number_of
 from pentatron.checkpoint.statistics import statistics_of
 from pentatron.checkpoint.sums import Tell, sum_of_file
 from pentatron.checkpoint.tensor_file import DTYPES
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 @dataclass(frozen=True)

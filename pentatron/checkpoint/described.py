@@ -5,10 +5,10 @@ from typing import Any
 
 from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.untrusted import implausible
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.run import table
 from pentatron.config.setting import Setting
+from pentatron.errors import UserError
 
 # Sections whose values are computed with; those of the others are compared and shown.
 _USED = ("model", "moe", "optim", "train")

@@ -5,7 +5,7 @@ from pathlib import Path
 from pentatron.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_manifest, verify_files
 from pentatron.checkpoint.store import TRACKER, CheckpointStore, Found, require_one_step
 from pentatron.checkpoint.verifying import Check
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 LATEST = "latest"
 # What Megatron-LM leaves in one checkpoint, by the value of --ckpt-format that stands for it.

@@ -16,7 +16,7 @@ from torch import Tensor
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, StoredPiece, TensorRecord
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, blocks, holds
 from pentatron.checkpoint.torch_file import TorchFile
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.pieces import Fragment, Shape, overlap, region
 
 WEIGHTS = "weights/"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from pentatron.checkpoint.untrusted import read_json
-from pentatron.config.errors import FolderLost, UserError
+from pentatron.errors import FolderLost, UserError
 
 FILE_NAME = ".lock"
 # How often the owner says that it lives, and when a silent one on another machine counts as gone.

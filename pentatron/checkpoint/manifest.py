@@ -19,7 +19,7 @@ from pentatron.checkpoint.cover import cover_problem
 from pentatron.checkpoint.sums import sum_of_file
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, piece_sums
 from pentatron.checkpoint.untrusted import check_types, is_inside, read_json, too_large
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.pieces import Shape
 from pentatron.parallel.values import sendable
 

@@ -10,7 +10,7 @@ from pentatron.checkpoint.lock import FolderLock, folder_lock
 from pentatron.checkpoint.retention import Retention, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.sums import Tell
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from pentatron.checkpoint.retention import Retention, remove_steps, restore_repl
 from pentatron.checkpoint.stages import Save, Stages
 from pentatron.checkpoint.tensor_file import write_text
 from pentatron.checkpoint.verifying import Check
-from pentatron.config.errors import FolderLost, NotSaved
 from pentatron.config.free_name import free_name
 from pentatron.data.atomic import sync_folder
+from pentatron.errors import FolderLost, NotSaved
 from pentatron.parallel.collectives import Group, broadcast_object
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.values import sendable

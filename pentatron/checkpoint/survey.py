@@ -11,7 +11,7 @@ from pentatron.checkpoint.find import followed, is_step, pointed_at, steps_at
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 # What a step has beside weights without being able to go on from it.
 _NO_OPTIMIZER = (WEIGHTS, ROUTERS, "rng/")

@@ -15,7 +15,7 @@ from pentatron.checkpoint.manifest import (
     check_sizes,
     verify_some,
 )
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, on_some_ranks
 from pentatron.parallel.values import sendable
 

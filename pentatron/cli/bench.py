@@ -20,10 +20,10 @@ from pentatron.cli.find_micro_batch import find_micro_batch
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import UserError
 from pentatron.config.flags import is_flag, normal, parse_flags
 from pentatron.config.resolve import gather
 from pentatron.config.run import table
+from pentatron.errors import UserError
 
 USAGE = f"""usage: pentatron bench [--nproc-per-node N] [--variants V ...] [--steps N] [--out FOLDER] [--setting value ...]
 

@@ -14,8 +14,8 @@ from pentatron.bench.results import Row
 from pentatron.cli.environment import prepare_for_workers
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.run import table
+from pentatron.errors import ConfigError, UserError
 
 # Every step is measured, and nothing is shown or kept.
 HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}

@@ -14,8 +14,8 @@ from pentatron.cli.help import section_help
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import remark, say
 from pentatron.config.counted import counted
-from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean, is_flag, parse_flags
+from pentatron.errors import UserError
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.checking import Problem

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
 from pentatron.cli.terminal import remark, say
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.compare import Difference, Side

@@ -8,7 +8,7 @@ from pathlib import Path
 from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
 from pentatron.cli.terminal import say
 from pentatron.config.counted import counted
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 
 # What the trainer calls the same.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from pentatron.cli.file_errors import file_errors_told
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
-from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
+from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 
 USAGE = """usage: pentatron data COMMAND [...]

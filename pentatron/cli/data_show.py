@@ -15,10 +15,10 @@ from pentatron.cli.terminal import say
 from pentatron.config.data_sources import names_files, read_data_files
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned, normal, parse_flags
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
+from pentatron.errors import UserError
 
 if TYPE_CHECKING:
     from pentatron.config.training import DataConfig

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from pentatron.cli.environment import Worker
 from pentatron.cli.terminal import complain
-from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
+from pentatron.errors import AgreedError, UserError
 from pentatron.launch.host_memory import host_memory
 from pentatron.plan.fit import Room, Verdict, judge, judge_host, out_of_memory
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, look
 from pentatron.launch.trials import all_reduce, matmul
 

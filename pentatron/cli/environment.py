@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pentatron.cli.terminal import complain
 from pentatron.config.address import meeting_point as parsed_meeting_point
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.meeting import (
     GLOO_INTERFACE,
     LISTENER,

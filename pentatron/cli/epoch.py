@@ -8,8 +8,8 @@ from pentatron.config.data_sources import (
     without_epochs,
 )
 from pentatron.config.draft import Draft
-from pentatron.config.errors import UserError
 from pentatron.config.sft_rules import named_text
+from pentatron.errors import UserError
 
 
 def learn_epoch(draft: Draft) -> None:

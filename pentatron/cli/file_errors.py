@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pentatron.config.errors import UserError, file_sentence
+from pentatron.errors import UserError, file_sentence
 from pentatron.monitor.terminal import OutputLost
 
 

@@ -13,8 +13,8 @@ from pentatron.bench.processes import Starter
 from pentatron.bench.results import Row, write_summary
 from pentatron.cli.bench_layout import Sweep, command_of, measured_layout, prepared_layout
 from pentatron.cli.terminal import say
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.launch.host_memory import host_memory
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import in_words

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pentatron.cli.environment import Worker, announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
-from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.limits import SEED
+from pentatron.errors import AgreedError, UserError
 
 if TYPE_CHECKING:
     from pentatron.config.run import RunConfig

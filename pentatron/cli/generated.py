@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.cli.terminal import remark, say, show
-from pentatron.config.errors import UserError
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
+from pentatron.errors import UserError
 from pentatron.models.generate import require_room
 from pentatron.train.continue_text import Shown, Text
 from pentatron.train.text_source import ModelSource

@@ -15,10 +15,10 @@ from pentatron.cli.terminal import say
 from pentatron.config.counted import counted
 from pentatron.config.draft import Facts
 from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
 from pentatron.config.redaction import redacted
 from pentatron.config.run import RunConfig
+from pentatron.errors import ConfigError, UserError
 from pentatron.launch.job import Job, problems_of
 from pentatron.launch.processes import SAFE_PATH
 from pentatron.launch.script import WRITTEN_BY

@@ -14,9 +14,9 @@ from pentatron.cli.terminal import paint, say
 from pentatron.cli.timeline import picture, rows
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import LAYOUT, EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned, is_flag, parse_flags
 from pentatron.config.resolve import gather, resolve
+from pentatron.errors import UserError
 from pentatron.layout.stages import written_stages
 
 USAGE = """usage: pentatron layout [--world-size N] [--draw [FILE.svg]] [--all] [--json] [--setting value ...]

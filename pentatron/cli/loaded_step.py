@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.draft import Draft
-from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned
 from pentatron.config.loaded import LOADED
 from pentatron.config.run import table
+from pentatron.errors import UserError
 
 LAYOUT_OF_STEP = (
     "tensor_model_parallel_size",

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from pentatron.cli.supervised import Supervised, leave_parents_job, this_worker
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import TRAIN, EntryPoint
-from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.flags import did_you_mean
+from pentatron.errors import AgreedError, UserError
 from pentatron.launch.processes import SAFE_PATH
 from pentatron.monitor.terminal import OutputLost, own_streams, whole_output
 from pentatron.train.interrupt import StoppedEarly

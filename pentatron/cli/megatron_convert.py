@@ -11,8 +11,8 @@ from typing import Any
 from pentatron.cli.convert import run_import, until_stopped
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say
-from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
+from pentatron.errors import UserError
 
 USAGE = """usage: tools/checkpoint/convert.py --load-dir HF_DIR --save-dir OUT [--flag value ...]
 

@@ -14,10 +14,10 @@ from typing import Any
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import paint, say
 from pentatron.config.counted import counted
-from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
 from pentatron.config.schedule import plan_of
+from pentatron.errors import UserError
 from pentatron.monitor.following import Followed, Follower
 from pentatron.monitor.report import FAILED, duration
 from pentatron.monitor.view import Run, Screen, seconds_a_step, status_line, view

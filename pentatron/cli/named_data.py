@@ -4,10 +4,10 @@ from pathlib import Path
 
 from pentatron.config.data_sources import NAMED, Blend
 from pentatron.config.draft import Draft
-from pentatron.config.errors import UserError
 from pentatron.config.run import table
 from pentatron.config.sft_rules import is_weight
 from pentatron.data.pair_names import missing_pairs
+from pentatron.errors import UserError
 
 
 def find_data(draft: Draft) -> None:

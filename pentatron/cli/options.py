@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import did_you_mean, is_flag, normal
+from pentatron.errors import ConfigError, UserError
 
 
 def read_options(

@@ -16,13 +16,13 @@ from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
 from pentatron.cli.terminal import say
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned, is_flag, normal, parse_flags
 from pentatron.config.graph_rules import WANTED
 from pentatron.config.loaded import adopt
 from pentatron.config.parsing import parse_json
 from pentatron.config.presets import presets
 from pentatron.config.resolve import foreseen, gather
+from pentatron.errors import UserError
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device, device_named
 from pentatron.plan.search import LAYOUT, Search

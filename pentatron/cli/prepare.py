@@ -13,11 +13,11 @@ from pentatron.cli.restarted import this_attempt
 from pentatron.cli.supervised import this_worker
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import Assigned
 from pentatron.config.resolve import Resolved, foreseen, gather, problems_beside, resolve
 from pentatron.config.run import table
 from pentatron.config.start import Start, start_of
+from pentatron.errors import ConfigError, UserError
 from pentatron.train.attempts import FIRST, Attempt
 
 # Of a file system in bytes: a name, and a path with room for the longest one that a run makes below its folder.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
 from pentatron.config.counted import counted, in_digits
-from pentatron.config.errors import ConfigError, UserError
+from pentatron.errors import ConfigError, UserError
 from pentatron.monitor.terminal import outlive_output
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import say, show
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 USAGE = """usage: huggingface_reference.py --model_path FOLDER --prompt TEXT [--max-new-tokens N]
 

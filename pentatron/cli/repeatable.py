@@ -2,7 +2,7 @@
 
 import re
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 _SIGN = "does not have a deterministic implementation"
 

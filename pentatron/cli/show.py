@@ -9,10 +9,10 @@ from pentatron.cli.batch_table import batch_table
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.terminal import say
 from pentatron.config.entry import ENTRY_POINTS, TRAIN, EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.flags import did_you_mean
 from pentatron.config.presets import presets
 from pentatron.config.run import sections, table
+from pentatron.errors import UserError
 
 CONFIG_USAGE = f"""usage: pentatron config [--all] [--json] [--as SCRIPT] [--setting value ...]
 

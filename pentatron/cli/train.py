@@ -28,10 +28,10 @@ from pentatron.cli.terminal import complain, say
 from pentatron.cli.variables import limit_connections, require_interface, variable_notes
 from pentatron.cli.worker_errors import explain, last_words
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.config.start import Start, how_to_go_on
+from pentatron.errors import UserError
 from pentatron.launch.watch import STACKS
 from pentatron.monitor.terminal import outlive_output
 from pentatron.parallel.meeting import waiting_aloud, what_is_waited_for

@@ -5,8 +5,8 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.launch.variables import CONNECTIONS, connections_for, describe, interface_problem
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from pentatron.cli.environment import announce_worker, find_worker, meeting_poin
 from pentatron.cli.layout import describe
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import LAYOUT
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.limits import not_available
 from pentatron.config.run import RunConfig
+from pentatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from pentatron.train.verify import Verdict

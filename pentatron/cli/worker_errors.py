@@ -5,8 +5,8 @@ from pentatron.cli.environment import Worker
 from pentatron.cli.repeatable import unrepeatable
 from pentatron.cli.supervised import this_worker
 from pentatron.cli.terminal import complain
-from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.run import RunConfig
+from pentatron.errors import AgreedError, UserError
 from pentatron.parallel.meeting import MeetingError, checklist, lost_contact
 from pentatron.train.last_words import sentence_of
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
 
-from pentatron.config.errors import UserError
 from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 
 
 @dataclass(frozen=True)

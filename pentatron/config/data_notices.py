@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from pentatron.config.data_sources import NAMED, Blend, counted_by_the_run, names_files, without_epochs
 from pentatron.config.draft import Draft, Facts
-from pentatron.config.errors import UserError
 from pentatron.config.run import table
+from pentatron.errors import UserError
 
 
 def _no_readers(draft: Draft, facts: Facts) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.draft import Draft
-from pentatron.config.errors import UserError
 from pentatron.config.files import parse_yaml
 from pentatron.config.flags import Assigned
 from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
+from pentatron.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")

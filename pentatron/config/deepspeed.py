@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.files import load_file
 from pentatron.config.flags import Assigned
 from pentatron.config.run import table
 from pentatron.config.setting import coerce
+from pentatron.errors import ConfigError, UserError
 
 _AUTO = "auto"
 # Sections that act only when they say so themselves.

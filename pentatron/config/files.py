@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.flags import Assigned, FlagTable, did_you_mean
 from pentatron.config.run import sections, table
 from pentatron.config.setting import Setting, Spelling, coerce
+from pentatron.errors import ConfigError, UserError
 
 # A file of settings, or of data sets with their weights, has no more.
 _MOST_VALUES = 1_000_000

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.presets import presets
 from pentatron.config.run import table
 from pentatron.config.setting import Setting, Spelling, coerce
+from pentatron.errors import ConfigError, UserError
 
 # Hyphens, dashes and the minus sign, which word processors and web pages put in the place of `-`.
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"

@@ -9,7 +9,6 @@ from pentatron.config.deepspeed import read_deepspeed
 from pentatron.config.derive import derive
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.files import read_file
 from pentatron.config.flags import Assigned, did_you_mean, is_written, parse_flags
 from pentatron.config.limits import not_available, out_of_limits
@@ -19,6 +18,7 @@ from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
 from pentatron.config.run_name import name_of_run
 from pentatron.config.saved_config import places_in_run
+from pentatron.errors import ConfigError, UserError
 
 # Who names data or a starting point does not want the demo underneath.
 _REPLACES_DEMO = (

@@ -7,7 +7,6 @@ from typing import Any
 from pentatron.config.address import meeting_point
 from pentatron.config.data_sources import NAMED, Blend, names_files
 from pentatron.config.draft import Facts
-from pentatron.config.errors import UserError
 from pentatron.config.graph_rules import GRAPH_RULES
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
@@ -19,6 +18,7 @@ from pentatron.config.run import table
 from pentatron.config.schedule_rules import SCHEDULE_RULES
 from pentatron.config.sft_rules import SFT_RULES
 from pentatron.config.zero_rules import ZERO_RULES
+from pentatron.errors import UserError
 from pentatron.layout.divisors import divisors, either
 
 

@@ -5,7 +5,7 @@ from pathlib import PurePath
 
 from pentatron.config.data_sources import NAMED, Blend
 from pentatron.config.draft import Draft
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 _LONGEST_PART = 40
 # Folders that are called the same for every model.

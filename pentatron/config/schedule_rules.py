@@ -2,10 +2,10 @@
 
 from pentatron.config.data_sources import counted_by_the_run, names_files, without_epochs
 from pentatron.config.draft import Facts
-from pentatron.config.errors import UserError
 from pentatron.config.layout_rules import Rule, Values
 from pentatron.config.schedule import Spans, plan_of, spans_of
 from pentatron.config.sft_rules import named_text
+from pentatron.errors import UserError
 from pentatron.layout.batch_plan import BatchPlan
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Boundaries, Sample
 from pentatron.data.gpt_dataset import GPTDataset, TokenSource
 from pentatron.data.greedy import MOST_DATASETS, exhaustive_order, greedy_order, places_within
 from pentatron.data.index_cache import Arrays, IndexCache
 from pentatron.data.sampling import epoch_samples, require_memory
+from pentatron.errors import UserError
 
 SURPLUS = 0.005
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.config.printable import one_line
+from pentatron.errors import UserError
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"

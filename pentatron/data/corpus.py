@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import TEMPORARY_SUFFIX, write_file
 from pentatron.data.indexed import token_dtype
@@ -19,6 +18,7 @@ from pentatron.data.pair_names import pair_paths
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sidecar import sidecar_path
 from pentatron.data.tokenizer import FileTokenizer, identify, train_bpe
+from pentatron.errors import UserError
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, the bytes done and the bytes in all."""

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.indexed import token_dtype
 from pentatron.data.inputs import JSON_LINES, Chunk
 from pentatron.data.tokenizer import NotEncoded, Tokenizer, TokenizerChoice
+from pentatron.errors import UserError
 
 # Of the bad lines of one chunk, these many are described; all are counted.
 MOST_DESCRIBED = 5

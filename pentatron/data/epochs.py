@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
+from pentatron.errors import UserError
 
 # Seeds of NumPy are 32 bits.
 _MOST_EPOCHS = 1 << 32

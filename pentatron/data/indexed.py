@@ -21,10 +21,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.checksums import BLOCK_BYTES, block_count, first_wrong_block
 from pentatron.data.pair_names import missing_pairs, pair_paths
 from pentatron.data.sidecar import Facts, Sidecar, read_sidecar
+from pentatron.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

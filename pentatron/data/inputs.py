@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 TEXT_ENDINGS = (".txt", ".text", ".md")

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.atomic import replaced
 from pentatron.data.checksums import BLOCK_BYTES, sums_of_file
 from pentatron.data.indexed import CHECK_BLOCK, IndexedDataset
 from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
 from pentatron.data.tokenizer import Tokenizer, identify
+from pentatron.errors import UserError
 
 BAR = 40
 Report = Callable[[int], None]

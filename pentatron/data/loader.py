@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import DOCUMENT_STARTS, Sample
+from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pentatron.config.errors import UserError
 from pentatron.data.atomic import TEMPORARY_SUFFIX
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.pair_writer import PairInProgress, publish, remove_leftovers_of_pair
 from pentatron.data.sidecar import Facts, TokenizerIdentity
+from pentatron.errors import UserError
 
 # Documents copied at a time.
 STEP = 1 << 14

@@ -10,12 +10,12 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.atomic import TEMPORARY_SUFFIX, commit, mark_in_use, remove_leftovers
 from pentatron.data.checksums import BLOCK_BYTES, SUM, BlockSums, SummedFile
 from pentatron.data.indexed import CHECK_BLOCK, DTYPES, HEADER, MAGIC, VERSION
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
+from pentatron.errors import UserError
 
 BUFFER = 1 << 20
 PARTS = ("bin", "lengths", "ends", "sums")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 BYTE_VALUES = 256
 # Encoded into a fingerprint, to notice what a vocabulary does not tell: how words, digits, spaces and signs are cut.

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import write_file
 from pentatron.data.encode import EncodedChunk, Recipe
@@ -26,6 +25,7 @@ from pentatron.data.pair_writer import PairInProgress, publish
 from pentatron.data.sidecar import TokenizerIdentity, read_sidecar
 from pentatron.data.tokenizer import identify
 from pentatron.data.workers import Workers
+from pentatron.errors import UserError
 
 # Raise this when the same text and settings give other tokens than before.
 VERSION = 2

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 IntArray = npt.NDArray[np.integer]
 

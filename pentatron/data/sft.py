@@ -15,12 +15,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import DOCUMENT_STARTS, Sample, positions_in_documents
 from pentatron.data.conversations import MarkedText, Tokens, Writer, at_line, read_conversations
 from pentatron.data.indexed import IndexedDataset, token_dtype
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import identify
+from pentatron.errors import UserError
 
 T = TypeVar("T")
 IntArray = npt.NDArray[np.int64]

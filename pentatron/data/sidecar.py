@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.data.checksums import BLOCK_BYTES, SUM, block_count
+from pentatron.errors import UserError
 
 FORMAT = "pentatron data 1"
 LONGEST_HEADER = 1 << 20

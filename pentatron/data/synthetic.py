@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
 from pentatron.data.gpt_dataset import next_token_sample
+from pentatron.errors import UserError
 
 ALPHABET = 64
 NOISE = 0.1

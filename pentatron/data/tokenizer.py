@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
 from pentatron.config.printable import one_line
 from pentatron.data.plain_tokenizers import (
@@ -20,6 +19,7 @@ from pentatron.data.plain_tokenizers import (
     SentencePieceTokenizer,
 )
 from pentatron.data.sidecar import TokenizerIdentity
+from pentatron.errors import UserError
 
 if TYPE_CHECKING:
     import tokenizers

@@ -7,9 +7,9 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.data.encode import EncodedChunk, Recipe, work
 from pentatron.data.inputs import Chunk
+from pentatron.errors import UserError
 
 # Chunks read but not yet written, for each worker: a slow chunk must not stop the others, nor fill the memory.
 AHEAD = 4

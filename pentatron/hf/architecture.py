@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pentatron.checkpoint.untrusted import implausible
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.errors import ConfigError, UserError
 from pentatron.hf.config_parts import SCALINGS, layer_list, scaling_settings
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
 from pentatron.hf.folder import HuggingFaceFolder

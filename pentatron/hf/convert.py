@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.tensor_file import Outline, Read, holds
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.hf.dtypes import dtype_name
 from pentatron.hf.links import Link
 from pentatron.parallel.pieces import Shape, overlap, region

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from pentatron.checkpoint.tensor_file import holds
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in BY_NAME.items()} | {torch.float64: "fp64"}

@@ -17,8 +17,8 @@ from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, verify_fi
 from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.streaming import in_files
 from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks, write_text
-from pentatron.config.errors import UserError
 from pentatron.config.parsing import parse_json
+from pentatron.errors import UserError
 from pentatron.hf.architecture import config_of
 from pentatron.hf.convert import reads_theirs
 from pentatron.hf.dtypes import common_dtype, require_room

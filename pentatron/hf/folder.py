@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.checkpoint.untrusted import read_json
-from pentatron.config.errors import UserError
 from pentatron.config.printable import one_line
+from pentatron.errors import UserError
 from pentatron.parallel.pieces import Shape
 
 CONFIG = "config.json"

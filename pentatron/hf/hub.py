@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 # Weights, settings and tokenizers; no pickles, no code, no weights in other formats.
 WANTED_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges*", "*.model", "*.jinja")

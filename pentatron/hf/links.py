@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.errors import UserError
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.hf.name_tables import NAME_TABLES, NameTable, Row, Source
 from pentatron.models.shapes import logical_shapes

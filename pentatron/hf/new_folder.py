@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pentatron.config.errors import UserError
 from pentatron.data.atomic import sync_folder
+from pentatron.errors import UserError
 from pentatron.hf.progress import size_text
 
 

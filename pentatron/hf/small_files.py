@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pentatron.config.errors import UserError
 from pentatron.data.atomic import sync_folder, write_file
 from pentatron.data.tokenizer import FileTokenizer
+from pentatron.errors import UserError
 from pentatron.hf.folder import CONFIG
 
 # Beside the steps.

@@ -9,7 +9,7 @@ import torch
 from pentatron.checkpoint.described import architecture_of
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.store import Found
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.parallel.pieces import fragments_of, held_parameters
 

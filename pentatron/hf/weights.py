@@ -8,8 +8,8 @@ from operator import attrgetter
 import torch
 
 from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, holds
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.errors import UserError
 from pentatron.hf.architecture import model_type_of
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.hf.links import Link, check_covered, links_of

@@ -7,8 +7,8 @@ from typing import Any
 from pentatron.checkpoint.find import megatron_step
 from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.untrusted import implausible
-from pentatron.config.errors import UserError
 from pentatron.config.run import build, table
+from pentatron.errors import UserError
 from pentatron.interchange.common import run_state_of
 from pentatron.interchange.index import Contents, manifest_of
 from pentatron.interchange.legacy import open_legacy

@@ -14,8 +14,8 @@ from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import rectangle_key
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.errors import UserError
 from pentatron.interchange.links import VOCABULARY, Link, read_links
 from pentatron.parallel.pieces import Shape
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import plain_place
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.interchange.index import Contents, Piece, Stored
 from pentatron.interchange.reading import read_apart
 from pentatron.parallel.pieces import Shape

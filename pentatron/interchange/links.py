@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.errors import UserError
 from pentatron.interchange.names import IN_LAYERS, OUTSIDE_LAYERS, Row
 from pentatron.models.shapes import logical_shapes
 from pentatron.parallel.pieces import Shape, overlap

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 _PROGRAM = Path(__file__).with_name("apart.py")
 # CPU time of the reader: a base, and what each second must read at least.

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.run import table
 from pentatron.config.setting import Setting
+from pentatron.errors import UserError
 
 # Theirs for ours, where the names differ; the first that is there counts.
 _OTHER_NAMES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.torch_file import saved_place
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.interchange.index import KEPT, STATE, Contents, Piece, Stored, prefix_of
 from pentatron.interchange.reading import read_apart
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pentatron.config.errors import BadNumbers, UserError
+from pentatron.errors import BadNumbers, UserError
 from pentatron.launch.failure import Failure, failures_of, unfinished
 from pentatron.launch.processes import Process, Signals, end_all, listening, started
 from pentatron.launch.watch import STACKS, stacks_path

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.parallel.world import World
 from pentatron.train.datasets import wanted_samples
 from pentatron.train.state import TrainState

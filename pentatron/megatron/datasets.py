@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.data.boundaries import Sample
 from pentatron.data.epochs import EpochShuffle, FiniteDataset
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.index_cache import IndexCache
 from pentatron.data.sampling import SPLIT_NAMES
+from pentatron.errors import UserError
 from pentatron.megatron import state
 from pentatron.megatron.core.datasets.gpt_dataset import Blend, GPTDatasetConfig, MockGPTDataset
 from pentatron.monitor.display import Display

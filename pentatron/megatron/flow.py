@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pentatron.config.errors import UserError
 from pentatron.data.loader import Batch
+from pentatron.errors import UserError
 from pentatron.megatron.program import UserProgram, as_dictionary
 from pentatron.megatron.state import current
 from pentatron.train.batches import micro_batches

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Held, held_parameters
 from pentatron.parallel.world import World

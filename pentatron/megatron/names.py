@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 _THEIRS, _OURS = "megatron", "pentatron.megatron"
 # What the distribution megatron-core brings; ours has more.

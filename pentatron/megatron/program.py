@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pentatron.cli.terminal import say
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
+from pentatron.errors import UserError
 from pentatron.layout.stages import StagePart
 from pentatron.megatron import state
 from pentatron.megatron.arguments import arguments_of

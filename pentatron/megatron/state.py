@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.data.tokenizer import Tokenizer
+from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
 from pentatron.megatron.arguments import Arguments
 from pentatron.megatron.timers import Timers

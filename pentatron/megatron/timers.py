@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pentatron.cli.terminal import say
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group, gather_objects
 from pentatron.parallel.timers import Timers as LoopTimers
 from pentatron.parallel.timers import block_of

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.layout.actions import Schedule
 from pentatron.layout.schedules import forward_schedule, looped_placement
 from pentatron.models.causal_lm import CausalLM

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM

@@ -8,9 +8,9 @@ import warnings
 from typing import Any
 
 from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.errors import UserError
 from pentatron.models.user_spec import check_layers, user_spec
 from pentatron.nn.attention import DotProductAttention, SelfAttention
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear

@@ -5,7 +5,7 @@ import inspect
 import torch
 
 from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.nn.spec import (
     ModuleSpec,
     TransformerBlockSubmodules,

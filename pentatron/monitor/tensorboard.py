@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.redaction import redacted
+from pentatron.errors import UserError
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.scalars import Choices, of_evaluation, scalars

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
 from pentatron.config.windows import window_of
+from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.ranks import Axis
 from pentatron.nn.context_attention import attend

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pentatron.config.errors import UserError
 from pentatron.config.model import KernelConfig
+from pentatron.errors import UserError
 from pentatron.kernels import cross_entropy
 from pentatron.kernels.choice import by_kernel
 from pentatron.nn.linear import VocabularyTable

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.errors import UserError
 from pentatron.nn.dispatch import DISPATCHERS
 from pentatron.nn.experts import Experts
 from pentatron.nn.mlp import MLP, PLAIN_MLP

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.config.errors import AgreedError, UserError, file_sentence
+from pentatron.errors import AgreedError, UserError, file_sentence
 from pentatron.parallel.values import ForgedMessage, encode, length_of_rest, opened, sealed
 from pentatron.parallel.waiting import Cause, Waits
 from pentatron.parallel.whereabouts import Call

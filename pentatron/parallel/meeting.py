@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 _PAUSE = 0.3
 # A name that is unknown for this long will not become known; a machine may take much longer to come up.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pentatron import __version__
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pentatron.config.counted import in_digits
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.monitor.peaks import Peak, peak_of
 
 GIB = 2**30

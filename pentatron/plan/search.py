@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.config.draft import Draft, Facts
-from pentatron.config.errors import ConfigError
 from pentatron.config.flags import Assigned
 from pentatron.config.resolve import resolve
 from pentatron.config.run import RunConfig, table
+from pentatron.errors import ConfigError
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device
 from pentatron.plan.held import held

@@ -5,9 +5,9 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch, build_loader
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import largest, raise_together
 from pentatron.parallel.world import World
 from pentatron.train.ahead import ToGPU, read_ahead

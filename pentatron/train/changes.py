@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.loaded import architecture, differences
 from pentatron.config.run import RunConfig, build, table
+from pentatron.errors import UserError
 
 # These belong to the machine or to the output, not to the numbers a run computes.
 _FREE_SECTIONS = frozenset({"launch", "log", "loop", "checkpoint"})

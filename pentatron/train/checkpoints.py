@@ -4,8 +4,8 @@ import contextlib
 
 from pentatron.checkpoint.saver import Saved, Saver
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import NotSaved
 from pentatron.config.run import RunConfig
+from pentatron.errors import NotSaved
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.world import World
 from pentatron.train.output import Output

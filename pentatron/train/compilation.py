@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.nn.compiled import Compiled, compile_layers
 from pentatron.parallel.whereabouts import Whereabouts
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pentatron.config.draft import Facts
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
 from pentatron.data.tokenizer import Tokenizer
+from pentatron.errors import ConfigError, UserError
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.models.generate import End, GenerationModel, Made, generate, generation_model
 from pentatron.models.sampling import Sampling

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pentatron.config.errors import UserError
 from pentatron.config.output import CheckpointConfig
+from pentatron.errors import UserError
 from pentatron.train.data_identity import DataIdentity
 from pentatron.train.datasets import OpenedData
 from pentatron.train.state import TrainState

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pentatron.config.data_sources import Blend
-from pentatron.config.errors import UserError
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.sidecar import read_sidecar
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.values import sendable
 from pentatron.parallel.world import World

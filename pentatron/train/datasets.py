@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.config.data_sources import Blend
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.blending import Member, SampleRecipe, build_blend
@@ -24,6 +23,7 @@ from pentatron.data.loader import SampleSource
 from pentatron.data.sampling import SPLIT_NAMES, parse_split, split_ranges
 from pentatron.data.synthetic import SyntheticDataset, mock_indexed
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World

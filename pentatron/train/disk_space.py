@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pentatron.checkpoint.parts import own_fragments
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects, on_some_ranks
 from pentatron.parallel.world import World

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from pentatron.config.data_sources import counted_by_the_run, names_files, trained_files, without_epochs
-from pentatron.config.errors import AgreedError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
 from pentatron.data.epoch_of_files import samples_of_files
+from pentatron.errors import AgreedError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
 from pentatron.parallel.world import World

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.batch_sizes import sizes_problem
-from pentatron.config.errors import AgreedError
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.errors import AgreedError
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.train.fp8 import require_fp8

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pentatron.config.errors import AgreedError
 from pentatron.config.fp8 import fp8_layers
 from pentatron.config.run import RunConfig
+from pentatron.errors import AgreedError
 from pentatron.kernels.fp8 import E4M3, MULTIPLE, scales_of
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.linear import VocabularyTable, WeightedModule

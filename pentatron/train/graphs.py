@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import UserError
 from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import TENSORS, Batch
+from pentatron.errors import UserError
 from pentatron.monitor.peaks import peak_of
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.optim.optimizer import Optimizer

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
+from pentatron.errors import AgreedError, BadNumbers
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.report import FAILED
 from pentatron.monitor.terminal import append_line
 from pentatron.train.interrupt import StoppedEarly

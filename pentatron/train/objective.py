@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import AgreedError
+from pentatron.errors import AgreedError
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World
 

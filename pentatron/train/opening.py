@@ -13,12 +13,12 @@ from pathlib import Path
 from pentatron.checkpoint.lock import FILE_NAME as LOCK
 from pentatron.checkpoint.lock import FolderLock, folder_lock
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import FolderLost, UserError
 from pentatron.config.free_name import numbered
 from pentatron.config.run import RunConfig
 from pentatron.config.saved_config import places_in_run, saved_values
 from pentatron.config.start import Start, is_inside
 from pentatron.data.atomic import sync_folder
+from pentatron.errors import FolderLost, UserError
 from pentatron.monitor.display import Display
 from pentatron.train.attempts import FILE_NAME as JOB
 from pentatron.train.attempts import Attempt, recorded_foreign, recorded_job, write_job

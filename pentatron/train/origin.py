@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pentatron.checkpoint.bases import read_record
 from pentatron.checkpoint.find import checkpoints_of, is_step
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 def require_same_origin(checkpoints: Path, load: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from pentatron.config.errors import UserError
 from pentatron.config.printable import spoken
+from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.recorder import AppendedFile, Recorder

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import AgreedError
+from pentatron.errors import AgreedError
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.pieces import Shape

@@ -18,10 +18,10 @@ from pentatron.checkpoint.streaming import Rectangle, save_rectangles
 from pentatron.checkpoint.tensor_file import DTYPES, Outline
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.flags import Assigned
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig, table
+from pentatron.errors import UserError
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files

@@ -13,11 +13,11 @@ from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.checkpoint.survey import is_resumable
 from pentatron.checkpoint.verifying import searched_together
-from pentatron.config.errors import UserError
 from pentatron.config.loaded import LOADED
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
 from pentatron.config.start import CHOOSING, Start, another_run, names_checkpoints
+from pentatron.errors import UserError
 from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import open_folder
 from pentatron.hf.small_files import carry_files

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pentatron.config.errors import UserError
 from pentatron.config.output import CheckpointConfig
 from pentatron.config.run import RunConfig, build, table
+from pentatron.errors import UserError
 from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
 from pentatron.train.state import TrainState, is_number
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.corpus import only_one
@@ -16,6 +15,7 @@ from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.sampling import parse_split, split_ranges
 from pentatron.data.tokenizer import Tokenizer, identify
+from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World

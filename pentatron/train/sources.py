@@ -10,7 +10,7 @@ from pentatron.checkpoint.find import is_step, megatron_step, read_step, refuse_
 from pentatron.checkpoint.manifest import verify_files
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.checkpoint.verifying import Check
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import CONFIG, open_folder
 from pentatron.hf.small_files import FOLDER_NAME

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 # No run counts as far, and every larger number is too large for some library.
 _LARGEST = 10**15

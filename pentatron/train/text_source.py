@@ -12,11 +12,11 @@ from pentatron.checkpoint.find import checkpoints_of, is_step, read_step, refuse
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.tensor_file import DTYPES
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.parsing import parse_json
 from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
+from pentatron.errors import UserError
 from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import open_folder
 from pentatron.hf.hub import is_hub_id, resolve_folder

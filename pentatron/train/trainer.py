@@ -9,9 +9,9 @@ from typing import NoReturn
 import torch
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
+from pentatron.errors import AgreedError, BadNumbers
 from pentatron.models.flops import step_flops
 from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.peaks import peak_of

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from pentatron.config.draft import Facts
-from pentatron.config.errors import ConfigError
 from pentatron.config.graph_rules import WANTED
 from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
+from pentatron.errors import ConfigError
 from pentatron.nn.balance import loss_weights
 from pentatron.parallel.world import World, single_process
 from pentatron.train.comparison import STEPS, Gap, Trajectory, gaps, size

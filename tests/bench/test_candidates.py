@@ -12,7 +12,7 @@ from pentatron.bench.candidates import Candidate, candidates
 from pentatron.bench.measure import Measured, measure
 from pentatron.bench.results import Row, Table, conclusions, write_summary
 from pentatron.bench.sizes import default_sizes
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 @pytest.mark.parametrize("processes", [1, 6, 8])

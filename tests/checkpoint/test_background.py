@@ -17,7 +17,7 @@ import pentatron.checkpoint.parts as parts_module
 from pentatron.checkpoint.host_copy import HostCopy
 from pentatron.checkpoint.saver import Saved, Saver
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment
 from tests.checkpoint.steps import ALONE, load, newest, save, share, whole

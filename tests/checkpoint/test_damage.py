@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.sums import SHA256, SUM_BLOCK_BYTES, sum_of_file
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save, tensors
 
 

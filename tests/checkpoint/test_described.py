@@ -7,8 +7,8 @@ import pytest
 from pentatron.checkpoint.described import architecture_of, saved_settings
 from pentatron.checkpoint.manifest import Manifest, TensorRecord
 from pentatron.checkpoint.store import Found
-from pentatron.config.errors import UserError
 from pentatron.config.model import MoEConfig
+from pentatron.errors import UserError
 
 
 def test_a_setting_that_is_not_known_makes_another_model() -> None:

@@ -10,7 +10,7 @@ from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.saver import Saver
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.checkpoint.verifying import Obstacle
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from tests.checkpoint.steps import ALONE, DATA, newest, save, share
 from tests.support import resolved
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pentatron.checkpoint.tensor_file as tensor_file
 from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import (
     ZEROS,

@@ -14,7 +14,7 @@ import pytest
 
 import pentatron.checkpoint.lock as lock_module
 from pentatron.checkpoint.lock import folder_lock
-from pentatron.config.errors import FolderLost, UserError
+from pentatron.errors import FolderLost, UserError
 
 
 def test_a_second_job_is_refused_and_the_first_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.pruning import exclusive_access, plan_pruning, prune
 from pentatron.checkpoint.retention import Retention, number_of, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from tests.checkpoint.steps import save
 from tests.checkpoint.test_damage import DAMAGE
 

@@ -19,7 +19,7 @@ import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.find import read_step
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
-from pentatron.config.errors import FolderLost, UserError
+from pentatron.errors import FolderLost, UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment
 from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tensors, whole

@@ -11,7 +11,7 @@ import pentatron.checkpoint.manifest as manifest_module
 from pentatron.checkpoint.manifest import read_manifest, verify_files
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.checkpoint.verifying import Check, searched_together, share_of
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from tests.checkpoint.steps import save
 from tests.checkpoint.test_damage import as_version_1, flip_bit, rewrite

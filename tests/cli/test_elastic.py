@@ -7,8 +7,8 @@ import pytest
 from pentatron.cli.prepare import prepare
 from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT, STANDARD
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved
+from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
 from tests.cli.test_train import forked, losses

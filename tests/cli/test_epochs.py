@@ -11,9 +11,9 @@ from pentatron.cli.main import main
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import AgreedError, ConfigError
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.errors import AgreedError, ConfigError
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.datasets import arrange, open_data

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pentatron.cli.main import main
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel import meeting
 from tests.cli.test_parallel_commands import free_port
 from tests.harness import run_distributed

@@ -11,7 +11,7 @@ import torch
 from pentatron.cli import device_memory
 from pentatron.cli.device_memory import check_room, memory_sentence, room_of
 from pentatron.cli.environment import Worker
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.launch.host_memory import host_memory
 from pentatron.plan.fit import Room, judge, out_of_memory
 from pentatron.plan.memory import memory_of

@@ -9,7 +9,7 @@ import pytest
 
 from pentatron.cli.main import main
 from pentatron.cli.monitor import newest_run
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 def row(step: int, seconds: float = 2.0, busy: tuple[float, ...] = (), **more: object) -> dict[str, object]:

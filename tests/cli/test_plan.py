@@ -15,8 +15,8 @@ from pentatron.cli.plan_report import Report, as_text
 from pentatron.cli.plan_words import command, settings_words
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.resolve import gather, resolve
+from pentatron.errors import ConfigError, UserError
 from pentatron.plan.advice import SETS, TABLE_3D
 
 SMALL = "--num-layers 4 --hidden-size 256 --seq-length 128 --vocab-size 1000 --global-batch-size 16"

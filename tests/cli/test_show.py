@@ -9,9 +9,9 @@ from pentatron.cli.main import main
 from pentatron.cli.prepare import prepare
 from pentatron.cli.show import remark
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import UserError
 from pentatron.config.presets import presets
 from pentatron.config.run import sections, table
+from pentatron.errors import UserError
 
 LAUNCHERS = (
     "RANK",

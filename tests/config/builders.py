@@ -5,10 +5,10 @@ from typing import Any
 
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import TRAIN, EntryPoint
-from pentatron.config.errors import ConfigError
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
 from pentatron.config.setting import Setting
+from pentatron.errors import ConfigError
 
 # The least a run must be told when the demo is not underneath.
 LEAST = "--mock-data --vocab-size 100 --train-iters 10"

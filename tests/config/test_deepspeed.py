@@ -9,9 +9,9 @@ import pytest
 from pentatron.config.deepspeed import TARGETS, read_deepspeed
 from pentatron.config.draft import Facts
 from pentatron.config.entry import MEGATRON
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
+from pentatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = {

@@ -7,10 +7,10 @@ import pytest
 
 from pentatron.config.draft import Facts
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, TRAIN, EntryPoint
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.files import read_file
 from pentatron.config.flags import Assigned
 from pentatron.config.resolve import gather, resolve
+from pentatron.errors import ConfigError, UserError
 from pentatron.train.run_folder import config_text
 
 ROOT = Path(__file__).parents[2]

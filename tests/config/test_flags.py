@@ -3,8 +3,8 @@
 import pytest
 
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.config.errors import ConfigError
 from pentatron.config.flags import Assigned, did_you_mean, is_flag, normal, parse_flags
+from pentatron.errors import ConfigError
 
 
 def parsed(words: str, entry: EntryPoint = TRAIN) -> dict[str, object]:

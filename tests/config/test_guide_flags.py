@@ -10,9 +10,9 @@ import yaml
 from pentatron.config.derive import derive
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
-from pentatron.config.errors import ConfigError
 from pentatron.config.flags import Assigned, parse_flags
 from pentatron.config.resolve import gather, resolve
+from pentatron.errors import ConfigError
 from tests.config.builders import not_built, problems
 from tests.config.guide_blocks import BLOCKS
 from tests.config.guide_flags import FLAGS

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from pentatron.config.draft import Draft, Facts
-from pentatron.config.errors import ConfigError
 from pentatron.config.loaded import adopt
 from pentatron.config.resolve import resolve
+from pentatron.errors import ConfigError
 from tests.config.builders import draft, values
 
 SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear")

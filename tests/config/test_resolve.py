@@ -8,9 +8,9 @@ import pytest
 from pentatron.config.derive import derive
 from pentatron.config.draft import Facts
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import table
+from pentatron.errors import UserError
 from tests.config.builders import draft, notices, problems, resolved, values
 
 

@@ -10,9 +10,9 @@ from unittest import mock
 
 import numpy as np
 
-from pentatron.config.errors import UserError
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.errors import UserError
 
 Documents = list[list[np.ndarray]]
 ENDINGS = (".bin", ".idx", ".meta")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pentatron.config.errors import UserError
 from pentatron.data.chat_template import ChatTemplate, find_chat_template, special_tokens
 from pentatron.data.conversations import (
     Conversation,
@@ -20,6 +19,7 @@ from pentatron.data.conversations import (
 )
 from pentatron.data.plain_tokenizers import ByteTokenizer, NullTokenizer
 from pentatron.data.tokenizer import FileTokenizer
+from pentatron.errors import UserError
 from tests.data.chats import CHATML, STYLES, THINKING, tokenizer_folder
 
 TODAY = datetime.date(2024, 7, 26)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import Sample
 from pentatron.data.epochs import EpochShuffle
+from pentatron.errors import UserError
 
 
 class Numbers:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from pentatron.config.errors import UserError
 from pentatron.config.model import NO_EXPERTS, TransformerConfig
+from pentatron.errors import UserError
 from pentatron.hf.architecture import config_of, settings_of
 from pentatron.hf.families import FAMILIES
 from tests.hf.support import LLAMA, configs

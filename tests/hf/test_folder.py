@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE, StoredTensor, open_folder
 from tests.hf.support import ours_from, save, theirs
 

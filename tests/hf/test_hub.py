@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.hf.hub import UNWANTED_FILES, WANTED_FILES, is_hub_id, resolve_folder
 
 NAME = "Qwen/Qwen2.5-7B"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.hf import links
 from pentatron.hf.folder import SINGLE, open_folder
 from pentatron.hf.links import links_of, their_shapes

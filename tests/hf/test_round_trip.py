@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from pentatron.checkpoint import tensor_file
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.manifest import verify_files
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.hf.exporting import ExportOptions, export_step
 from pentatron.hf.folder import CONFIG, INDEX
 from pentatron.hf.importing import ImportOptions, import_folder

@@ -12,7 +12,7 @@ import torch
 
 from pentatron.checkpoint.manifest import DamagedCheckpoint
 from pentatron.checkpoint.torch_file import TorchFile
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.interchange.found import read_megatron
 from pentatron.interchange.legacy import _Rank
 from pentatron.interchange.reading import read_apart

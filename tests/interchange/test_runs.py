@@ -11,7 +11,7 @@ from pentatron.checkpoint.digest import state_digest
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_tensor
 from pentatron.cli.main import main
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.interchange.found import read_megatron
 from tests.harness import run_distributed
 from tests.support import LLAMA

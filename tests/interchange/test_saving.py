@@ -8,7 +8,7 @@ import torch
 
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.interchange.store import store_for
 from pentatron.parallel.pieces import Fragment
 from pentatron.train.sources import Source

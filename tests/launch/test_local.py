@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.launch.local import (
     READER_LEFT,
     Ended,

@@ -11,7 +11,7 @@ import pytest
 
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.cli import verify
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.launch import local
 from pentatron.launch.failure import Failure, failures_of
 from pentatron.launch.hang import Hang, Limits, Standing

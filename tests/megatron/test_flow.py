@@ -17,7 +17,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from gpt_builders import gpt_builder
 from model_provider import model_provider
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.core.enums import ModelType
 from pentatron.megatron.training import get_args, initialize_megatron
 from pentatron.megatron.training.checkpointing import save_checkpoint

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.losses import returned_by, share_of
 from pentatron.parallel.world import ALONE
 from pentatron.train.objective import Objective

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.core import parallel_state
 from pentatron.megatron.core.tensor_parallel import ColumnParallelLinear
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of

@@ -19,7 +19,7 @@ from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.cli.environment import Worker
 from pentatron.cli.worker_errors import explain
-from pentatron.config.errors import AgreedError, BadNumbers, UserError
+from pentatron.errors import AgreedError, BadNumbers, UserError
 from pentatron.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from pentatron.megatron.core.enums import ModelType
 from pentatron.megatron.core.tensor_parallel import vocab_parallel_cross_entropy

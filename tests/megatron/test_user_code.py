@@ -16,7 +16,7 @@ import pretrain_gpt
 from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
 from pentatron.megatron.core import mpu
 from pentatron.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

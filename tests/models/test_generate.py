@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.models import generate as generation
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.generate import GenerationModel, Made, generate, generation_model

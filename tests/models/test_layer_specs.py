@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.config.core import CoreTransformerConfig, arguments, core_transformer_config_from_args
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.gpt_model import GPTModel, process_groups
 from pentatron.models.layer_specs import (

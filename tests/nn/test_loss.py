@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.kernels import cross_entropy
 from pentatron.nn import loss as loss_module
 from pentatron.nn.linear import VocabularyHead

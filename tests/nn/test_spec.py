@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig
+from pentatron.errors import UserError
 from pentatron.nn.attention import DotProductAttention, SelfAttention
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear
 from pentatron.nn.norm import RMSNorm

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from pentatron.config.errors import AgreedError
+from pentatron.errors import AgreedError
 from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
 from tests.harness import distributed

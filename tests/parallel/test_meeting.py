@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel import meeting
 from pentatron.parallel.meeting import (
     MeetingError,

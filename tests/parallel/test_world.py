@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.collectives import (
     all_reduce_,

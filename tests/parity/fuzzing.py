@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import pentatron.train.trial as trial_module
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps, size, worst
 from pentatron.train.parallel_model import ParallelModel
 from tests.harness import run_distributed

@@ -14,7 +14,7 @@ from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.sums import SHA256, sum_of_file
 from pentatron.checkpoint.torch_file import TorchFile, rectangle_key, saved_place
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save
 from tests.checkpoint.test_damage import rewrite
 from tests.security.canary import Payload, pickled, refused, run

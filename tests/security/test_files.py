@@ -11,13 +11,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from pentatron.config.errors import UserError
 from pentatron.config.files import load_file
 from pentatron.config.redaction import HIDDEN, redacted
 from pentatron.data.index_cache import MAGIC, DamagedIndex, IndexCache, read_arrays
 from pentatron.data.indexed import HEADER, IndexedDataset
 from pentatron.data.indexed import MAGIC as OF_INDEX
 from pentatron.data.sidecar import FORMAT, read_sidecar
+from pentatron.errors import UserError
 from pentatron.monitor.progress_file import append_event
 from tests.security.canary import refused, run
 

@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pentatron.cli.main import main
-from pentatron.config.errors import UserError
 from pentatron.data.chat_template import find_chat_template, special_tokens
 from pentatron.data.tokenizer import FileTokenizer
+from pentatron.errors import UserError
 from pentatron.train.data_identity import DataIdentity
 from pentatron.train.schedules import Schedule
 from pentatron.train.state import TrainState

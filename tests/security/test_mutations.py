@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pentatron.config.errors import UserError
 from pentatron.config.layer_pattern import layer_pattern
 from pentatron.data import sampling
 from pentatron.data.blending import Member, SampleRecipe, build_blend
 from pentatron.data.synthetic import mock_indexed
+from pentatron.errors import UserError
 from pentatron.hf.reader import ConfigReader, Problem
 from pentatron.train.datasets import Datasets
 from pentatron.train.schedules import Schedule

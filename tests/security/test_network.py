@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
 from pentatron.cli.environment import Worker, meeting_point
-from pentatron.config.errors import UserError
 from pentatron.config.redaction import HIDDEN, redacted
+from pentatron.errors import UserError
 from pentatron.launch.local import listener_for_workers
 from pentatron.layout.ranks import Grid
 from pentatron.parallel import collectives

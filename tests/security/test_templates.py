@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.errors import UserError
 from pentatron.data import chat_template
 from pentatron.data.chat_template import ChatTemplate, Limits, end_rendering
+from pentatron.errors import UserError
 
 TALK = [{"role": "user", "content": "hello " * 200}, {"role": "assistant", "content": "yes"}]
 LIMITS = Limits(cpu_seconds=2.0, wall_seconds=0.3, memory_bytes=96 << 20)

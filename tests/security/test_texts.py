@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.errors import UserError
 from pentatron.data import inputs
 from pentatron.data.conversations import read_conversations
 from pentatron.data.encode import Encoder, Recipe
 from pentatron.data.inputs import JSON_LINES, Chunk, Place, read_chunks
 from pentatron.data.tokenizer import FileTokenizer, TokenizerChoice, identify
+from pentatron.errors import UserError
 
 MOST = 1 << 20
 CHUNK = 1 << 14

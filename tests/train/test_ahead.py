@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pentatron.config.errors import UserError
 from pentatron.data.loader import Batch
+from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.train.ahead import ToGPU, read_ahead
 from pentatron.train.batches import micro_batches

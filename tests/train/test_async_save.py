@@ -17,7 +17,7 @@ import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.manifest import read_manifest
 from pentatron.checkpoint.saver import Saver
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import BadNumbers, UserError
+from pentatron.errors import BadNumbers, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect
 from pentatron.train.checkpoints import Checkpoints

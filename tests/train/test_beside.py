@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import AgreedError
+from pentatron.errors import AgreedError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
 from pentatron.parallel.timers import Timers, block_of

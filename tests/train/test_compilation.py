@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pentatron.train.compilation as compilation
 import pentatron.train.parallel_model as parallel_model
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.nn.compiled import Compiled
 from pentatron.parallel.whereabouts import Whereabouts

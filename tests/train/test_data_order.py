@@ -12,10 +12,10 @@ import torch.distributed as dist
 import pentatron.data.index_cache as cache_module
 import pentatron.train.evaluation as evaluation_module
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
 from pentatron.data.blending import BlendedDataset
 from pentatron.data.loader import build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import connect, single_process

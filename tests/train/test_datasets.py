@@ -7,12 +7,12 @@ import torch
 
 from pentatron.cli.prepare import prepare
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import UserError
 from pentatron.data.gpt_dataset import open_splits
 from pentatron.data.index_cache import IndexCache
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import ByteTokenizer, identify
+from pentatron.errors import UserError
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
 from pentatron.train.datasets import Datasets, Numbers, OpenedData, arrange, open_data

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.config.errors import UserError
 from pentatron.data.boundaries import DOCUMENT_STARTS, Boundaries
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sidecar import TokenizerIdentity, sidecar_path
+from pentatron.errors import UserError
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
 from pentatron.train.datasets import arrange, open_data

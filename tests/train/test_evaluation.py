@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import pentatron.train.evaluation as evaluation_module
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.parallel.world import single_process
 from pentatron.train.session import Outcome, run_training
 from tests.harness import run_distributed

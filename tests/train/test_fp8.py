@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pentatron.train.fitting as fitting
-from pentatron.config.errors import AgreedError
+from pentatron.errors import AgreedError
 from pentatron.kernels.fp8 import E4M3, scaled
 from pentatron.nn.linear import WeightedModule
 from pentatron.parallel.scaled_linear import UNKNOWN

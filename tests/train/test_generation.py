@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.hf.importing import ImportOptions, import_folder
 from pentatron.models.sampling import Sampling
 from pentatron.monitor.display import Silent

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.world import single_process

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import pentatron.train.health as health_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import AgreedError, BadNumbers
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.synthetic import SyntheticDataset
+from pentatron.errors import AgreedError, BadNumbers
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.following import Follower
 from pentatron.nn.attention import SelfAttention

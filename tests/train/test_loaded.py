@@ -23,11 +23,11 @@ from pentatron.cli.loaded import learn_from_loaded
 from pentatron.cli.main import main
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.loaded import architecture, differences
 from pentatron.config.resolve import Resolved, foreseen, gather, resolve
 from pentatron.config.run import table
 from pentatron.config.start import start_of
+from pentatron.errors import ConfigError, UserError
 from pentatron.hf.small_files import carry_files
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, region

@@ -7,7 +7,7 @@ import torch
 
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training

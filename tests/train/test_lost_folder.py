@@ -9,7 +9,7 @@ import pytest
 
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.lock import FILE_NAME
-from pentatron.config.errors import AgreedError
+from pentatron.errors import AgreedError
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
 from tests.harness import distributed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import pentatron.train.router_loads as loads_module
 from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.changes import require_same_model
 from pentatron.train.continue_text import open_continuation

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pentatron.checkpoint.lock import folder_lock
-from pentatron.config.errors import UserError
 from pentatron.config.saved_config import HEADER
+from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.train.opening import contents_of
 from pentatron.train.program import CONFIGURED

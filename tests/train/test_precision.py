@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.config.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype

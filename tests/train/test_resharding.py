@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.store import Found
-from pentatron.config.errors import ConfigError, UserError
 from pentatron.config.resolve import Resolved
+from pentatron.errors import ConfigError, UserError
 from pentatron.monitor.display import Silent
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.world import connect

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.train import results
 from pentatron.train.output import Output
 from pentatron.train.results import _fall, finish

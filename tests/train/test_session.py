@@ -19,9 +19,9 @@ from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.data.synthetic import SyntheticDataset
+from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.train.interrupt import StoppedEarly

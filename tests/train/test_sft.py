@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
-from pentatron.config.errors import AgreedError, ConfigError, UserError
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.data.boundaries import DOCUMENT_STARTS
 from pentatron.data.index_cache import IndexCache
 from pentatron.data.loader import build_loader, collate
 from pentatron.data.plain_tokenizers import ByteTokenizer
 from pentatron.data.sft import pack
+from pentatron.errors import AgreedError, ConfigError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
 from pentatron.parallel.collectives import on_some_ranks

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from pentatron.cli.main import main
-from pentatron.config.errors import AgreedError, UserError
 from pentatron.config.saved_config import saved_values
+from pentatron.errors import AgreedError, UserError
 from pentatron.hf.architecture import config_of
 from pentatron.parallel.world import single_process
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps

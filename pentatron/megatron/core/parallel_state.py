@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
 from pentatron.megatron.state import current, is_running
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, overload
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 
 
 def get_model_config(model: Any) -> Any:

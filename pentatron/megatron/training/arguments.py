@@ -7,9 +7,9 @@ from typing import Any
 
 from pentatron.config import core as own
 from pentatron.config.entry import EntryPoint
-from pentatron.config.errors import UserError
 from pentatron.config.flags import FlagTable
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from pentatron.megatron.core.datasets.utils import get_blend_from_list
 from pentatron.megatron.core.model_parallel_config import ModelParallelConfig

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.flow import current_flow
 
 

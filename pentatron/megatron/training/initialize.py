@@ -15,8 +15,8 @@ from pentatron.cli.supervised import this_worker
 from pentatron.cli.terminal import say
 from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent, needs_launcher
 from pentatron.cli.worker_errors import explain, last_words
-from pentatron.config.errors import UserError
 from pentatron.config.run import RunConfig
+from pentatron.errors import UserError
 from pentatron.megatron.flow import Flow
 from pentatron.megatron.program import UserProgram
 from pentatron.megatron.state import current, is_running, started_as

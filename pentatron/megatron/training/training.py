@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pentatron.cli.main import train_by
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.core.enums import ModelType
 from pentatron.megatron.datasets import DatasetProvider
 from pentatron.megatron.flow import SETS, DataIterator, RateSchedule, current_flow, own_iterator

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.cli.terminal import say
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.core.utils import unwrap_model
 from pentatron.megatron.state import current, is_running
 from pentatron.monitor.progress_file import STARTED, append_event

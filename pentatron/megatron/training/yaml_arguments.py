@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig
 from pentatron.megatron.training.arguments import core_transformer_config_from_args
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from pentatron.megatron.datasets import PlannedDataset
 from pentatron.megatron.state import current

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.state import current
 from pentatron.nn.loss import cross_entropy_of
 

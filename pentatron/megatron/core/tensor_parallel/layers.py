@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import UserError
+from pentatron.errors import UserError
 from pentatron.megatron.state import current, is_running
 from pentatron.nn import linear
 from pentatron.nn.linear import RowParallelLinear, Rows, even_rows

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.errors import UserError
 from pentatron.config.model import NO_EXPERTS, MoEConfig
 from pentatron.config.model import TransformerConfig as OwnConfig
+from pentatron.errors import UserError
 from pentatron.megatron.core.model_parallel_config import ModelParallelConfig
 from pentatron.megatron.state import current, is_running
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.config.errors import UserError
 from pentatron.config.model import TransformerConfig as OwnConfig
+from pentatron.errors import UserError
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of
 from pentatron.megatron.state import current, is_running
 from pentatron.models import gpt_model
