@@ -23,9 +23,9 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.steps import milliseconds_in_a_row
-from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.compiled import compile_layers

@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
 

@@ -129,8 +129,8 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
     for name, instead in (("train_iters", "--steps and --warmup"), ("run_dir", "--out")):
         if draft.given(name):
             raise UserError(f"{table()[name].flag} is not the user's to say in a benchmark; use {instead}")
-    gpus = 0 if draft["device"] == "cpu" else torch.cuda.device_count()
-    asked = draft["nproc_per_node"]
+    gpus = 0 if draft.device == "cpu" else torch.cuda.device_count()
+    asked = draft.nproc_per_node
     if asked is not None and asked < 1:
         raise UserError(f"--nproc-per-node {asked} must be more than 0")
     processes = asked or gpus or 2
@@ -145,7 +145,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
     device = _name_of_gpu() if gpus else "CPU"
     started = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
     words = [*settings, *started, "--train-iters", str(total)]
-    fixed = {axis: draft[name] for axis, name in _AXES.items() if draft.given(name)}
+    fixed = {axis: getattr(draft, name) for axis, name in _AXES.items() if draft.given(name)}
     sweep = Sweep(
         settings,
         words,
@@ -157,7 +157,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
         options["layout-timeout"],
         ResultsFolder(Path(options["out"])),
     )
-    return sweep, draft["num_experts"], fixed
+    return sweep, draft.num_experts, fixed
 
 
 def _name_of_gpu() -> str:

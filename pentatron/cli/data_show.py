@@ -12,12 +12,14 @@ from pentatron.cli.epoch import learn_epoch
 from pentatron.cli.loaded import learn_from_named
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
 from pentatron.cli.terminal import say
-from pentatron.config.data_sources import names_files, read_data_files
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.blend import names_files
+from pentatron.config.data_sources import read_data_files
+from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import Assigned, normal, parse_flags
+from pentatron.config.flags import normal, parse_flags
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
+from pentatron.config.settings import Facts, unset
 from pentatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -154,24 +156,24 @@ def _resolve(words: Sequence[str], options: dict[str, Any], stop: int) -> Resolv
     draft, facts = gather(words, SHOW), Facts(1)
     for name, item in table().items():
         if item.section in ELSEWHERE and name != "load":
-            draft.values[name] = Assigned(item.default, "default")
+            draft.assign("default", **{name: item.default})
     read_data_files(draft)
     find_tokenizer(draft)
     learn_vocabulary(draft)
     learn_from_named(draft, facts)
-    if draft["vocab_size"] is None and names_files(draft) and "vocab_size" not in draft.wrong:
-        draft.values["vocab_size"] = Assigned(ANY_TOKEN, "default")
+    if unset(draft.vocab_size) and names_files(draft) and "vocab_size" not in draft.wrong:
+        draft.assign("default", vocab_size=ANY_TOKEN)
     learn_epoch(draft)
     _set_length(draft, stop)
     if options["part"] == "train":
-        draft.values["eval_iters"] = Assigned(0, "default")
+        draft.assign("default", eval_iters=0)
     return resolve(draft, facts)
 
 
 def _set_length(draft: Draft, stop: int) -> None:
     """How many samples the order is made for, if nobody says."""
-    if all(draft[name] is None for name in ("train_iters", "train_samples", "epochs")):
-        draft.values["train_iters"] = Assigned(stop, "default")
+    if all(getattr(draft, name) is None for name in ("train_iters", "train_samples", "epochs")):
+        draft.assign("default", train_iters=stop)
 
 
 class _There(NamedTuple):

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.config.draft import KEPT, Draft, Facts
+from pentatron.config.draft import Draft
 from pentatron.config.resolve import foreseen
+from pentatron.config.settings import KEPT, Facts, unset
 from pentatron.layout.divisors import divisors
 
 # Ways to say how much a rank does, from which the batch of a step follows.
@@ -17,21 +18,23 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
     Who says something else, such as another size for a rank or one for the whole step, wants that.
     """
     total, ranks = saved.get("global_batch_size"), saved.get("data_parallel_size")
-    if total is None or draft["global_batch_size"] is not None or draft["step_batch_size_schedule"]:
+    if total is None or not unset(draft.global_batch_size) or draft.step_batch_size_schedule:
         return
     now = foreseen(draft, facts)
     says_the_same = all(
-        draft[name] == saved.get(name) for name in _BY_RANK if draft.given(name) or name == "rank_batch_size"
+        getattr(draft, name) == saved.get(name)
+        for name in _BY_RANK
+        if draft.given(name) or name == "rank_batch_size"
     )
-    data = now["data_parallel_size"]
-    if not says_the_same or now["global_batch_size"] in (None, total):
+    data = now.data_parallel_size
+    if not says_the_same or now.global_batch_size in (None, total):
         return
     if not draft.given("micro_batch_size"):
         micro = max(d for d in divisors(total // data or 1) if d <= saved["micro_batch_size"])
-        draft.derive("micro_batch_size", micro, f"{KEPT} {origin}")
-    draft.derive("global_batch_size", total, f"{KEPT} {origin}")
+        draft.derive(f"{KEPT} {origin}", micro_batch_size=micro)
+    draft.derive(f"{KEPT} {origin}", global_batch_size=total)
     had = f"{ranks} data-parallel rank{'s' if ranks != 1 else ''}"
     draft.notices.append(
         f"the run keeps its {total} samples a step, which it had on {had}; on {data}, what is said of a rank would make "
-        f"{now['global_batch_size']} (--global-batch-size changes it)"
+        f"{now.global_batch_size} (--global-batch-size changes it)"
     )

@@ -12,10 +12,11 @@ from pentatron.cli.layout_report import Report, as_data, as_text
 from pentatron.cli.loaded import learn_from_named
 from pentatron.cli.terminal import paint, say
 from pentatron.cli.timeline import picture, rows
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import Draft
 from pentatron.config.entry import LAYOUT, EntryPoint
-from pentatron.config.flags import Assigned, is_flag, parse_flags
+from pentatron.config.flags import is_flag, parse_flags
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from pentatron.layout.stages import written_stages
 
@@ -96,7 +97,7 @@ def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:
     """The layout that the words ask for; raises every problem at once."""
     draft = gather(words, entry)
     facts = _facts(draft)
-    known = learn_from_named(draft, facts) or draft["preset"] is not None
+    known = learn_from_named(draft, facts) or draft.preset is not None
     stands_in = not known and _stand_in(draft)
     _settle_batch(draft)
     resolved = resolve(draft, facts, built_only=False)
@@ -106,15 +107,15 @@ def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:
 
 def _facts(draft: Draft) -> Facts:
     """As many processes as were said, or as one copy of the model takes."""
-    world = draft["world_size"]
-    per_machine = draft["nproc_per_node"] if draft.given("nproc_per_node") else None
+    world = draft.world_size
+    per_machine = draft.nproc_per_node if draft.given("nproc_per_node") else None
     if world is None:
-        copies = draft["data_parallel_size"] or 1
+        copies = draft.data_parallel_size or 1
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         world = per_machine or copies
         if per_machine is None:
             for name in sizes:
-                world *= draft[name]
+                world *= getattr(draft, name)
     # Numbers below 1 are refused later, together with all other problems.
     world = max(1, world)
     return Facts(world, max(1, per_machine or world))
@@ -122,40 +123,40 @@ def _facts(draft: Draft) -> Facts:
 
 def _stand_in(draft: Draft) -> bool:
     """Makes up what was not said of the model, so that it fits the sizes; returns whether the layers are made up."""
-    tensor = max(1, draft["tensor_model_parallel_size"])
-    heads = draft["num_attention_heads"] or 8 * tensor
+    tensor = max(1, draft.tensor_model_parallel_size)
+    heads = draft.num_attention_heads or 8 * tensor
     made = {"num_layers": _layers(draft), "num_attention_heads": heads, "hidden_size": 64 * heads}
     if draft.given("hidden_size"):
         del made["num_attention_heads"]
     shape = {name: value for name, value in made.items() if not draft.given(name)}
     if not draft.given("seq_length"):
-        shape["seq_length"] = 256 * tensor * max(1, draft["context_parallel_size"])
+        shape["seq_length"] = 256 * tensor * max(1, draft.context_parallel_size)
     for name, value in shape.items():
-        draft.values[name] = Assigned(value, f"default of {LAYOUT.name}")
+        draft.assign(f"default of {LAYOUT.name}", **{name: value})
     return "num_layers" in shape
 
 
 def _settle_batch(draft: Draft) -> None:
     """Micro-batches enough to show how the pipeline runs, where nobody says how many there are."""
     said = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
-    if all(draft[name] is None for name in said) and not draft["step_batch_size_schedule"]:
-        enough = max(4, 2 * draft["pipeline_model_parallel_size"])
-        draft.values["gradient_accumulation_steps"] = Assigned(enough, f"default of {LAYOUT.name}")
+    if all(getattr(draft, name) is None for name in said) and not draft.step_batch_size_schedule:
+        enough = max(4, 2 * draft.pipeline_model_parallel_size)
+        draft.assign(f"default of {LAYOUT.name}", gradient_accumulation_steps=enough)
 
 
 def _layers(draft: Draft) -> int:
     """Four for each stage, unless the pipeline's own settings say otherwise."""
-    ranks = max(1, draft["pipeline_model_parallel_size"])
-    virtual = max(1, draft["virtual_pipeline_model_parallel_size"] or 1)
-    each = draft["num_layers_per_virtual_pipeline_stage"]
-    if draft["pipeline_model_parallel_layout"] is not None:
+    ranks = max(1, draft.pipeline_model_parallel_size)
+    virtual = max(1, draft.virtual_pipeline_model_parallel_size or 1)
+    each = draft.num_layers_per_virtual_pipeline_stage
+    if draft.pipeline_model_parallel_layout is not None:
         try:
-            return max(1, "".join(written_stages(draft["pipeline_model_parallel_layout"])).count("t"))
+            return max(1, "".join(written_stages(draft.pipeline_model_parallel_layout)).count("t"))
         except ValueError:
             # The rule about layouts written out says what is wrong with it.
             return ranks * virtual
     if each is not None and each > 0:
         return int(ranks * each * (virtual if virtual > 1 else 2))
-    ends = [draft[f"decoder_{end}_pipeline_num_layers"] for end in ("first", "last")]
+    ends = (draft.decoder_first_pipeline_num_layers, draft.decoder_last_pipeline_num_layers)
     fixed = [count for count in ends if count is not None]
     return int(sum(fixed) + 4 * virtual * max(0, ranks - len(fixed)))

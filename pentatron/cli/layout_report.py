@@ -85,7 +85,7 @@ class Report:
     @property
     def shares(self) -> list[float]:
         """What part of the computation each stage does."""
-        costs = costs_of(self.config.flat())
+        costs = costs_of(self.config.settings)
         each = [costs.of(part) for part in self.config.stages]
         return [cost / sum(each) for cost in each]
 

@@ -17,6 +17,7 @@ from pentatron.config.counted import counted
 from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
 from pentatron.config.schedule import plan_of
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 from pentatron.monitor.following import Followed, Follower
 from pentatron.monitor.report import FAILED, duration
@@ -185,7 +186,7 @@ def _samples_left(saved: dict[str, object], seen: Followed, total: int) -> int |
     if not isinstance(consumed, int) or not saved.get("global_batch_size"):
         return None
     try:
-        plan = plan_of({name: saved.get(name, item.default) for name, item in table().items()})
+        plan = plan_of(Settings({name: saved.get(name, item.default) for name, item in table().items()}))
         return plan.advance(consumed, max(0, total - seen.step)) - consumed
     except (ValueError, TypeError):
         return None

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pentatron.config.data_sources import NAMED, Blend
+from pentatron.config.blend import NAMED, Blend
 from pentatron.config.draft import Draft
 from pentatron.config.run import table
 from pentatron.config.sft_rules import is_weight
@@ -12,13 +12,13 @@ from pentatron.errors import UserError
 
 def find_data(draft: Draft) -> None:
     """What a run of this machine would read; what is not there is wrong."""
-    if draft["mock_data"] or draft["corpus"]:
+    if draft.mock_data or draft.corpus:
         # The rule about sources says that one of them is too many.
         return
-    evaluates = draft["eval_iters"] and (draft["eval_interval"] or draft["skip_train"])
+    evaluates = draft.eval_iters and (draft.eval_interval or draft.skip_train)
     for name in NAMED if evaluates else NAMED[:2]:
-        words = draft[name]
-        missing = "" if not words else _conversations(words) if draft["sft"] else _pairs(words, name)
+        words = getattr(draft, name)
+        missing = "" if not words else _conversations(words) if draft.sft else _pairs(words, name)
         if missing:
             draft.wrong[name] = missing
 

@@ -14,14 +14,15 @@ from pentatron.cli.plan_data import as_data
 from pentatron.cli.plan_report import Report, as_text
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
 from pentatron.cli.terminal import say
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import Assigned, is_flag, normal, parse_flags
+from pentatron.config.flags import is_flag, normal, parse_flags
 from pentatron.config.graph_rules import WANTED
 from pentatron.config.loaded import adopt
 from pentatron.config.parsing import parse_json
 from pentatron.config.presets import presets
 from pentatron.config.resolve import foreseen, gather
+from pentatron.config.settings import Facts, unset
 from pentatron.errors import UserError
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device, device_named
@@ -91,7 +92,7 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
     options, settings = _read(words)
     draft = gather(settings, PLAN)
     device = _device(options)
-    world = options.gpus or draft["world_size"] or _visible() or 8
+    world = options.gpus or draft.world_size or _visible() or 8
     if world > options.per_machine and world % options.per_machine:
         whole = [d for d in divisors(world) if d <= options.per_machine]
         raise UserError(
@@ -100,10 +101,10 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
         )
     facts = Facts(max(1, world), max(1, min(world, options.per_machine)))
     assumed: list[str] = []
-    if options.gpus is None and draft["world_size"] is None:
+    if options.gpus is None and draft.world_size is None:
         assumed.append(f"{world} GPUs (--gpus)")
     _learn_model(draft, facts, options)
-    free_batch = all(draft[name] is None for name in _BATCH)
+    free_batch = all(getattr(draft, name) is None for name in _BATCH)
     assumed += _complete(draft, device, world)
     host = None if options.host_memory is None else options.host_memory * GIB
     search = Search(draft, device, world, options.per_machine, options.efficiency, free_batch, host)
@@ -113,7 +114,7 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
         search=search,
         given=search.as_given() if given else None,
         layouts=layouts,
-        model=options.folder or draft["preset"] or draft["load"] or "the model",
+        model=options.folder or draft.preset or draft.load or "the model",
         assumed=tuple(assumed),
         top=options.top,
         notices=(*draft.notices, *_about(draft, device)),
@@ -208,7 +209,7 @@ def _visible() -> int:
 def _learn_model(draft: Draft, facts: Facts, options: _Options) -> None:
     if options.folder is not None:
         _learn_folder(draft, facts, options.folder)
-    elif draft["load"] is not None:
+    elif not unset(draft.load):
         learn_from_named(draft, facts)
     elif not any(draft.given(name) for name in _MODEL):
         raise UserError(
@@ -226,7 +227,7 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
     path = Path(folder) / "config.json" if Path(folder).is_dir() else Path(folder)
     if not path.is_file():
         _require_model(folder)
-        draft.values["load"] = Assigned(folder, "flag --load")
+        draft.assign("flag --load", load=folder)
         learn_from_named(draft, facts)
         return
     try:
@@ -236,7 +237,7 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no settings of a model; name a Hugging Face folder")
     adopt(draft, facts, settings_of(config), str(path.parent), "or plan another model")
-    draft.values["load"] = Assigned(str(path.parent), "flag --load")
+    draft.assign("flag --load", load=str(path.parent))
 
 
 def _require_model(folder: str) -> None:
@@ -258,38 +259,36 @@ def _require_model(folder: str) -> None:
 
 def _complete(draft: Draft, device: Device, world: int) -> list[str]:
     """Settles what a plan needs and nobody said; returns what was settled."""
-    if draft["fp8_format"] is not None and not device.has_fp8:
+    if draft.fp8_format is not None and not device.has_fp8:
         raise UserError(
-            f"--fp8 {draft['fp8_format']} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
+            f"--fp8 {draft.fp8_format} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
             "leave it out"
         )
-    if WANTED.get(draft["cuda_graphs"]) == "on" and not device.is_gpu:
+    if WANTED.get(draft.cuda_graphs) == "on" and not device.is_gpu:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):
         known = (
-            foreseen(draft, Facts(world))["max_position_embeddings"]
-            if draft["max_position_embeddings"]
-            else None
+            foreseen(draft, Facts(world)).max_position_embeddings if draft.max_position_embeddings else None
         )
         length = min(_LONGEST, known or _LONGEST)
-        draft.values["seq_length"] = Assigned(length, "flag --seq-length")
+        draft.assign("flag --seq-length", seq_length=length)
         assumed.append(f"sequences of {length} tokens (--seq-length)")
-    if all(draft[name] is None for name in _BATCH):
-        batch = max(1, _TOKENS_A_STEP // draft["seq_length"] // world) * world
-        draft.values["global_batch_size"] = Assigned(batch, "flag --global-batch-size")
+    if all(getattr(draft, name) is None for name in _BATCH):
+        batch = max(1, _TOKENS_A_STEP // draft.seq_length // world) * world
+        draft.assign("flag --global-batch-size", global_batch_size=batch)
         assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
     if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16")):
         half = "bf16" if device.has_bf16 else "fp16"
-        draft.values[half] = Assigned(True, f"flag --{half}")
+        draft.assign(f"flag --{half}", **{half: True})
         assumed.append(f"{half} (--{half})" + ("" if device.has_bf16 else f", as {device.name} has no bf16"))
-    if draft["vocab_size"] is None and draft["padded_vocab_size"] is None:
-        draft.values["vocab_size"] = Assigned(32768, "flag --vocab-size")
+    if unset(draft.vocab_size) and unset(draft.padded_vocab_size):
+        draft.assign("flag --vocab-size", vocab_size=32768)
         assumed.append("32768 words (--vocab-size)")
     return assumed
 
 
 def _about(draft: Draft, device: Device) -> list[str]:
-    if draft["bf16"] and not device.has_bf16:
+    if draft.bf16 and not device.has_bf16:
         return [f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"]
     return []

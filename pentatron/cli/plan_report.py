@@ -154,7 +154,7 @@ def _what_varied(report: Report) -> str:
     kept, draft = report.search.kept, report.search.draft
     parts = []
     if report.varied:
-        given = _flags({name: draft[name] for name in report.varied})
+        given = _flags({name: getattr(draft, name) for name in report.varied})
         parts.append(f"other sizes than {given} are tried here too")
     if kept:
         parts.append(f"all have {_flags(kept)}, as given")

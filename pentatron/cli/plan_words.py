@@ -84,16 +84,16 @@ def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
         word for name, value in _against_a_file(search, layout).items() for word in words_of(name, value)
     ]
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        of_layout += words_of("micro_batch_size", draft["micro_batch_size"])
+        of_layout += words_of("micro_batch_size", draft.micro_batch_size)
     rest = [
         word
         for name in table()
         if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
-        for word in words_of(name, draft[name])
+        for word in words_of(name, getattr(draft, name))
     ]
     if not names_data(search):
         rest.append("--mock-data")
-    rest += words_of("train_iters", draft["train_iters"] if draft.given("train_iters") else _STEPS)
+    rest += words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
     if search.device.name == "CPU process" and not draft.given("device"):
         rest += ["--device", "cpu"]
     return of_layout, rest
@@ -104,7 +104,9 @@ def _against_a_file(search: Search, layout: Layout) -> dict[str, Any]:
     draft, parallel = search.draft, layout.config.parallel
     in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
     own = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
-    return {name: value for name, value in own.items() if isinstance(value, int) and value != draft[name]}
+    return {
+        name: value for name, value in own.items() if isinstance(value, int) and value != getattr(draft, name)
+    }
 
 
 def words_of(name: str, value: Any) -> list[str]:

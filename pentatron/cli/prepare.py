@@ -11,11 +11,11 @@ from pentatron.cli.loaded import learn_from_loaded, told_by_a_model, use_hub_fol
 from pentatron.cli.named_data import find_data
 from pentatron.cli.restarted import this_attempt
 from pentatron.cli.supervised import this_worker
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import Assigned
 from pentatron.config.resolve import Resolved, foreseen, gather, problems_beside, resolve
 from pentatron.config.run import table
+from pentatron.config.settings import Facts, unset
 from pentatron.config.start import Start, start_of
 from pentatron.errors import ConfigError, UserError
 from pentatron.train.attempts import FIRST, Attempt
@@ -53,17 +53,17 @@ def prepare(
     _learn_timeout(draft, os.environ)
     if worker is not None:
         draft.notices += launched_too_often(os.environ)
-    if draft["job_id"] is None and "SLURM_JOB_ID" in os.environ:
-        draft.derive("job_id", os.environ["SLURM_JOB_ID"], "environment SLURM_JOB_ID")
+    if draft.job_id is None and "SLURM_JOB_ID" in os.environ:
+        draft.derive("environment SLURM_JOB_ID", job_id=os.environ["SLURM_JOB_ID"])
     facts = planned or _facts(draft, worker)
-    if draft["threads_per_process"] is None and planned is None and (threads := asked_threads(facts)):
-        draft.derive("threads_per_process", threads, "environment OMP_NUM_THREADS")
+    if unset(draft.threads_per_process) and planned is None and (threads := asked_threads(facts)):
+        draft.derive("environment OMP_NUM_THREADS", threads_per_process=threads)
     if starts and not own_data and worker is None:
         # Ranks that a launcher started tell each other, as one machine may have files that another lacks.
         find_data(draft)
     attempt = FIRST
     if planned is None:
-        attempt = this_attempt(os.environ, Path(foreseen(draft, facts)["run_dir"]))
+        attempt = this_attempt(os.environ, Path(foreseen(draft, facts).run_dir))
     if attempt.restarted:
         _go_on_after_restart(draft, facts)
     start = start_of(foreseen(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
@@ -83,7 +83,7 @@ def prepare(
 def _require_names(draft: Draft) -> None:
     """Folders that a run makes must have names that can be made, and written into its files."""
     for setting in ("run_dir", "save"):
-        name = draft[setting]
+        name = getattr(draft, setting)
         if not isinstance(name, str):
             continue
         flag = table()[setting].flag
@@ -100,8 +100,8 @@ def _require_names(draft: Draft) -> None:
 
 def _go_on_after_restart(draft: Draft, facts: Facts) -> None:
     """A restart goes on with the run, also where the command starts anew."""
-    draft.derive("fresh", False, "started again after a failure")
-    if not foreseen(draft, facts)["save_checkpoints"]:
+    draft.derive("started again after a failure", fresh=False)
+    if not foreseen(draft, facts).save_checkpoints:
         draft.notices.append(
             "the job was started again, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
         )
@@ -121,9 +121,9 @@ def _facts(draft: Draft, worker: Worker | None) -> Facts:
         # Our own launcher has no name: it is this program.
         launcher = "" if this_worker() is not None else worker.launcher
         return Facts(worker.world_size, worker.local_size, cores, launcher, met)
-    processes = draft["nproc_per_node"]
+    processes = draft.nproc_per_node
     if processes is None:
-        processes = _processes_by_device(draft["device"])
+        processes = _processes_by_device(draft.device)
     # A number below 1 is refused later, together with all other problems.
     return Facts(max(1, processes), max(1, processes), cores)
 
@@ -138,26 +138,26 @@ def _processes_by_device(device: str) -> int:
 
 def find_tokenizer(draft: Draft) -> None:
     """A tokenizer may be that of a model on the hub."""
-    name = draft["tokenizer_model"]
+    name = draft.tokenizer_model
     if name is None or Path(name).exists():
         return
     try:
         use_hub_folder(draft, "tokenizer_model")
     except UserError as error:
         # Without the tokenizer the vocabulary may be unknown too: that is one problem, not two.
-        open_size = draft["vocab_size"] is None and draft["padded_vocab_size"] is None
+        open_size = unset(draft.vocab_size) and unset(draft.padded_vocab_size)
         wrong = "vocab_size" if open_size else "tokenizer_model"
         draft.wrong[wrong] = f"Tokenizer not found: {error}; check --tokenizer-model"
 
 
 def learn_vocabulary(draft: Draft) -> None:
     """A named tokenizer knows its vocabulary; nobody should have to type it."""
-    if draft["vocab_size"] is not None or draft["padded_vocab_size"] is not None:
+    if not unset(draft.vocab_size) or not unset(draft.padded_vocab_size):
         return
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    kind, model, vocab_file, merge_file = (draft[name] for name in names)
+    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in names)
     unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
-    if all(draft[name] is None for name in names) or unusable:
+    if all(getattr(draft, name) is None for name in names) or unusable:
         return
     from pentatron.data.tokenizer import load_tokenizer
 
@@ -166,7 +166,7 @@ def learn_vocabulary(draft: Draft) -> None:
     except UserError as error:
         draft.wrong["vocab_size"] = str(error)
         return
-    draft.derive("vocab_size", tokenizer.vocab_size, f"tokenizer {model or vocab_file or kind}")
+    draft.derive(f"tokenizer {model or vocab_file or kind}", vocab_size=tokenizer.vocab_size)
 
 
 def _learn_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
@@ -180,6 +180,6 @@ def _learn_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
         draft.notices.append(f"{written} has no effect: it must be a number of seconds above 0")
         return
     if draft.given(name):
-        flag = table()[name].written(draft[name], draft.source(name))
+        flag = table()[name].written(getattr(draft, name), draft.source(name))
         draft.notices.append(f"{flag} has no effect: the environment says {written} (seconds)")
-    draft.values[name] = Assigned(seconds / 60, f"environment {written}")
+    draft.assign(f"environment {written}", **{name: seconds / 60})

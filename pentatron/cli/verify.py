@@ -13,7 +13,7 @@ from pentatron.cli.environment import announce_worker, find_worker, meeting_poin
 from pentatron.cli.layout import describe
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import LAYOUT
-from pentatron.config.limits import not_available
+from pentatron.config.rules import not_available
 from pentatron.config.run import RunConfig
 from pentatron.errors import ConfigError, UserError
 
@@ -66,7 +66,7 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
 
 
 def _small(config: RunConfig, shrink: bool) -> RunConfig:
-    missing = not_available(config.flat(), {})
+    missing = not_available(config.settings)
     if missing:
         raise ConfigError(missing)
     from pentatron.train.verify import fewest_replicas, small_twin

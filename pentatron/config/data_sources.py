@@ -1,92 +1,22 @@
-"""The words that name data: prefixes with or without weights, for all splits or for each, on the command line or in files."""
+"""Files that name data: --data-args-path, --per-split-data-args-path and --data-path-config."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pentatron.config.blend import SPLITS, Blend
 from pentatron.config.draft import Draft
 from pentatron.config.files import parse_yaml
-from pentatron.config.flags import Assigned
 from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
 from pentatron.errors import UserError
-
-SPLITS = ("train", "valid", "test")
-PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
-NAMED = ("data_path", *PER_SPLIT)
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Prefixes of `.bin/.idx` pairs, and the share of each if the user gave any."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None = None
-
-    @classmethod
-    def parse(cls, words: Sequence[str], flag: str = "--data-path") -> "Blend":
-        """`P1 P2 P3` or `W1 P1 W2 P2`: words are weights if every other one is a number, beginning with the first."""
-        if not words:
-            raise UserError(f"{flag} names no data; give the prefix of a .bin/.idx pair")
-        weights = [_number(word) for word in words[::2]]
-        if len(words) % 2 or all(weight is None for weight in weights):
-            return cls(tuple(words))
-        for word, weight in zip(words[::2], weights, strict=True):
-            if weight is None:
-                raise UserError(
-                    f"{flag} mixes prefixes with and without weights ('{word}' stands where a weight should); give each "
-                    "prefix one, or none"
-                )
-            if not (math.isfinite(weight) and weight > 0):
-                raise UserError(
-                    f"{flag}: the weight {word} must be more than 0; leave its prefix out instead"
-                )
-        return cls(tuple(words[1::2]), tuple(float(word) for word in words[::2]))
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def names_files(values: Mapping[str, Any] | Draft) -> str:
-    """The flag of the `.bin/.idx` pairs to train on; empty if there is none."""
-    return next((table()[name].flag for name in NAMED[:2] if values[name]), "")
-
-
-def trained_files(values: Mapping[str, Any] | Draft) -> tuple[tuple[str, ...], str | None]:
-    """The prefixes of the pairs to train on, and how their documents are split; None where all of them are for training."""
-    prefixes = Blend.parse(values["data_path"] or values["train_data_path"] or ()).prefixes
-    return prefixes, values["split"] if values["data_path"] else None
-
-
-def counted_by_the_run(values: Mapping[str, Any] | Draft) -> bool:
-    """Whether how many samples one pass over the data has is known only when the run has tokenized it."""
-    return bool(values["sft"] or values["corpus"])
-
-
-def without_epochs(values: Mapping[str, Any] | Draft) -> str:
-    """Why nobody can say how many samples one pass over the data has; empty if somebody can."""
-    if counted_by_the_run(values):
-        return ""
-    if values["mock_data"]:
-        return "mock data has no epochs"
-    blend = Blend.parse(values["data_path"] or values["train_data_path"] or ("",))
-    if blend.weights is not None and len(blend.prefixes) > 1:
-        return "data with weights is drawn by its shares and has no epochs"
-    return ""
 
 
 def read_data_files(draft: Draft) -> None:
     """Puts the words of --data-args-path, --per-split-data-args-path and --data-path-config where they would be written."""
     files = (
-        ("data_args_path", draft["data_args_path"], _read_words),
-        ("per_split_data_args_path", draft["per_split_data_args_path"], _read_per_split),
-        ("data_path_config", draft["data_path_config"], _read_blend),
+        ("data_args_path", draft.data_args_path, _read_words),
+        ("per_split_data_args_path", draft.per_split_data_args_path, _read_per_split),
+        ("data_path_config", draft.data_path_config, _read_blend),
     )
     for name, path, read in files:
         if path is None:
@@ -100,11 +30,11 @@ def read_data_files(draft: Draft) -> None:
 
 
 def _put(draft: Draft, target: str, words: tuple[str, ...], flag: str) -> None:
-    if draft[target] and draft[target] != words:
+    if getattr(draft, target) and getattr(draft, target) != words:
         raise UserError(
-            f"{flag} and {table()[target].written(draft[target], draft.source(target))} name different data; choose one"
+            f"{flag} and {table()[target].written(getattr(draft, target), draft.source(target))} name different data; choose one"
         )
-    draft.values[target] = Assigned(words, f"derived: {flag}")
+    draft.assign(f"derived: {flag}", **{target: words})
 
 
 def _read_words(path: Path, flag: str) -> dict[str, tuple[str, ...]]:

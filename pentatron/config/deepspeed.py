@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.files import load_file
-from pentatron.config.flags import Assigned
 from pentatron.config.run import table
 from pentatron.config.setting import coerce
+from pentatron.config.settings import Assigned
 from pentatron.errors import ConfigError, UserError
 
 _AUTO = "auto"

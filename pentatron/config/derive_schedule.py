@@ -10,35 +10,37 @@ from typing import Any
 from pentatron.config.counted import counted
 from pentatron.config.draft import Draft
 from pentatron.config.schedule import plan_of
+from pentatron.config.setting import flag_of
+from pentatron.config.settings import unset
 from pentatron.layout.batch_plan import BatchPlan
 
 
 def plan_so_far(draft: Draft) -> BatchPlan | None:
     """None where there is no plan; the rules say why."""
-    if draft["global_batch_size"] is None and not draft["step_batch_size_schedule"]:
+    if unset(draft.global_batch_size) and not draft.step_batch_size_schedule:
         return None
     try:
-        return plan_of({name: assigned.value for name, assigned in draft.values.items()})
+        return plan_of(draft)
     except ValueError:
         return None
 
 
 def _written(draft: Draft, *names: str) -> list[str]:
     """Of settings that say the same in different words, those the user wrote; the others lose their value."""
-    said = [name for name in names if draft.given(name) and draft[name] not in (None, ())]
+    said = [name for name in names if draft.given(name) and getattr(draft, name) not in (None, ())]
     flags = [name for name in said if draft.source(name).startswith("flag ")]
     strongest = flags or said
     for name in said:
         if name not in strongest:
             # One of them is a plain number, of which 0 is nothing.
             nothing = {"step_batch_size_schedule": (), "rampup_batch_size": (), "lr_warmup_iters": 0}
-            draft.derive(name, nothing.get(name), f"{_flag(strongest[0])} is given")
+            draft.derive(f"{flag_of(strongest[0])} is given", **{name: nothing.get(name)})
     return strongest
 
 
 def _contradiction(draft: Draft, said: list[str], what: str) -> list[str]:
     """Two settings that say different things: a problem between flags, a notice about the weaker, first, one of a file."""
-    first, second = (f"{_flag(name)} {_plain(draft[name])}" for name in said[:2])
+    first, second = (f"{flag_of(name)} {_plain(getattr(draft, name))}" for name in said[:2])
     if draft.source(said[0]).startswith("flag "):
         return [f"{first} and {second} both {what}; give one of them"]
     draft.notices.append(f"{second} is there to {what}, so {first} is not used")
@@ -49,14 +51,10 @@ def _plain(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def settle_stepwise_batch(draft: Draft) -> list[str]:
     """With sizes written out, the global batch is the last of them: what validation and the layout go by."""
     others = ("global_batch_size", "rank_batch_size", "rampup_batch_size")
-    if not draft["step_batch_size_schedule"]:
+    if not draft.step_batch_size_schedule:
         return []
     said = _written(draft, *others, "step_batch_size_schedule")
     if draft.given("step_batch_size_schedule") and "step_batch_size_schedule" not in said:
@@ -65,36 +63,43 @@ def settle_stepwise_batch(draft: Draft) -> list[str]:
     size = None if plan is None else plan.changes[-1][1]
     problems: list[str] = []
     for name in said[:-1]:
-        if name != "global_batch_size" or draft[name] != size:
+        if name != "global_batch_size" or getattr(draft, name) != size:
             problems += _contradiction(draft, [name, said[-1]], "say how large a batch is")
     if problems:
         return problems
     for name, nothing in (("rank_batch_size", None), ("rampup_batch_size", ())):
-        draft.derive(name, nothing, "--step-batch-size-schedule")
-    draft.derive("global_batch_size", size, "the last of --step-batch-size-schedule")
+        draft.derive("--step-batch-size-schedule", **{name: nothing})
+    draft.derive("the last of --step-batch-size-schedule", global_batch_size=size)
     return []
 
 
 def derive_length(draft: Draft) -> list[str]:
+    """Derives the length of the run, its schedules and the save interval; returns the problems met on the way.
+
+    With `--epochs` over data that only the run can count, all this stays open until the data is.
+    """
     plan = plan_so_far(draft)
     problems = _samples(draft, plan) + _epochs(draft, plan)
-    if draft["skip_train"] and draft["train_iters"] is None and draft["epochs"] is None:
-        draft.derive("train_iters", 0, "nothing is trained (--skip-train)")
+    if draft.skip_train and unset(draft.train_iters) and draft.epochs is None:
+        draft.derive("nothing is trained (--skip-train)", train_iters=0)
     problems += _decay(draft)
-    if draft["min_lr"] > draft["lr"] and not draft.given("min_lr"):
-        draft.derive("min_lr", draft["lr"] / 10, f"a tenth of --lr; the preset has {draft['min_lr']}")
+    if draft.min_lr > draft.lr and not draft.given("min_lr"):
+        draft.derive(f"a tenth of --lr; the preset has {draft.min_lr}", min_lr=draft.lr / 10)
     _weight_decay(draft)
+    if unset(draft.save_interval) and not unset(draft.train_iters):
+        often = max(1, min(draft.train_iters, max(100, draft.train_iters // 10)))
+        draft.derive("a tenth of the run, at least 100 steps", save_interval=often)
     return problems + _warmup(draft, plan)
 
 
 def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
     """Whole steps: what is left over at the end is not trained on."""
     said = _written(draft, "train_iters", "train_samples")
-    samples = draft["train_samples"]
+    samples = draft.train_samples
     if samples is None or plan is None:
         return []
     steps = plan.steps_within(samples)
-    if len(said) == 2 and draft["train_iters"] != steps:
+    if len(said) == 2 and draft.train_iters != steps:
         problems = _contradiction(draft, said, "say how long the run is")
         if problems:
             return problems
@@ -105,22 +110,22 @@ def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
         ]
     left_over = samples - plan.samples_after(steps)
     rest = f"; {left_over} are left over" if left_over else ""
-    draft.derive("train_iters", steps, f"steps of {samples} samples{rest}")
+    draft.derive(f"steps of {samples} samples{rest}", train_iters=steps)
     return []
 
 
 def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
     """The nearer of two limits ends the run; a number of steps nobody typed is no limit."""
     if stronger := _typed_over(draft, ("train_iters", "train_samples"), "epochs"):
-        draft.derive("epochs", None, f"{_flag(stronger)} is given")
-    epochs = draft["epochs"]
+        draft.derive(f"{flag_of(stronger)} is given", epochs=None)
+    epochs = draft.epochs
     if epochs is None or plan is None:
         return []
-    if draft.is_synthetic:
-        _end_first(draft, *_of_made_samples(epochs, draft["dataset_size"], plan))
-    elif draft.epoch is not None:
-        limit = plan.steps_within(epochs * draft.epoch)
-        in_words = f"{counted(epochs, 'epoch')} of {counted(draft.epoch, 'sample')}"
+    if draft.is_synthetic and draft.dataset_size is not None:
+        _end_first(draft, *_of_made_samples(epochs, draft.dataset_size, plan))
+    elif draft.epoch_samples is not None:
+        limit = plan.steps_within(epochs * draft.epoch_samples)
+        in_words = f"{counted(epochs, 'epoch')} of {counted(draft.epoch_samples, 'sample')}"
         if limit == 0:
             draft.wrong["epochs"] = (
                 f"--epochs {epochs}: {in_words} cannot fill the {plan.size_at(0)} samples of the first step; give more "
@@ -133,8 +138,10 @@ def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
 
 def _typed_over(draft: Draft, names: Sequence[str], other: str) -> str:
     """Which of these is a flag, where the other one is there and none: it comes from a file, perhaps one that a run has saved."""
-    flags = [name for name in names if draft.source(name).startswith("flag ") and draft[name] is not None]
-    weaker = draft[other] is not None and not draft.source(other).startswith("flag ")
+    flags = [
+        name for name in names if draft.source(name).startswith("flag ") and getattr(draft, name) is not None
+    ]
+    weaker = getattr(draft, other) is not None and not draft.source(other).startswith("flag ")
     return flags[0] if flags and weaker else ""
 
 
@@ -148,7 +155,7 @@ def _of_made_samples(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]
 
 
 def _end_first(draft: Draft, limit: int, in_words: str) -> None:
-    steps, by_samples = draft["train_iters"], draft["train_samples"] is not None
+    steps, by_samples = draft.train_iters, draft.train_samples is not None
     name = "train_samples" if by_samples else "train_iters"
     nobodys_wish = steps is None or not (draft.given("train_iters") or by_samples)
     if not nobodys_wish and not _typed_over(draft, ("epochs",), name):
@@ -156,16 +163,16 @@ def _end_first(draft: Draft, limit: int, in_words: str) -> None:
             return
         if limit > steps:
             draft.notices.append(
-                f"training stops after {counted(steps, 'step')}: {_flag(name)} ends it before {in_words}"
+                f"training stops after {counted(steps, 'step')}: {flag_of(name)} ends it before {in_words}"
             )
             return
         draft.notices.append(
-            f"training stops after {counted(limit, 'step')}: {in_words}, before {_flag(name)} {draft[name]}"
+            f"training stops after {counted(limit, 'step')}: {in_words}, before {flag_of(name)} {getattr(draft, name)}"
         )
         in_words = f"{in_words}, before {steps} steps"
-    draft.derive("train_iters", limit, in_words)
+    draft.derive(in_words, train_iters=limit)
     if by_samples:
-        draft.derive("train_samples", None, in_words)
+        draft.derive(in_words, train_samples=None)
 
 
 def _decay(draft: Draft) -> list[str]:
@@ -174,43 +181,43 @@ def _decay(draft: Draft) -> list[str]:
         said = _written(draft, f"{what}_iters", f"{what}_samples")
         if len(said) == 2:
             problems += _contradiction(draft, said, "set the decay")
-    if draft["lr_decay_samples"] is None and draft["lr_decay_iters"] is None:
-        if draft["train_samples"] is not None:
-            draft.derive("lr_decay_samples", draft["train_samples"], "train-samples")
-        elif draft["train_iters"] is not None:
-            draft.derive("lr_decay_iters", max(1, draft["train_iters"]), "train-iters")
+    if draft.lr_decay_samples is None and draft.lr_decay_iters is None:
+        if draft.train_samples is not None:
+            draft.derive("train-samples", lr_decay_samples=draft.train_samples)
+        elif not unset(draft.train_iters):
+            draft.derive("train-iters", lr_decay_iters=max(1, draft.train_iters))
     return problems
 
 
 def _weight_decay(draft: Draft) -> None:
-    if draft["weight_decay_incr_style"] == "constant":
+    if draft.weight_decay_incr_style == "constant":
         return
     for name in ("start_weight_decay", "end_weight_decay"):
-        if draft[name] is None:
-            draft.derive(name, draft["weight_decay"], "weight-decay")
+        if getattr(draft, name) is None:
+            draft.derive("weight-decay", **{name: draft.weight_decay})
 
 
 def _warmup(draft: Draft, plan: BatchPlan | None) -> list[str]:
     """However it was said, how many whole steps it has is shown."""
     said = _written(draft, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    if plan is None or (draft["lr_decay_iters"] is None and draft["lr_decay_samples"] is None):
+    if plan is None or (draft.lr_decay_iters is None and draft.lr_decay_samples is None):
         return []
-    decay = draft["lr_decay_samples"] or plan.samples_after(draft["lr_decay_iters"])
-    fraction, samples = draft["lr_warmup_fraction"], draft["lr_warmup_samples"]
+    decay = draft.lr_decay_samples or plan.samples_after(draft.lr_decay_iters or 0)
+    fraction, samples = draft.lr_warmup_fraction, draft.lr_warmup_samples
     steps, reason = None, ""
     if fraction is not None:
         steps, reason = plan.steps_within(int(fraction * decay)), f"{fraction} × {decay} samples"
     elif samples is not None:
         steps, reason = plan.steps_within(samples), f"steps of {samples} samples"
     both_others = samples is not None and fraction is not None
-    if len(said) > 1 and (both_others or draft["lr_warmup_iters"] != steps):
+    if len(said) > 1 and (both_others or draft.lr_warmup_iters != steps):
         problems = _contradiction(draft, said, "set the warm-up")
         if problems:
             return problems
     tenth = plan.steps_within(decay) // 10
     if steps is not None:
-        draft.derive("lr_warmup_iters", steps, reason)
-    elif not draft.given("lr_warmup_iters") and draft["lr_warmup_iters"] > tenth:
+        draft.derive(reason, lr_warmup_iters=steps)
+    elif not draft.given("lr_warmup_iters") and draft.lr_warmup_iters > tenth:
         # A short run made from a preset or an entry point's defaults must not be all warm-up.
-        draft.derive("lr_warmup_iters", tenth, "a tenth of the run")
+        draft.derive("a tenth of the run", lr_warmup_iters=tenth)
     return []

@@ -1,63 +1,40 @@
-"""A configuration on its way: values with their origins, and the facts about the machine."""
+"""Settings while they are resolved: notices and problems met on the way."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from typing import Self
 
-from pentatron.config.flags import Assigned, is_written
-
-# The reason of a derived value that a run has had from its beginning.
-KEPT = "kept from"
+from pentatron.config.settings import ONE_PROCESS, Assigned, Facts, Settings
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the command line knows and the configuration cannot: the processes, the cores, and who started them.
+class Draft(Settings):
+    """`notices` come before those of the rules, `further_notices` after them. `problems` were met so far.
 
-    `launcher` is empty when we start the processes ourselves; `has_meeting_point`: it also said where they meet.
+    `wrong` holds a sentence for each setting whose value cannot be used, whatever the others are.
+    `in_run_folder`: settings that name a place in the run's own folder, and the place, until the folder is known.
+    `built_only`: a feature that is not built is a problem, not a notice.
     """
 
-    world_size: int
-    local_processes: int = 1
-    cores: int = 1
-    launcher: str = ""
-    has_meeting_point: bool = False
+    notices: list[str]
+    further_notices: list[str]
+    problems: list[str]
+    wrong: dict[str, str]
+    in_run_folder: dict[str, str]
+    built_only: bool
 
-
-@dataclass
-class Draft:
-    """`wrong` holds a sentence for every setting whose value cannot be used, whatever the others are.
-
-    `epoch`: the samples of one pass over the training data, where `--epochs` asks and files were read for it. `in_run_folder`: settings
-    that name a place in the run's own folder, and the place, as long as the folder is not known.
-    """
-
-    values: dict[str, Assigned]
-    notices: list[str] = field(default_factory=list)
-    wrong: dict[str, str] = field(default_factory=dict)
-    epoch: int | None = None
-    in_run_folder: dict[str, str] = field(default_factory=dict)
-
-    def copy(self) -> "Draft":
-        """To be changed while this one stays as it is."""
-        return Draft(
-            dict(self.values), list(self.notices), dict(self.wrong), self.epoch, dict(self.in_run_folder)
+    def __init__(
+        self, values: Mapping[str, Assigned], notices: list[str] | None = None, facts: Facts = ONE_PROCESS
+    ) -> None:
+        super().__init__(
+            {name: assigned.value for name, assigned in values.items()},
+            {name: assigned.source for name, assigned in values.items()},
+            facts,
         )
+        self.notices, self.further_notices, self.problems = list(notices or ()), [], []
+        self.wrong, self.in_run_folder, self.built_only = {}, {}, True
 
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name].value
-
-    def given(self, name: str) -> bool:
-        """Whether the user wrote this value (in a flag or a file) rather than inheriting it."""
-        return is_written(self.values[name].source)
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether the samples are made up, `--dataset-size` of them."""
-        named = any(self[name] for name in ("corpus", "data_path", "train_data_path", "mock_data"))
-        return not named and self["dataset_size"] is not None
-
-    def source(self, name: str) -> str:
-        return self.values[name].source
-
-    def derive(self, name: str, value: Any, reason: str) -> None:
-        self.values[name] = Assigned(value, f"derived: {reason}")
+    def copy(self) -> Self:
+        other = super().copy()
+        other.notices, other.further_notices = self.notices.copy(), self.further_notices.copy()
+        other.problems, other.wrong = self.problems.copy(), self.wrong.copy()
+        other.in_run_folder = self.in_run_folder.copy()
+        return other

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import Assigned, FlagTable, did_you_mean
+from pentatron.config.flags import FlagTable, did_you_mean
 from pentatron.config.run import sections, table
 from pentatron.config.setting import Setting, Spelling, coerce
+from pentatron.config.settings import Assigned
 from pentatron.errors import ConfigError, UserError
 
 # A file of settings, or of data sets with their weights, has no more.

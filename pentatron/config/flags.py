@@ -13,23 +13,11 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.presets import presets
 from pentatron.config.run import table
 from pentatron.config.setting import Setting, Spelling, coerce
+from pentatron.config.settings import Assigned
 from pentatron.errors import ConfigError, UserError
 
 # Hyphens, dashes and the minus sign, which word processors and web pages put in the place of `-`.
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
-
-
-@dataclass(frozen=True)
-class Assigned:
-    """A value and where it came from."""
-
-    value: Any
-    source: str
-
-
-def is_written(source: str) -> bool:
-    """Whether a value of this origin was written by the user (a flag, a file) rather than inherited."""
-    return source.startswith(("flag", "file"))
 
 
 @dataclass(frozen=True)

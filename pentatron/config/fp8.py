@@ -1,9 +1,15 @@
 """Which layers have fp8 matmuls."""
 
-from pentatron.config.parallel import PrecisionConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pentatron.config.parallel import PrecisionConfig
+
+# Sides of the matrices that GPUs multiply in fp8.
+FP8_MULTIPLE = 16
 
 
-def fp8_layers(precision: PrecisionConfig, layers: int) -> range:
+def fp8_layers(precision: "PrecisionConfig", layers: int) -> range:
     """Of so many, counted from 0."""
     if precision.fp8_format is None:
         return range(0)

@@ -4,11 +4,10 @@ Each returns a sentence with the equation filled in and the fix; `rules.py` asks
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from pentatron.config.draft import Facts
 from pentatron.config.run import table
+from pentatron.config.settings import Settings, unset
 from pentatron.config.stages import costs_of, division_of
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
@@ -16,45 +15,44 @@ from pentatron.layout.ranks import world_size_problem
 from pentatron.layout.schedules import FOLDED, schedule_problem, takes_groups
 from pentatron.layout.stages import Costs, stage_parts
 
-Values = Mapping[str, Any]
-Rule = Callable[[Values, Facts], str | None]
+Rule = Callable[[Settings], str | None]
 
 
-def _world(v: Values, facts: Facts) -> str | None:
-    sizes = (v["tensor_model_parallel_size"], v["pipeline_model_parallel_size"], v["context_parallel_size"])
-    return world_size_problem(facts.world_size, *sizes)
+def _world(s: Settings) -> str | None:
+    sizes = (s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size)
+    return world_size_problem(s.facts.world_size, *sizes)
 
 
-def _expected_world(v: Values, facts: Facts) -> str | None:
-    if v["world_size"] in (None, facts.world_size):
+def _expected_world(s: Settings) -> str | None:
+    if s.world_size in (None, s.facts.world_size):
         return None
     return (
-        f"--world-size {v['world_size']} does not match the {facts.world_size} process(es) that were started; "
-        f"start {v['world_size']} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out"
+        f"--world-size {s.world_size} does not match the {s.facts.world_size} process(es) that were started; "
+        f"start {s.world_size} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out"
     )
 
 
-def _data_parallel(v: Values, facts: Facts) -> str | None:
-    model = v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"] * v["context_parallel_size"]
-    if facts.world_size % model or v["data_parallel_size"] * model == facts.world_size:
+def _data_parallel(s: Settings) -> str | None:
+    model = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
+    if s.facts.world_size % model or s.data_parallel_size * model == s.facts.world_size:
         return None
     return (
-        f"--data-parallel-size {v['data_parallel_size']} × {model} (tp × pp × cp) = {v['data_parallel_size'] * model}, "
-        f"but there are {facts.world_size} processes; use {facts.world_size // model} or leave it out"
+        f"--data-parallel-size {s.data_parallel_size} × {model} (tp × pp × cp) = {s.data_parallel_size * model}, "
+        f"but there are {s.facts.world_size} processes; use {s.facts.world_size // model} or leave it out"
     )
 
 
-def _processes_here(v: Values, facts: Facts) -> str | None:
-    if not facts.launcher or v["nproc_per_node"] == facts.local_processes:
+def _processes_here(s: Settings) -> str | None:
+    if not s.facts.launcher or s.nproc_per_node == s.facts.local_processes:
         return None
     return (
-        f"--nproc-per-node {v['nproc_per_node']} does not match the {facts.local_processes} process(es) that "
-        f"{facts.launcher} started on this machine; leave --nproc-per-node out"
+        f"--nproc-per-node {s.nproc_per_node} does not match the {s.facts.local_processes} process(es) that "
+        f"{s.facts.launcher} started on this machine; leave --nproc-per-node out"
     )
 
 
-def _heads_per_rank(v: Values, facts: Facts) -> str | None:
-    heads, tp = v["num_attention_heads"], v["tensor_model_parallel_size"]
+def _heads_per_rank(s: Settings) -> str | None:
+    heads, tp = s.num_attention_heads, s.tensor_model_parallel_size
     if heads % tp == 0:
         return None
     return (
@@ -63,10 +61,10 @@ def _heads_per_rank(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _groups_per_rank(v: Values, facts: Facts) -> str | None:
-    groups, tp = v["num_query_groups"], v["tensor_model_parallel_size"]
+def _groups_per_rank(s: Settings) -> str | None:
+    groups, tp = s.num_query_groups, s.tensor_model_parallel_size
     # As many groups as heads is no grouping; the rule about heads says it all.
-    if groups % tp == 0 or tp % groups == 0 or groups == v["num_attention_heads"]:
+    if groups % tp == 0 or tp % groups == 0 or groups == s.num_attention_heads:
         return None
     return (
         f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
@@ -74,8 +72,8 @@ def _groups_per_rank(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _mlp_per_rank(v: Values, facts: Facts) -> str | None:
-    width, tp = v["ffn_hidden_size"], v["tensor_model_parallel_size"]
+def _mlp_per_rank(s: Settings) -> str | None:
+    width, tp = s.ffn_hidden_size, s.tensor_model_parallel_size
     if width % tp == 0:
         return None
     return (
@@ -90,8 +88,8 @@ def _next_width(width: int, ranks: int) -> int:
     return next((size for size in sizes if size <= 1.05 * width), sizes[-1])
 
 
-def _padded_vocabulary(v: Values, facts: Facts) -> str | None:
-    size, padded, tp = v["vocab_size"], v["padded_vocab_size"], v["tensor_model_parallel_size"]
+def _padded_vocabulary(s: Settings) -> str | None:
+    size, padded, tp = s.vocab_size, s.padded_vocab_size, s.tensor_model_parallel_size
     if size is None or (padded >= size and padded % tp == 0):
         return None
     enough = math.ceil(max(size, padded) / tp) * tp
@@ -105,11 +103,11 @@ def _padded_vocabulary(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _sequence_per_rank(v: Values, facts: Facts) -> str | None:
-    length, cp, tp = v["seq_length"], v["context_parallel_size"], v["tensor_model_parallel_size"]
+def _sequence_per_rank(s: Settings) -> str | None:
+    length, cp, tp = s.seq_length, s.context_parallel_size, s.tensor_model_parallel_size
     factors = [f"2 × {cp} (context)"] if cp > 1 else []
     multiple = 2 * cp if cp > 1 else 1
-    if v["sequence_parallel"] and tp > 1:
+    if s.sequence_parallel and tp > 1:
         factors.append(f"{tp} (tensor, for --sequence-parallel)")
         multiple = math.lcm(multiple, cp * tp)
     if length % multiple == 0:
@@ -119,12 +117,12 @@ def _sequence_per_rank(v: Values, facts: Facts) -> str | None:
     return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
 
 
-def _heads_per_context_rank(v: Values, facts: Facts) -> str | None:
+def _heads_per_context_rank(s: Settings) -> str | None:
     """The exchange of heads for tokens gives every context rank some of the heads of its tensor rank."""
-    cp, tp = v["context_parallel_size"], v["tensor_model_parallel_size"]
-    if cp == 1 or v["cp_comm_type"] != "a2a" or v["num_attention_heads"] % tp:
+    cp, tp = s.context_parallel_size, s.tensor_model_parallel_size
+    if cp == 1 or s.cp_comm_type != "a2a" or s.num_attention_heads % tp:
         return None
-    heads, groups = v["num_attention_heads"] // tp, max(1, v["num_query_groups"] // tp)
+    heads, groups = s.num_attention_heads // tp, max(1, s.num_query_groups // tp)
     fits = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
     if cp in fits:
         return None
@@ -135,8 +133,8 @@ def _heads_per_context_rank(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _context_dropout(v: Values, facts: Facts) -> str | None:
-    cp, dropout = v["context_parallel_size"], v["attention_dropout"]
+def _context_dropout(s: Settings) -> str | None:
+    cp, dropout = s.context_parallel_size, s.attention_dropout
     if cp == 1 or dropout == 0:
         return None
     return (
@@ -145,9 +143,9 @@ def _context_dropout(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _context_kernel(v: Values, facts: Facts) -> str | None:
+def _context_kernel(s: Settings) -> str | None:
     """Attention in parts needs each part's sum of exponentials, which is asked of the flash kernel or of plain code."""
-    cp, kind, kernel = v["context_parallel_size"], v["cp_comm_type"], v["attention_backend"]
+    cp, kind, kernel = s.context_parallel_size, s.cp_comm_type, s.attention_backend
     if cp == 1 or kind == "a2a" or kernel not in ("cudnn", "efficient"):
         return None
     return (
@@ -156,11 +154,11 @@ def _context_kernel(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _layers_per_stage(v: Values, facts: Facts) -> str | None:
-    layers, ranks = v["num_layers"], v["pipeline_model_parallel_size"]
-    virtual = v["virtual_pipeline_model_parallel_size"] or 1
+def _layers_per_stage(s: Settings) -> str | None:
+    layers, ranks = s.num_layers, s.pipeline_model_parallel_size
+    virtual = s.virtual_pipeline_model_parallel_size or 1
     # A layout written out may give a stage to the embedding alone.
-    if layers >= ranks * virtual or v["pipeline_model_parallel_layout"] is not None:
+    if layers >= ranks * virtual or s.pipeline_model_parallel_layout is not None:
         return None
     if virtual > 1:
         return (
@@ -173,8 +171,8 @@ def _layers_per_stage(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _virtual_stages(v: Values, facts: Facts) -> str | None:
-    ranks, virtual = v["pipeline_model_parallel_size"], v["virtual_pipeline_model_parallel_size"] or 1
+def _virtual_stages(s: Settings) -> str | None:
+    ranks, virtual = s.pipeline_model_parallel_size, s.virtual_pipeline_model_parallel_size or 1
     if virtual == 1 or ranks > 1:
         return None
     return (
@@ -183,14 +181,14 @@ def _virtual_stages(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _layers_per_virtual_stage(v: Values, facts: Facts) -> str | None:
-    each = v["num_layers_per_virtual_pipeline_stage"]
+def _layers_per_virtual_stage(s: Settings) -> str | None:
+    each = s.num_layers_per_virtual_pipeline_stage
     if each is None:
         return None
     layers, ranks, virtual = (
-        v["num_layers"],
-        v["pipeline_model_parallel_size"],
-        v["virtual_pipeline_model_parallel_size"] or 1,
+        s.num_layers,
+        s.pipeline_model_parallel_size,
+        s.virtual_pipeline_model_parallel_size or 1,
     )
     if ranks * virtual * each == layers:
         return None
@@ -211,11 +209,11 @@ _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-def _division(v: Values, facts: Facts) -> str | None:
+def _division(s: Settings) -> str | None:
     """Whether the layers can be divided as the user wants it, and none is left out or counted twice."""
-    division = division_of(v)
+    division = division_of(s)
     ways = [
-        next((table()[n].flag for n in way if v[n]), None)
+        next((table()[n].flag for n in way if getattr(s, n)), None)
         for way in (
             ("pipeline_model_parallel_layout",),
             ("num_layers_per_virtual_pipeline_stage",),
@@ -226,20 +224,20 @@ def _division(v: Values, facts: Facts) -> str | None:
     said = [flag for flag in ways if flag is not None]
     if len(said) > 1 and division.ranks > 1:
         return f"{' and '.join(said)} each say how the layers are divided; give one of them"
-    if division.written is None and v["num_layers"] < division.stages:
+    if division.written is None and s.num_layers < division.stages:
         return None
     try:
         # Costs shift layers between stages; whether there is a division does not depend on them.
-        stage_parts(v["num_layers"], division, Costs())
+        stage_parts(s.num_layers, division, Costs())
     except ValueError as error:
         return str(error)
     return None
 
 
-def _schedule(v: Values, facts: Facts) -> str | None:
+def _schedule(s: Settings) -> str | None:
     """Whether there is such a schedule for this number of stages."""
-    kind, ranks = v["pipeline_schedule"], v["pipeline_model_parallel_size"]
-    virtual = v["virtual_pipeline_model_parallel_size"] or 1
+    kind, ranks = s.pipeline_schedule, s.pipeline_model_parallel_size
+    virtual = s.virtual_pipeline_model_parallel_size or 1
     if ranks == 1:
         return None
     if kind == "interleaved" and virtual == 1:
@@ -260,18 +258,18 @@ def _schedule(v: Values, facts: Facts) -> str | None:
     return None
 
 
-def _micro_batch_count(v: Values, facts: Facts) -> int | None:
+def _micro_batch_count(s: Settings) -> int | None:
     """Micro-batches of a step, where they are known and come out even."""
-    if v["global_batch_size"] is None or v["micro_batch_size"] is None or _batch(v, facts) is not None:
+    if unset(s.global_batch_size) or unset(s.micro_batch_size) or _batch(s) is not None:
         return None
-    return int(v["global_batch_size"] // (v["micro_batch_size"] * v["data_parallel_size"]))
+    return int(s.global_batch_size // (s.micro_batch_size * s.data_parallel_size))
 
 
-def _enough_micro_batches(v: Values, facts: Facts) -> str | None:
+def _enough_micro_batches(s: Settings) -> str | None:
     kind, ranks, count = (
-        v["pipeline_schedule"],
-        v["pipeline_model_parallel_size"],
-        _micro_batch_count(v, facts),
+        s.pipeline_schedule,
+        s.pipeline_model_parallel_size,
+        _micro_batch_count(s),
     )
     if kind != "dualpipev" or ranks == 1 or count is None:
         return None
@@ -279,12 +277,12 @@ def _enough_micro_batches(v: Values, facts: Facts) -> str | None:
     return None if problem is None else f"--pipeline-schedule {problem}"
 
 
-def _micro_batch_groups(v: Values, facts: Facts) -> str | None:
-    group, ranks = v["microbatch_group_size_per_virtual_pipeline_stage"], v["pipeline_model_parallel_size"]
-    virtual = v["virtual_pipeline_model_parallel_size"] or 1
-    if group is None or virtual == 1 or ranks == 1 or not takes_groups(v["pipeline_schedule"], virtual):
+def _micro_batch_groups(s: Settings) -> str | None:
+    group, ranks = s.microbatch_group_size_per_virtual_pipeline_stage, s.pipeline_model_parallel_size
+    virtual = s.virtual_pipeline_model_parallel_size or 1
+    if group is None or virtual == 1 or ranks == 1 or not takes_groups(s.pipeline_schedule, virtual):
         return None
-    count = _micro_batch_count(v, facts)
+    count = _micro_batch_count(s)
     if count is None:
         return None
     problem = schedule_problem("interleaved", ranks, virtual, count, group)
@@ -293,21 +291,21 @@ def _micro_batch_groups(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _batch(v: Values, facts: Facts) -> str | None:
-    if v["global_batch_size"] is None or v["micro_batch_size"] is None:
+def _batch(s: Settings) -> str | None:
+    if unset(s.global_batch_size) or unset(s.micro_batch_size):
         return None
-    return batch_problem(v["global_batch_size"], v["micro_batch_size"], v["data_parallel_size"])
+    return batch_problem(s.global_batch_size, s.micro_batch_size, s.data_parallel_size)
 
 
-def _recompute_method(v: Values, facts: Facts) -> str | None:
-    kind, method, count = (v[f"recompute_{n}"] for n in ("granularity", "method", "num_layers"))
-    if kind == "selective" and (method is not None or count is not None):
+def _recompute_method(s: Settings) -> str | None:
+    kind, method, count = s.recompute_granularity, s.recompute_method, s.recompute_num_layers
+    if kind == "selective" and (method is not None or not unset(count)):
         flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
         return (
             f"{flag} is about whole layers, but --recompute-granularity selective recomputes modules; "
             f"leave it out or use full"
         )
-    if kind == "full" and method == "block" and count is None:
+    if kind == "full" and method == "block" and unset(count):
         return (
             "--recompute-method block needs to know how many of a stage's first layers it covers; "
             "give --recompute-num-layers"
@@ -315,13 +313,13 @@ def _recompute_method(v: Values, facts: Facts) -> str | None:
     return None
 
 
-def _recomputed_layers(v: Values, facts: Facts) -> str | None:
-    count, ranks = v["recompute_num_layers"], v["pipeline_model_parallel_size"]
-    if v["recompute_granularity"] != "full" or count is None:
+def _recomputed_layers(s: Settings) -> str | None:
+    count, ranks = s.recompute_num_layers, s.pipeline_model_parallel_size
+    if s.recompute_granularity != "full" or count is None:
         return None
-    if _division(v, facts) is not None or _layers_per_stage(v, facts) is not None:
+    if _division(s) is not None or _layers_per_stage(s) is not None:
         return None
-    parts = stage_parts(v["num_layers"], division_of(v), costs_of(v))
+    parts = stage_parts(s.num_layers, division_of(s), costs_of(s))
     most = max(len(part.layers) for part in parts)
     if count <= most:
         return None

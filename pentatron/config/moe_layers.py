@@ -1,9 +1,11 @@
 """Which layers have experts, as `--moe-layer-freq` says it: every N-th, or a list written with + and *."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pentatron.config.layer_pattern import layer_pattern
+
+if TYPE_CHECKING:
+    from pentatron.config.model import MoEConfig, TransformerConfig
 
 
 def moe_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
@@ -20,11 +22,11 @@ def moe_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in found)
 
 
-def inner_widths(settings: Mapping[str, Any], sparse_layers: int) -> int:
+def inner_widths(model: "TransformerConfig", moe: "MoEConfig", sparse_layers: int) -> int:
     """Of the feed-forward parts of all layers together, as one token sees them: of experts, those it is sent to."""
-    dense = settings["num_layers"] * settings["ffn_hidden_size"]
-    if settings["num_experts"] is None:
+    dense = model.num_layers * model.ffn_hidden_size
+    if moe.num_experts is None:
         return int(dense)
-    sparse = settings["moe_router_topk"] * settings["moe_ffn_hidden_size"]
-    sparse += settings["moe_shared_expert_intermediate_size"] or 0
-    return int(dense + sparse_layers * (sparse - settings["ffn_hidden_size"]))
+    sparse = moe.moe_router_topk * moe.moe_ffn_hidden_size
+    sparse += moe.moe_shared_expert_intermediate_size or 0
+    return int(dense + sparse_layers * (sparse - model.ffn_hidden_size))

@@ -1,20 +1,16 @@
 """Rules about experts: whether router, experts and ranks fit together."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from pentatron.config.draft import Facts
 from pentatron.config.moe_layers import moe_layers
+from pentatron.config.settings import Settings
 from pentatron.config.stages import grid_of
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.ranks import expert_size_problem
 
-Values = Mapping[str, Any]
 
-
-def _experts(v: Values, facts: Facts) -> str | None:
-    experts, ep, topk = v["num_experts"], v["expert_model_parallel_size"], v["moe_router_topk"]
+def _experts(s: Settings) -> str | None:
+    experts, ep, topk = s.num_experts, s.expert_model_parallel_size, s.moe_router_topk
     if experts is None:
         return f"--expert-model-parallel-size {ep} needs experts; give --num-experts" if ep > 1 else None
     if experts % ep:
@@ -27,17 +23,17 @@ def _experts(v: Values, facts: Facts) -> str | None:
     return None
 
 
-def _expert_ranks(v: Values, facts: Facts) -> str | None:
-    if v["num_experts"] is None:
+def _expert_ranks(s: Settings) -> str | None:
+    if s.num_experts is None:
         return None
-    grid = grid_of(v)
+    grid = grid_of(s)
     return expert_size_problem(grid.data, grid.context, grid.tensor, grid.expert, grid.expert_tensor)
 
 
-def _expert_width(v: Values, facts: Facts) -> str | None:
-    if v["num_experts"] is None:
+def _expert_width(s: Settings) -> str | None:
+    if s.num_experts is None:
         return None
-    width, ranks = v["moe_ffn_hidden_size"], grid_of(v).expert_tensor
+    width, ranks = s.moe_ffn_hidden_size, grid_of(s).expert_tensor
     if width % ranks:
         return (
             f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {ranks}; "
@@ -46,9 +42,9 @@ def _expert_width(v: Values, facts: Facts) -> str | None:
     return None
 
 
-def _shared_expert_width(v: Values, facts: Facts) -> str | None:
-    width, tp = v["moe_shared_expert_intermediate_size"], v["tensor_model_parallel_size"]
-    if v["num_experts"] is None or width is None or width % tp == 0:
+def _shared_expert_width(s: Settings) -> str | None:
+    width, tp = s.moe_shared_expert_intermediate_size, s.tensor_model_parallel_size
+    if s.num_experts is None or width is None or width % tp == 0:
         return None
     return (
         f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
@@ -56,26 +52,26 @@ def _shared_expert_width(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _shared_gate(v: Values, facts: Facts) -> str | None:
-    if not v["moe_shared_expert_gate"] or v["moe_shared_expert_intermediate_size"] is not None:
+def _shared_gate(s: Settings) -> str | None:
+    if not s.moe_shared_expert_gate or s.moe_shared_expert_intermediate_size is not None:
         return None
     return "--moe-shared-expert-gate needs a shared expert; give --moe-shared-expert-intermediate-size"
 
 
-def _layers_with_experts(v: Values, facts: Facts) -> str | None:
-    if v["num_experts"] is None:
+def _layers_with_experts(s: Settings) -> str | None:
+    if s.num_experts is None:
         return None
     try:
-        moe_layers(v["moe_layer_freq"], v["num_layers"])
+        moe_layers(s.moe_layer_freq, s.num_layers)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _tokens_of_a_rank(v: Values, facts: Facts) -> str | None:
+def _tokens_of_a_rank(s: Settings) -> str | None:
     """Every rank must route tokens of its own; without sequence parallelism tensor ranks all have the same ones."""
-    tp = v["tensor_model_parallel_size"]
-    if v["num_experts"] is None or tp == 1 or v["sequence_parallel"]:
+    tp = s.tensor_model_parallel_size
+    if s.num_experts is None or tp == 1 or s.sequence_parallel:
         return None
     return (
         f"experts with --tensor-model-parallel-size {tp} need --sequence-parallel: without it {tp} ranks would route the "
@@ -83,12 +79,12 @@ def _tokens_of_a_rank(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _groups_of_experts(v: Values, facts: Facts) -> str | None:
+def _groups_of_experts(s: Settings) -> str | None:
     experts, groups, used, topk = (
-        v["num_experts"],
-        v["moe_router_num_groups"],
-        v["moe_router_group_topk"],
-        v["moe_router_topk"],
+        s.num_experts,
+        s.moe_router_num_groups,
+        s.moe_router_group_topk,
+        s.moe_router_topk,
     )
     if experts is None or (groups is None and used is None):
         return None
@@ -109,15 +105,15 @@ def _groups_of_experts(v: Values, facts: Facts) -> str | None:
     return None
 
 
-def _expert_bias(v: Values, facts: Facts) -> str | None:
-    if not v["moe_router_enable_expert_bias"] or v["moe_router_score_function"] == "sigmoid":
+def _expert_bias(s: Settings) -> str | None:
+    if not s.moe_router_enable_expert_bias or s.moe_router_score_function == "sigmoid":
         return None
     return "--moe-router-enable-expert-bias goes with scores that do not compete; give --moe-router-score-function sigmoid"
 
 
-def _pre_softmax(v: Values, facts: Facts) -> str | None:
-    softmax = v["moe_router_score_function"] == "softmax"
-    if v["num_experts"] is None or not softmax or v["moe_router_topk"] > 1 or v["moe_router_pre_softmax"]:
+def _pre_softmax(s: Settings) -> str | None:
+    softmax = s.moe_router_score_function == "softmax"
+    if s.num_experts is None or not softmax or s.moe_router_topk > 1 or s.moe_router_pre_softmax:
         return None
     return (
         "--moe-router-topk 1 with a softmax over the one chosen expert gives it the weight 1, whatever the router says, which "
@@ -125,8 +121,8 @@ def _pre_softmax(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _balancing(v: Values, facts: Facts) -> str | None:
-    kinds, weights = v["moe_router_load_balancing_type"], v["moe_aux_loss_coeff"]
+def _balancing(s: Settings) -> str | None:
+    kinds, weights = s.moe_router_load_balancing_type, s.moe_aux_loss_coeff
     if len(set(kinds)) < len(kinds):
         return f"--moe-router-load-balancing-type {' '.join(kinds)} names one kind twice; name each once"
     if "none" in kinds and len(kinds) > 1:

@@ -1,36 +1,36 @@
 """Rules about what a token sees: rotary positions, how they are stretched for long sequences, and windows."""
 
-from pentatron.config.draft import Facts
-from pentatron.config.layout_rules import Rule, Values
+from pentatron.config.layout_rules import Rule
+from pentatron.config.settings import Settings
 from pentatron.config.windows import windowed_layers
 
 _SCALING = "--rope-scaling-type"
 
 
-def _scaling(v: Values) -> str | None:
+def _scaling(s: Settings) -> str | None:
     """The kind of scaling that acts; without rope there is none, and a notice says so."""
-    kind: str | None = v["rope_scaling_type"] if v["position_embedding_type"] == "rope" else None
+    kind: str | None = s.rope_scaling_type if s.position_embedding_type == "rope" else None
     return kind
 
 
-def _rotary(v: Values, facts: Facts) -> str | None:
-    if v["position_embedding_type"] != "rope" or int(v["kv_channels"] * v["rotary_percent"]) % 2 == 0:
+def _rotary(s: Settings) -> str | None:
+    if s.position_embedding_type != "rope" or int(s.kv_channels * s.rotary_percent) % 2 == 0:
         return None
     return (
-        f"the rotated part of a head, {v['kv_channels']} × {v['rotary_percent']} (--rotary-percent) = "
-        f"{int(v['kv_channels'] * v['rotary_percent'])}, must be even; change --kv-channels or --num-attention-heads"
+        f"the rotated part of a head, {s.kv_channels} × {s.rotary_percent} (--rotary-percent) = "
+        f"{int(s.kv_channels * s.rotary_percent)}, must be even; change --kv-channels or --num-attention-heads"
     )
 
 
-def _factor(v: Values, facts: Facts) -> str | None:
-    kind = _scaling(v)
-    if kind is None or v["rope_scaling_factor"] is not None:
+def _factor(s: Settings) -> str | None:
+    kind = _scaling(s)
+    if kind is None or s.rope_scaling_factor is not None:
         return None
     return f"{_SCALING} {kind} needs to know how far to stretch; give --rope-scaling-factor"
 
 
-def _first_length(v: Values, facts: Facts) -> str | None:
-    if _scaling(v) != "yarn" or v["rope_scaling_original_max_position_embeddings"] is not None:
+def _first_length(s: Settings) -> str | None:
+    if _scaling(s) != "yarn" or s.rope_scaling_original_max_position_embeddings is not None:
         return None
     return (
         f"{_SCALING} yarn needs the length the model was first trained on; "
@@ -38,9 +38,9 @@ def _first_length(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _waves(v: Values, facts: Facts) -> str | None:
-    low, high = v["rope_scaling_low_freq_factor"], v["rope_scaling_high_freq_factor"]
-    if _scaling(v) != "llama3" or low < high:
+def _waves(s: Settings) -> str | None:
+    low, high = s.rope_scaling_low_freq_factor, s.rope_scaling_high_freq_factor
+    if _scaling(s) != "llama3" or low < high:
         return None
     return (
         f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}: what lies between "
@@ -48,9 +48,9 @@ def _waves(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _turns(v: Values, facts: Facts) -> str | None:
-    fast, slow = v["yarn_beta_fast"], v["yarn_beta_slow"]
-    if _scaling(v) != "yarn" or slow < fast:
+def _turns(s: Settings) -> str | None:
+    fast, slow = s.yarn_beta_fast, s.yarn_beta_slow
+    if _scaling(s) != "yarn" or slow < fast:
         return None
     return (
         f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: what lies between them is stretched in part; "
@@ -58,14 +58,14 @@ def _turns(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _base(v: Values, facts: Facts) -> str | None:
-    if _scaling(v) != "yarn" or v["rotary_base"] > 1:
+def _base(s: Settings) -> str | None:
+    if _scaling(s) != "yarn" or s.rotary_base > 1:
         return None
-    return f"{_SCALING} yarn needs --rotary-base above 1, not {v['rotary_base']}"
+    return f"{_SCALING} yarn needs --rotary-base above 1, not {s.rotary_base}"
 
 
-def _window(v: Values, facts: Facts) -> str | None:
-    window = v["window_size"]
+def _window(s: Settings) -> str | None:
+    window = s.window_size
     if not window or (len(window) == 2 and window[1] == 0):
         return None
     return (
@@ -74,31 +74,27 @@ def _window(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _layers_with_windows(v: Values, facts: Facts) -> str | None:
-    if not v["window_size"]:
+def _layers_with_windows(s: Settings) -> str | None:
+    if not s.window_size:
         return None
     try:
-        windowed_layers(v["window_attn_skip_freq"], v["num_layers"])
+        windowed_layers(s.window_attn_skip_freq, s.num_layers)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _window_dropout(v: Values, facts: Facts) -> str | None:
-    if (
-        not v["window_size"]
-        or v["attention_dropout"] == 0
-        or v["attention_backend"] not in ("flash", "cudnn")
-    ):
+def _window_dropout(s: Settings) -> str | None:
+    if not s.window_size or s.attention_dropout == 0 or s.attention_backend not in ("flash", "cudnn"):
         return None
     return (
-        f"--attention-backend {v['attention_backend']} cannot drop attention weights within a window; use "
+        f"--attention-backend {s.attention_backend} cannot drop attention weights within a window; use "
         f"--attention-backend auto, or --attention-dropout 0"
     )
 
 
-def _repeatable_attention(v: Values, facts: Facts) -> str | None:
-    if not v["deterministic_mode"] or v["attention_backend"] != "cudnn":
+def _repeatable_attention(s: Settings) -> str | None:
+    if not s.deterministic_mode or s.attention_backend != "cudnn":
         return None
     return (
         "--deterministic-mode: gradients of cuDNN's attention are not the same in every run; use --attention-backend auto, which "

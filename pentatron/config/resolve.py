@@ -2,22 +2,22 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pentatron.config.data_sources import read_data_files
 from pentatron.config.deepspeed import read_deepspeed
 from pentatron.config.derive import derive
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.derive_schedule import derive_length
+from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
 from pentatron.config.files import read_file
-from pentatron.config.flags import Assigned, did_you_mean, is_written, parse_flags
-from pentatron.config.limits import not_available, out_of_limits
+from pentatron.config.flags import did_you_mean, parse_flags
 from pentatron.config.notices import notices_for
 from pentatron.config.presets import presets
-from pentatron.config.rules import problems_of
-from pentatron.config.run import RunConfig, build, table
+from pentatron.config.rules import not_available, out_of_limits, problems_of
+from pentatron.config.run import RunConfig, table
 from pentatron.config.run_name import name_of_run
 from pentatron.config.saved_config import places_in_run
+from pentatron.config.settings import Assigned, Facts, Settings, unset
 from pentatron.errors import ConfigError, UserError
 
 # Who names data or a starting point does not want the demo underneath.
@@ -29,64 +29,60 @@ _REPLACES_DEMO = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, the origin of each value, and what the user should be told; `on_a_cpu`: also, if that is what
-    `--device auto` turns out to be.
+    """A configuration, its settings with their origins, and the notices for the user.
 
-    `with_epoch` resolves the same words again, for a pass over the data of so many samples: where the run itself tokenizes or counts its data,
-    the length of a run with `--epochs` is not known before. `epoch`: how many it was taken for.
+    `on_a_cpu`: further notices if `--device auto` turns out to be a CPU. `open`: the settings before the length of the run was
+    derived, if `--epochs` asks for passes over data that only the run can count.
     """
 
     config: RunConfig
-    sources: Mapping[str, str]
+    settings: Settings
     notices: Sequence[str]
-    with_epoch: "Again"
     on_a_cpu: Sequence[str] = ()
-    epoch: int | None = None
+    open: Draft | None = None
 
     def given(self, name: str) -> bool:
         """Whether the user wrote this value, rather than inheriting it."""
-        return is_written(self.sources[name])
+        return self.settings.given(name)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The origin of every value."""
+        return self.settings.sources
 
     def telling(self, notes: Sequence[str]) -> "Resolved":
-        """The same with more to tell."""
-        return replace(
-            self,
-            notices=[*self.notices, *notes],
-            with_epoch=replace(self.with_epoch, notes=(*self.with_epoch.notes, *notes)),
-        )
+        """Adds notices."""
+        told = self.open
+        if told is not None:
+            told = told.copy()
+            told.further_notices.extend(notes)
+        return replace(self, notices=[*self.notices, *notes], open=told)
 
-
-@dataclass(frozen=True)
-class Again:
-    """The same words, and what was told beside what they led to."""
-
-    draft: Draft
-    facts: Facts
-    built_only: bool
-    notes: tuple[str, ...] = ()
-
-    def __call__(self, samples: int) -> Resolved:
-        copy = self.draft.copy()
-        copy.epoch = samples
-        return resolve(copy, self.facts, self.built_only).telling(self.notes)
+    def with_epoch(self, samples: int) -> "Resolved":
+        """Derives the length of the run from the samples of one pass over its data."""
+        assert self.open is not None, "the length is known"
+        counted = self.open.copy()
+        counted.epoch_samples = samples
+        return _with_length(counted)
 
 
 def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     """Collects the written values; later sources win: entry point, preset, file, flags."""
     flags = parse_flags(words, entry)
+    asked = Settings.defaults(**{name: assigned.value for name, assigned in flags.values.items()})
     layers: list[dict[str, Assigned]] = []
     of_file: dict[str, Assigned] = {}
-    if "config" in flags.values:
-        of_file = read_file(flags.values["config"].value, entry)
+    if asked.config is not None:
+        of_file = read_file(asked.config, entry)
         layers.append(of_file)
     notices = list(flags.notices)
-    if "deepspeed_config" in flags.values:
-        of_deepspeed, told = read_deepspeed(flags.values["deepspeed_config"].value)
+    if asked.deepspeed_config is not None:
+        of_deepspeed, told = read_deepspeed(asked.deepspeed_config)
         layers.append(of_deepspeed)
         notices += told
     layers.append(flags.values)
     written = {name: value for layer in layers for name, value in layer.items()}
-    preset = written["preset"].value if "preset" in written else None
+    preset = Settings.defaults(**{name: assigned.value for name, assigned in written.items()}).preset
     if preset is None and entry.default_preset and not any(name in written for name in _REPLACES_DEMO):
         preset = entry.default_preset
     values = {name: Assigned(item.default, "default") for name, item in table().items()}
@@ -94,24 +90,24 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     if preset is not None:
         values |= _preset(preset)
     draft = Draft({**values, **written}, notices)
-    if of_file:
+    if asked.config is not None:
         kept = {name: assigned.value for name, assigned in of_file.items() if written[name] is assigned}
-        draft.in_run_folder = places_in_run(flags.values["config"].value, kept)
+        draft.in_run_folder = places_in_run(asked.config, kept)
     _drop_idle_default(draft)
     read_data_files(draft)
-    if draft["run_dir"] is None:
+    if unset(draft.run_dir):
         # Before anything is learned from what lies in the folder: the same words must always lead to it.
-        draft.derive("run_dir", f"runs/{name_of_run(draft)}", "runs/NAME, after the model and the data")
+        draft.derive("runs/NAME, after the model and the data", run_dir=f"runs/{name_of_run(draft)}")
     return draft
 
 
 def _drop_idle_default(draft: Draft) -> None:
     """A script's usual kind of tokenizer is meant for its files; without them, or with a model that says its kind, it is not."""
     name = "tokenizer_type"
-    has_files = draft["vocab_file"] is not None or draft["merge_file"] is not None
+    has_files = draft.vocab_file is not None or draft.merge_file is not None
     by_script = draft.source(name).startswith("default of")
-    if by_script and (not has_files or draft["tokenizer_model"] is not None):
-        draft.values[name] = Assigned(table()[name].default, "default")
+    if by_script and (not has_files or draft.tokenizer_model is not None):
+        draft.assign("default", **{name: table()[name].default})
 
 
 def _preset(name: str) -> dict[str, Assigned]:
@@ -127,57 +123,59 @@ def _preset(name: str) -> dict[str, Assigned]:
 def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     """Fills in what follows from the rest, then checks everything and reports every problem at once.
 
-    Without `built_only` a feature that is still missing is no problem but a notice, for who only looks.
+    Without `built_only` a feature that is still missing is no problem but a notice, for commands that start nothing.
     """
+    draft = draft.copy()
+    draft.facts, draft.built_only = facts, built_only
+    draft.problems.extend(_set_aside_wrong_values(draft))
+    draft.problems.extend(derive(draft))
+    return _with_length(draft)
+
+
+def _with_length(draft: Draft) -> Resolved:
+    """Derives the length of the run, checks everything and freezes the settings."""
     before = draft.copy()
-    problems = _set_aside_wrong_values(draft)
-    problems += derive(draft, facts)
-    values: dict[str, Any] = {name: assigned.value for name, assigned in draft.values.items()}
-    sources = {name: assigned.source for name, assigned in draft.values.items()}
-    missing = [] if built_only else not_available(values, sources)
-    found = problems_of(values, facts, sources, unsound=draft.wrong)
-    problems += [problem for problem in found if problem not in missing]
+    problems = [*draft.problems, *derive_length(draft)]
+    missing = [] if draft.built_only else not_available(draft)
+    problems += [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
     if problems:
         raise ConfigError(problems)
-    notices = notices_for(draft, facts)
-    without_gpu = Draft(
-        {**draft.values, "device": Assigned("cpu", draft.source("device"))}, epoch=draft.epoch
-    )
-    on_a_cpu = [told for told in notices_for(without_gpu, facts) if told not in notices]
-    told = [*draft.notices, *missing, *notices]
+    notices = notices_for(draft)
+    on_a_cpu = []
+    if draft.device == "auto":
+        on_a_cpu = [told for told in notices_for(draft.changed(device="cpu")) if told not in notices]
+    is_open = draft.epochs is not None and not draft.is_synthetic and draft.epoch_samples is None
     return Resolved(
-        build(values),
-        sources,
-        told,
-        Again(before, facts, built_only),
-        on_a_cpu if draft["device"] == "auto" else (),
-        draft.epoch,
+        RunConfig.of(draft),
+        draft,
+        [*draft.notices, *missing, *notices, *draft.further_notices],
+        on_a_cpu,
+        before if is_open else None,
     )
 
 
 def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
-    """What is wrong whatever the unknown settings would have been; the draft stays as it is."""
+    """The problems that remain whatever the unknown settings are; the draft stays as it is."""
     copy = draft.copy()
+    copy.facts = facts
     problems = _set_aside_wrong_values(copy)
-    for name in unknown:
-        copy.values[name] = Assigned(table()[name].default, "default")
-    problems += derive(copy, facts)
-    values = {name: assigned.value for name, assigned in copy.values.items()}
-    sources = {name: assigned.source for name, assigned in copy.values.items()}
-    return problems + problems_of(values, facts, sources, unsound={*copy.wrong, *unknown})
+    copy.assign("default", **{name: table()[name].default for name in unknown})
+    problems += [*derive(copy), *derive_length(copy)]
+    return problems + problems_of(copy, {*copy.wrong, *unknown})
 
 
-def foreseen(draft: Draft, facts: Facts) -> dict[str, Any]:
-    """What the values would become if nothing more were learned; the draft stays as it is."""
+def foreseen(draft: Draft, facts: Facts) -> Settings:
+    """The settings as they would be if nothing more were learned; the draft stays as it is."""
     copy = draft.copy()
+    copy.facts = facts
     _set_aside_wrong_values(copy)
-    derive(copy, facts)
-    return {name: assigned.value for name, assigned in copy.values.items()}
+    derive(copy)
+    derive_length(copy)
+    return copy
 
 
 def _set_aside_wrong_values(draft: Draft) -> list[str]:
     """Takes the default in place of a value that is wrong by itself, so that the others can still be checked."""
-    draft.wrong |= out_of_limits({name: assigned.value for name, assigned in draft.values.items()})
-    for name in draft.wrong:
-        draft.values[name] = Assigned(table()[name].default, "default")
+    draft.wrong |= out_of_limits(draft)
+    draft.assign("default", **{name: table()[name].default for name in draft.wrong})
     return list(draft.wrong.values())

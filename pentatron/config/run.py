@@ -13,6 +13,7 @@ from pentatron.config.parallel import LaunchConfig, MemoryConfig, ParallelConfig
 from pentatron.config.redaction import redacted_value
 from pentatron.config.schedule import Spans, plan_of, spans_of
 from pentatron.config.setting import Setting, settings_of
+from pentatron.config.settings import Settings
 from pentatron.config.stages import costs_of, division_of, grid_of
 from pentatron.config.training import DataConfig, OptimConfig, TrainConfig
 from pentatron.layout import schedules
@@ -40,10 +41,24 @@ class RunConfig:
     log: LogConfig
     launch: LaunchConfig
 
+    @classmethod
+    def of(cls, settings: Settings) -> "RunConfig":
+        """Freezes settings whose open values are derived."""
+        values = settings.flat()
+        parts = {
+            section: of_section(**{f.name: values[f.name] for f in dataclasses.fields(of_section)})
+            for section, of_section in sections().items()
+        }
+        return cls(**parts)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The same settings by name alone."""
+        return Settings(self.flat())
+
     @functools.cached_property
     def grid(self) -> Grid:
-        assert self.parallel.data_parallel_size is not None, "known in every resolved configuration"
-        return grid_of(self.flat())
+        return grid_of(self.settings)
 
     @property
     def virtual_stages(self) -> int:
@@ -71,15 +86,13 @@ class RunConfig:
     @property
     def stages(self) -> tuple[StagePart, ...]:
         """What every stage holds of the model, in the order of the model."""
-        values = self.flat()
-        return stage_parts(self.model.num_layers, division_of(values), costs_of(values))
+        return stage_parts(self.model.num_layers, division_of(self.settings), costs_of(self.settings))
 
     def recomputed(self, part: StagePart) -> list[tuple[int, ...]]:
         """The layers of a stage that run again in backward as a whole, in the runs that keep one input each."""
         if self.memory.recompute_granularity != "full":
             return []
         count = self.memory.recompute_num_layers
-        assert count is not None, "known in every resolved configuration"
         block = self.memory.recompute_method == "block"
         runs, _ = recomputed_runs(part.layers, 1 if block else count, count if block else None)
         return [tuple(run) for run in runs]
@@ -109,29 +122,26 @@ class RunConfig:
     @property
     def accumulation(self) -> int:
         """Micro-batches each data-parallel rank runs in a step of full size."""
-        assert self.train.global_batch_size is not None
         return self.accumulation_of(self.train.global_batch_size)
 
     def accumulation_of(self, batch_size: int) -> int:
         """The same for a step of that many samples."""
-        assert self.train.micro_batch_size is not None
         return accumulation_steps(batch_size, self.train.micro_batch_size, self.grid.data)
 
     @functools.cached_property
     def batch_plan(self) -> BatchPlan:
         """How many samples each step has."""
-        return plan_of(self.flat())
+        return plan_of(self.settings)
 
     @property
     def spans(self) -> Spans:
         """How long the schedules of the run are, in samples."""
-        return spans_of(self.flat(), self.batch_plan)
+        return spans_of(self.settings, self.batch_plan)
 
     @property
     def eval_batch(self) -> tuple[int, int]:
         """Samples of one evaluation step, and how many of them a rank computes at once."""
         t = self.train
-        assert t.global_batch_size is not None and t.micro_batch_size is not None
         return t.eval_global_batch_size or t.global_batch_size, t.eval_micro_batch_size or t.micro_batch_size
 
     @property
@@ -175,12 +185,3 @@ def table() -> dict[str, Setting]:
             assert item.name not in found, f"setting {item.name} is declared twice"
             found[item.name] = item
     return found
-
-
-def build(values: dict[str, Any]) -> RunConfig:
-    """The frozen configuration from one value per setting."""
-    parts = {
-        section: cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)})
-        for section, cls in sections().items()
-    }
-    return RunConfig(**parts)

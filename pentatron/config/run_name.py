@@ -3,7 +3,7 @@
 import re
 from pathlib import PurePath
 
-from pentatron.config.data_sources import NAMED, Blend
+from pentatron.config.blend import NAMED, Blend
 from pentatron.config.draft import Draft
 from pentatron.errors import UserError
 
@@ -21,12 +21,12 @@ def name_of_run(draft: Draft) -> str:
 
 
 def _model(draft: Draft) -> str:
-    if draft["preset"] is not None:
-        return _plain(draft["preset"])
-    if draft.given("load") and (named := _named_model(draft["load"])):
+    if draft.preset is not None:
+        return _plain(draft.preset)
+    if draft.given("load") and (named := _named_model(draft.load)):
         return named
-    sizes = f"{draft['num_layers']}l-{draft['hidden_size']}h"
-    return f"{sizes}-{draft['num_experts']}e" if draft["num_experts"] else sizes
+    sizes = f"{draft.num_layers}l-{draft.hidden_size}h"
+    return f"{sizes}-{draft.num_experts}e" if draft.num_experts else sizes
 
 
 def _named_model(load: str) -> str:
@@ -40,12 +40,12 @@ def _named_model(load: str) -> str:
 
 
 def _data(draft: Draft) -> str:
-    if draft["corpus"]:
-        return "" if draft["preset"] is not None else _plain(draft["corpus"])
-    words = next((draft[name] for name in NAMED[:2] if draft[name]), ())
+    if draft.corpus:
+        return "" if draft.preset is not None else _plain(draft.corpus)
+    words = next((getattr(draft, name) for name in NAMED[:2] if getattr(draft, name)), ())
     if words:
         return _files(words)
-    return "mock" if draft["mock_data"] else "synthetic" if draft["dataset_size"] is not None else ""
+    return "mock" if draft.mock_data else "synthetic" if draft.dataset_size is not None else ""
 
 
 def _files(words: tuple[str, ...]) -> str:

@@ -1,24 +1,21 @@
 """What the settings say about batch sizes and about the lengths of schedules, in samples."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from pentatron.config.settings import Settings
 from pentatron.layout.batch_plan import BatchPlan, constant, linear_ramp, written_steps
 
-Values = Mapping[str, Any]
 
-
-def plan_of(values: Values) -> BatchPlan:
+def plan_of(s: Settings) -> BatchPlan:
     """Raises `ValueError` with a sentence where the settings make no plan."""
     steps, ramp, full = (
-        values["step_batch_size_schedule"],
-        values["rampup_batch_size"],
-        values["global_batch_size"],
+        s.step_batch_size_schedule,
+        s.rampup_batch_size,
+        s.global_batch_size,
     )
     if steps:
         try:
-            return written_steps(steps, values["seq_length"])
+            return written_steps(steps, s.seq_length)
         except ValueError as error:
             raise ValueError(f"--step-batch-size-schedule {' '.join(steps)}: {error}") from None
     if not ramp:
@@ -42,26 +39,26 @@ class Spans:
     total: int
 
 
-def spans_of(values: Values, plan: BatchPlan) -> Spans:
+def spans_of(s: Settings, plan: BatchPlan) -> Spans:
     """Steps are those of the plan: a warm-up of 100 steps ends after 100 steps, however small these are."""
-    total = values["train_samples"] or plan.samples_after(max(1, values["train_iters"]))
-    decay = values["lr_decay_samples"] or plan.samples_after(values["lr_decay_iters"])
-    return Spans(_warmup(values, plan, decay), decay, _wsd(values, plan, decay), total)
+    total = s.train_samples or plan.samples_after(max(1, s.train_iters))
+    decay = s.lr_decay_samples or plan.samples_after(s.lr_decay_iters or 0)
+    return Spans(_warmup(s, plan, decay), decay, _wsd(s, plan, decay), total)
 
 
-def _warmup(values: Values, plan: BatchPlan, decay: int) -> float:
-    if values["lr_warmup_fraction"] is not None:
-        return float(values["lr_warmup_fraction"] * decay)
-    if values["lr_warmup_samples"] is not None:
-        return float(values["lr_warmup_samples"])
-    return plan.samples_after(values["lr_warmup_iters"])
+def _warmup(s: Settings, plan: BatchPlan, decay: int) -> float:
+    if s.lr_warmup_fraction is not None:
+        return float(s.lr_warmup_fraction * decay)
+    if s.lr_warmup_samples is not None:
+        return float(s.lr_warmup_samples)
+    return plan.samples_after(s.lr_warmup_iters)
 
 
-def _wsd(values: Values, plan: BatchPlan, decay: int) -> int:
-    if values["lr_wsd_decay_samples"] is not None:
-        return int(values["lr_wsd_decay_samples"])
-    if values["lr_wsd_decay_iters"] is None:
+def _wsd(s: Settings, plan: BatchPlan, decay: int) -> int:
+    if s.lr_wsd_decay_samples is not None:
+        return int(s.lr_wsd_decay_samples)
+    if s.lr_wsd_decay_iters is None:
         return 0
     # The last steps, not the first ones, which may be smaller. More steps than there are come out longer than the decay.
-    before = plan.steps_within(decay) - values["lr_wsd_decay_iters"]
+    before = plan.steps_within(decay) - s.lr_wsd_decay_iters
     return decay - plan.samples_after(before) if before >= 0 else decay - before

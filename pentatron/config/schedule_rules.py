@@ -1,62 +1,62 @@
 """Rules about batch sizes that change, the length of a run and its schedules."""
 
-from pentatron.config.data_sources import counted_by_the_run, names_files, without_epochs
-from pentatron.config.draft import Facts
-from pentatron.config.layout_rules import Rule, Values
+from pentatron.config.blend import counted_by_the_run, names_files, without_epochs
+from pentatron.config.layout_rules import Rule
 from pentatron.config.schedule import Spans, plan_of, spans_of
+from pentatron.config.settings import Settings, unset
 from pentatron.config.sft_rules import named_text
 from pentatron.errors import UserError
 from pentatron.layout.batch_plan import BatchPlan
 
 
-def _plan(v: Values, facts: Facts) -> str | None:
-    if not v["rampup_batch_size"] and not v["step_batch_size_schedule"]:
+def _plan(s: Settings) -> str | None:
+    if not s.rampup_batch_size and not s.step_batch_size_schedule:
         return None
-    if v["global_batch_size"] is None and not v["step_batch_size_schedule"]:
+    if unset(s.global_batch_size) and not s.step_batch_size_schedule:
         return None
     try:
-        plan_of(v)
+        plan_of(s)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _how_long(v: Values, facts: Facts) -> str | None:
-    if v["train_iters"] is not None or v["train_samples"] is not None:
+def _how_long(s: Settings) -> str | None:
+    if not unset(s.train_iters) or s.train_samples is not None:
         return None
-    if v["epochs"] is not None:
-        if counted_by_the_run(v) or named_text(v["data_path"] or ()):
+    if s.epochs is not None:
+        if counted_by_the_run(s) or named_text(s.data_path or ()):
             # Text that nobody counts is the matter of another rule.
             return None
         try:
-            why = without_epochs(v)
+            why = without_epochs(s)
         except UserError:
             # Another rule is about the words that name data.
             return None
-        if not why and facts.launcher and names_files(v):
+        if not why and s.facts.launcher and names_files(s):
             # The ranks count their files together.
             return None
-        return f"how many steps --epochs {v['epochs']} are is not known: {why or 'no data is read'}; give --train-iters instead"
+        return f"how many steps --epochs {s.epochs} are is not known: {why or 'no data is read'}; give --train-iters instead"
     return "the length of the run is unknown; give --train-iters"
 
 
-def _lengths(v: Values, facts: Facts) -> tuple[BatchPlan, Spans] | None:
+def _lengths(s: Settings) -> tuple[BatchPlan, Spans] | None:
     """None where other rules have something to say first."""
-    if v["train_iters"] is None or v["global_batch_size"] is None or _plan(v, facts) is not None:
+    if unset(s.train_iters) or unset(s.global_batch_size) or _plan(s) is not None:
         return None
-    if v["lr_decay_iters"] is None and v["lr_decay_samples"] is None:
+    if s.lr_decay_iters is None and s.lr_decay_samples is None:
         return None
-    plan = plan_of(v)
-    return plan, spans_of(v, plan)
+    plan = plan_of(s)
+    return plan, spans_of(s, plan)
 
 
-def _warmup(v: Values, facts: Facts) -> str | None:
-    lengths = _lengths(v, facts)
+def _warmup(s: Settings) -> str | None:
+    lengths = _lengths(s)
     if lengths is None or lengths[1].warmup < lengths[1].decay:
         return None
-    if v["lr_warmup_samples"] is None and v["lr_decay_samples"] is None:
+    if s.lr_warmup_samples is None and s.lr_decay_samples is None:
         return (
-            f"--lr-warmup-iters {v['lr_warmup_iters']} must be smaller than the {v['lr_decay_iters']} steps of the decay "
+            f"--lr-warmup-iters {s.lr_warmup_iters} must be smaller than the {s.lr_decay_iters} steps of the decay "
             f"(--lr-decay-iters or --train-iters)"
         )
     return (
@@ -65,49 +65,49 @@ def _warmup(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _wsd(v: Values, facts: Facts) -> str | None:
-    if v["lr_decay_style"] != "WSD":
+def _wsd(s: Settings) -> str | None:
+    if s.lr_decay_style != "WSD":
         return None
-    if v["lr_wsd_decay_iters"] is None and v["lr_wsd_decay_samples"] is None:
+    if s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
         return "--lr-decay-style WSD needs to know how long its decay is; give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-    lengths = _lengths(v, facts)
+    lengths = _lengths(s)
     if lengths is None:
         return None
     plan, spans = lengths
     if spans.warmup >= spans.decay or spans.warmup + spans.wsd <= spans.decay:
         return None
-    if v["lr_wsd_decay_samples"] is not None:
+    if s.lr_wsd_decay_samples is not None:
         return (
             f"--lr-wsd-decay-samples {spans.wsd} and the warm-up of {spans.warmup:.0f} do not fit into the {spans.decay} "
             f"samples until the end of the decay; use {spans.decay - int(spans.warmup)} or fewer"
         )
     steps = plan.steps_within(spans.decay)
     return (
-        f"--lr-wsd-decay-iters {v['lr_wsd_decay_iters']} and the warm-up of {v['lr_warmup_iters']} do not fit into the {steps} "
-        f"steps until the end of the decay; use {steps - v['lr_warmup_iters']} or fewer"
+        f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {s.lr_warmup_iters} do not fit into the {steps} "
+        f"steps until the end of the decay; use {steps - s.lr_warmup_iters} or fewer"
     )
 
 
-def _min_lr(v: Values, facts: Facts) -> str | None:
+def _min_lr(s: Settings) -> str | None:
     for name in ("min_lr", "lr_warmup_init"):
-        if v[name] > v["lr"]:
+        if getattr(s, name) > s.lr:
             flag = f"--{name.replace('_', '-')}"
-            return f"{flag} {v[name]} is above --lr {v['lr']}; lower the first or raise the second"
+            return f"{flag} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
     return None
 
 
-def _weight_decay(v: Values, facts: Facts) -> str | None:
-    ends = [n for n in ("start_weight_decay", "end_weight_decay") if v[n] is not None]
-    if v["weight_decay_incr_style"] != "constant" or not ends:
+def _weight_decay(s: Settings) -> str | None:
+    ends = [n for n in ("start_weight_decay", "end_weight_decay") if getattr(s, n) is not None]
+    if s.weight_decay_incr_style != "constant" or not ends:
         return None
     return (
-        f"--{ends[0].replace('_', '-')} {v[ends[0]]} is for a weight decay that changes; give "
+        f"--{ends[0].replace('_', '-')} {getattr(s, ends[0])} is for a weight decay that changes; give "
         f"--weight-decay-incr-style linear or cosine, or --weight-decay instead"
     )
 
 
-def _whose_schedule(v: Values, facts: Facts) -> str | None:
-    if not (v["override_opt_param_scheduler"] and v["use_checkpoint_opt_param_scheduler"]):
+def _whose_schedule(s: Settings) -> str | None:
+    if not (s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler):
         return None
     return (
         "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; "

@@ -10,9 +10,24 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
+from pentatron.config.limits import Limit
+from pentatron.config.needs.need import Need
 from pentatron.errors import UserError
+
+
+class OnResume(Enum):
+    """How a run treats a setting that differs from the checkpoint it resumes from."""
+
+    NUMBERS = "it may change the numbers of the run: a notice says so"
+    ORDER = "it may change the order of samples: a notice says so"
+    FREE = "it has no part in the numbers: the log mentions it"
+    SILENT = "it names a place, which differs from start to start"
+
+
+ORDER, FREE, SILENT = OnResume.ORDER, OnResume.FREE, OnResume.SILENT
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,10 @@ class Setting:
     available: tuple[Any, ...] = ()
     notice: str = ""
     names_code: bool = False
+    limit: Limit | None = None
+    needs: tuple[Need, ...] = ()
+    resume: OnResume = OnResume.NUMBERS
+    in_weights: bool = True
 
     @property
     def flag(self) -> str:
@@ -57,7 +76,8 @@ class Setting:
 
     @property
     def optional(self) -> bool:
-        return type(None) in _members(self.annotation)
+        """Whether it may be unset. A setting that is derived when unset is declared with the type it then has."""
+        return self.default is None or type(None) in _members(self.annotation)
 
     def refuses(self, value: Any) -> bool:
         """Whether `value` asks for a feature that has not been built."""
@@ -92,6 +112,10 @@ def setting(
     available: Sequence[Any] = (),
     notice: str = "",
     names_code: bool = False,
+    limit: Limit | None = None,
+    needs: Need | tuple[Need, ...] = (),
+    resume: OnResume | None = None,
+    in_weights: bool = True,
 ) -> Any:
     """A dataclass field with what the command line, the files and the checks need to know about it.
 
@@ -99,6 +123,11 @@ def setting(
     `not_yet` names the missing feature: every value but the default and `available` is refused.
     `notice` is the one line printed when the setting is given but cannot change anything.
     `names_code`: the value is imported and called, so only the command line may set it.
+    `limit`: what a number must be, whatever the other settings are.
+    `needs`: what it takes for the setting to have an effect. A notice gives the reason of the first unmet need.
+    `resume`: how a difference from the checkpoint is reported. Default: that of the section, else as a possible
+    change of numbers.
+    `in_weights`: for the architecture, whether weights belong to one value. If not, a loaded model may get another.
     """
     extra = {
         "help": help,
@@ -109,6 +138,10 @@ def setting(
         "available": tuple(available),
         "notice": notice,
         "names_code": names_code,
+        "limit": limit,
+        "needs": needs if isinstance(needs, tuple) else (needs,),
+        "resume": resume,
+        "in_weights": in_weights,
     }
     return field(default=default, metadata=extra)
 
@@ -118,13 +151,19 @@ def _bare(flag: str) -> str:
     return flag.lstrip("-").replace("_", "-")
 
 
+def flag_of(name: str) -> str:
+    """`train_iters` → `--train-iters`."""
+    return f"--{_bare(name)}"
+
+
 def settings_of(section: str, cls: type) -> list[Setting]:
     """The settings declared by one section's dataclass."""
     hints = typing.get_type_hints(cls)
-    return [_setting(section, f, hints[f.name]) for f in dataclasses.fields(cls)]
+    of_section = getattr(cls, "on_resume", OnResume.NUMBERS)
+    return [_setting(section, f, hints[f.name], of_section) for f in dataclasses.fields(cls)]
 
 
-def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any) -> Setting:
+def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any, on_resume: OnResume) -> Setting:
     is_switch = annotation is bool
     own = _bare(f.name)
     spellings = [Spelling(own, takes_value=not is_switch, sets=True)]
@@ -147,6 +186,10 @@ def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any) -> Sett
         available=f.metadata["available"],
         notice=f.metadata["notice"],
         names_code=f.metadata["names_code"],
+        limit=f.metadata["limit"],
+        needs=f.metadata["needs"],
+        resume=f.metadata["resume"] or on_resume,
+        in_weights=f.metadata["in_weights"],
     )
 
 

@@ -1,9 +1,9 @@
 """How a run treats what its folder already holds: decided once, from the command and from whether this is a restart."""
 
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+
+from pentatron.config.settings import Settings, unset
 
 # They choose what is taken from what is loaded.
 CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
@@ -23,19 +23,19 @@ class Start(Enum):
     IN_PLACE = "in place"
 
 
-def start_of(values: Mapping[str, Any], load_given: bool, resumes: bool) -> Start:
+def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
     """The start of a run with these settings. `resumes`: the program goes on by itself, or this is a restart of its job."""
-    if values["fresh"]:
+    if s.fresh:
         return Start.ANEW
-    if resumes or (values["skip_train"] and not load_given):
+    if resumes or (s.skip_train and not load_given):
         return Start.RESUME
-    if not load_given or values["load"] is None:
+    if not load_given or unset(s.load):
         return Start.ANEW
-    chooses = any(values[name] for name in CHOOSING)
-    if not chooses and names_checkpoints(values["load"], values["save"]):
+    chooses = s.finetune or s.no_load_optim or s.no_load_rng
+    if not chooses and names_checkpoints(s.load, s.save):
         return Start.RESUME
-    inside = is_inside(values["load"], values["run_dir"], values["save"])
-    return Start.IN_PLACE if inside or values["skip_train"] else Start.ANEW
+    inside = is_inside(s.load, s.run_dir, s.save)
+    return Start.IN_PLACE if inside or s.skip_train else Start.ANEW
 
 
 def how_to_go_on(start: Start, save: str) -> str:

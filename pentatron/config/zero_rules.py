@@ -1,19 +1,14 @@
 """Rules about parameters in shards (ZeRO 3): what cannot be together with them, and groups of replicas that come out even."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from pentatron.config.draft import Facts
+from pentatron.config.settings import Settings
 from pentatron.config.stages import grid_of
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.schedules import HALVING
 
-Values = Mapping[str, Any]
 
-
-def _shards_in_halves(v: Values, facts: Facts) -> str | None:
-    kind = v["pipeline_schedule"]
-    if v["zero_stage"] != 3 or kind not in HALVING or v["pipeline_model_parallel_size"] == 1:
+def _shards_in_halves(s: Settings) -> str | None:
+    kind = s.pipeline_schedule
+    if s.zero_stage != 3 or kind not in HALVING or s.pipeline_model_parallel_size == 1:
         return None
     return (
         f"--pipeline-schedule {kind} computes weight gradients later than the rest, when --zero-stage 3 has summed the "
@@ -21,10 +16,10 @@ def _shards_in_halves(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _instances(v: Values, facts: Facts) -> str | None:
-    if v["zero_stage"] != 3:
+def _instances(s: Settings) -> str | None:
+    if s.zero_stage != 3:
         return None
-    count, grid = v["num_distributed_optimizer_instances"], grid_of(v)
+    count, grid = s.num_distributed_optimizer_instances, grid_of(s)
     replicas = grid.data * grid.context
     if replicas % count:
         return (
@@ -33,7 +28,7 @@ def _instances(v: Values, facts: Facts) -> str | None:
         )
     # Whether experts fit the ranks at all is another rule.
     of_experts, rest = divmod(grid.stage_size, grid.expert * grid.expert_tensor)
-    if v["num_experts"] is None or rest or of_experts % count == 0:
+    if s.num_experts is None or rest or of_experts % count == 0:
         return None
     both = [n for n in divisors(replicas) if of_experts % n == 0]
     return (
@@ -42,8 +37,8 @@ def _instances(v: Values, facts: Facts) -> str | None:
     )
 
 
-def _shards_on_host(v: Values, facts: Facts) -> str | None:
-    if v["zero_stage"] != 3 or not v["optimizer_cpu_offload"]:
+def _shards_on_host(s: Settings) -> str | None:
+    if s.zero_stage != 3 or not s.optimizer_cpu_offload:
         return None
     return (
         "--optimizer-cpu-offload moves what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "

@@ -14,11 +14,10 @@ from pentatron.checkpoint.load import WEIGHTS
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.streaming import save_streamed
 from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, Outline, Read
-from pentatron.config.draft import Facts
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import Assigned
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
+from pentatron.config.settings import Facts
 from pentatron.hf.architecture import model_type_of, settings_in
 from pentatron.hf.convert import reads_ours
 from pentatron.hf.dtypes import common_dtype, require_room
@@ -103,9 +102,8 @@ def tensors_of(
 def config_for(settings: Mapping[str, Any]) -> RunConfig:
     """A whole configuration with this architecture; everything else as if nobody had said anything."""
     draft = gather([], _IMPORTED)
-    draft.values |= {name: Assigned(value, "config.json") for name, value in settings.items()}
-    length = settings["max_position_embeddings"]
-    draft.values["seq_length"] = Assigned(length, "config.json")
+    draft.assign("config.json", **settings)
+    draft.assign("config.json", seq_length=draft.max_position_embeddings)
     return resolve(draft, Facts(world_size=1)).config
 
 

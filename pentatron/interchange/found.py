@@ -7,7 +7,8 @@ from typing import Any
 from pentatron.checkpoint.find import megatron_step
 from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.untrusted import implausible
-from pentatron.config.run import build, table
+from pentatron.config.run import RunConfig
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 from pentatron.interchange.common import run_state_of
 from pentatron.interchange.index import Contents, manifest_of
@@ -55,8 +56,7 @@ def read_megatron(path: Path) -> tuple[Found, list[str]]:
 def as_found(contents: Contents) -> Found:
     settings = our_settings(contents.arguments, str(contents.folder))
     _require_plausible(contents, settings)
-    defaults = {name: item.default for name, item in table().items()}
-    config = build({**defaults, **settings})
+    config = RunConfig.of(Settings.defaults(**settings))
     state = run_state_of(contents.common, contents.arguments, contents.iteration)
     return Found(contents.folder, manifest_of(contents, config.model, config.moe, state, config.nested()))
 

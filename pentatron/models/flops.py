@@ -12,13 +12,11 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
 
     Attention counts what a layer's window lets a token see. Where documents end is data, so masks between them are not subtracted.
     """
-    assert config.num_attention_heads and config.num_query_groups and config.kv_channels
-    assert config.ffn_hidden_size and config.padded_vocab_size
     hidden, attended = config.hidden_size, config.num_attention_heads * config.kv_channels
     keys_and_values = 2 * config.num_query_groups * config.kv_channels
     matrices = 3 if config.gated_linear_unit else 2
     sparse = 0 if moe.num_experts is None else sum(moe_layers(moe.moe_layer_freq, config.num_layers))
-    mlps = hidden * inner_widths({**vars(config), **vars(moe)}, sparse) * matrices
+    mlps = hidden * inner_widths(config, moe, sparse) * matrices
     projections = hidden * (attended + keys_and_values) + attended * hidden
     per_token = mlps + config.num_layers * projections + hidden * config.padded_vocab_size
     return (

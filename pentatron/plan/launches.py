@@ -35,4 +35,4 @@ def recorded(config: RunConfig) -> RunConfig:
 def would_record(config: RunConfig, peak: float | None) -> bool:
     """Whether `--cuda-graphs auto` records such a run on a GPU that has room for it."""
     wanted = WANTED[config.kernels.cuda_graphs] == "auto"
-    return wanted and not not_recordable(config.flat()) and launches_hold_up(config, peak)
+    return wanted and not not_recordable(config.settings) and launches_hold_up(config, peak)

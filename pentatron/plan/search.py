@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pentatron.config.draft import Draft, Facts
-from pentatron.config.flags import Assigned
+from pentatron.config.draft import Draft
 from pentatron.config.resolve import resolve
 from pentatron.config.run import RunConfig, table
+from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device
@@ -149,7 +149,7 @@ class Search:
     @cached_property
     def kept(self) -> dict[str, Any]:
         """What the user said of how a layout is run: so it is in all that are tried."""
-        return {name: self.draft[name] for name in MANNERS if self.draft.given(name)}
+        return {name: getattr(self.draft, name) for name in MANNERS if self.draft.given(name)}
 
     @property
     def facts(self) -> Facts:
@@ -157,11 +157,11 @@ class Search:
 
     def as_given(self) -> Layout:
         """The layout that the user wrote, completed as training would."""
-        draft = _copy(self.draft)
+        draft = self.draft.copy()
         if self.free_batch and not draft.given("micro_batch_size"):
-            draft.values["micro_batch_size"] = Assigned(1, f"file {_CHOSEN}")
+            draft.assign(f"file {_CHOSEN}", micro_batch_size=1)
         config = resolve(draft, self.facts, built_only=False).config
-        given = {name: draft[name] for name in LAYOUT if draft.given(name)}
+        given = {name: getattr(draft, name) for name in LAYOUT if draft.given(name)}
         return self._layout(Shape(config, on_gpu=self.device.is_gpu), given)
 
     def layouts(self) -> list[Layout]:
@@ -180,17 +180,17 @@ class Search:
     def _divisions(self) -> Iterator[dict[str, int]]:
         """Sizes of the axes that divide the devices; a rule may still refuse one."""
         draft = self.draft
-        experts = draft["num_experts"] or 1
-        long = draft["seq_length"] >= _LONG
+        experts = draft.num_experts or 1
+        long = draft.seq_length >= _LONG
         # Experts divided over several machines send every token through the network.
         most_holders = max(self.per_machine, 8)
-        heads = draft["num_attention_heads"]
+        heads = draft.num_attention_heads
         for tensor in divisors(self.world):
             # Heads that follow from the width are the rules' business.
             if tensor > self.per_machine or (heads is not None and heads % tensor):
                 continue
             for pipeline in divisors(self.world // tensor):
-                if pipeline > min(_LONGEST_PIPELINE, draft["num_layers"]):
+                if pipeline > min(_LONGEST_PIPELINE, draft.num_layers):
                     continue
                 rest = self.world // tensor // pipeline
                 for context in [n for n in divisors(rest) if n == 1 or (long and n <= self.per_machine)]:
@@ -207,7 +207,7 @@ class Search:
     def _variants(self, sizes: Mapping[str, int]) -> Iterator[Layout]:
         """Micro-batches, virtual stages and remedies for a division of the devices: no more of a remedy than is needed."""
         pipeline = sizes["pipeline_model_parallel_size"]
-        most = self.draft["num_layers"] // pipeline
+        most = self.draft.num_layers // pipeline
         virtuals = [v for v in (1, 2, 4) if v == 1 or (pipeline > 1 and most >= v)]
         for virtual in virtuals:
             base = self._resolved(
@@ -229,24 +229,24 @@ class Search:
         copies = self.world // tensor // sizes["pipeline_model_parallel_size"]
         if tensor > 1:
             chosen["sequence_parallel"] = True
-            if self.draft["num_experts"]:
+            if self.draft.num_experts:
                 chosen["expert_tensor_parallel_size"] = 1
         if copies > 1:
             chosen |= _overlapped(self.kept.get("zero_stage", 1))
         chosen = {**chosen, "micro_batch_size": 1, **self.kept}
         draft = self._without_layout()
         for name, value in chosen.items():
-            draft.values[name] = Assigned(value, f"file {_CHOSEN}")
+            draft.assign(f"file {_CHOSEN}", **{name: value})
         try:
             return resolve(draft, self.facts, built_only=False).config, chosen
         except (ConfigError, ValueError):
             return None
 
     def _without_layout(self) -> Draft:
-        draft = _copy(self.draft)
+        draft = self.draft.copy()
         for name in LAYOUT:
             if name not in self.kept:
-                draft.values[name] = Assigned(table()[name].default, "default")
+                draft.assign("default", **{name: table()[name].default})
         return draft
 
     def _micro_batches(self, config: RunConfig) -> list[int]:
@@ -299,7 +299,7 @@ class Search:
         """Asks the rules once more, with everything that was chosen."""
         draft = self._without_layout()
         for name, value in layout.settings.items():
-            draft.values[name] = Assigned(value, f"file {_CHOSEN}")
+            draft.assign(f"file {_CHOSEN}", **{name: value})
         try:
             resolve(draft, self.facts, built_only=False)
         except ConfigError:
@@ -322,10 +322,6 @@ def _overlapped(stage: int) -> dict[str, Any]:
         "overlap_grad_reduce": stage < 3,
         "overlap_param_gather": stage in (1, 2),
     }
-
-
-def _copy(draft: Draft) -> Draft:
-    return Draft(dict(draft.values), list(draft.notices), dict(draft.wrong))
 
 
 def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -82,7 +82,7 @@ def _recomputed(shape: Shape) -> float:
     memory, model = config.memory, config.model
     if memory.recompute_granularity is None:
         return 1.0
-    costs = costs_of(config.flat())
+    costs = costs_of(config.settings)
     whole = model.num_layers * costs.layer + costs.head
     if memory.recompute_granularity == "full":
         covered = sum(len(run) for part in shape.stages for run in config.recomputed(part))
@@ -103,7 +103,7 @@ def _recomputed(shape: Shape) -> float:
 
 def _unevenness(shape: Shape) -> float:
     """The most expensive pipeline rank sets the pace: its work over the mean."""
-    costs, placement, parts = costs_of(shape.config.flat()), shape.placement, shape.stages
+    costs, placement, parts = costs_of(shape.config.settings), shape.placement, shape.stages
     of_rank = [sum(costs.of(parts[s]) for s in placement.stages_of(r)) for r in range(placement.ranks)]
     return max(of_rank) * len(of_rank) / sum(of_rank)
 
@@ -134,6 +134,6 @@ def _sending(shape: Shape, traffic: Traffic, computing: float, device: Device, p
 
 
 def _share_of_scores(shape: Shape) -> float:
-    model, costs = shape.config.model, costs_of(shape.config.flat())
+    model, costs = shape.config.model, costs_of(shape.config.settings)
     scores = model.seq_length * shape.heads * shape.grid.tensor * shape.head
     return scores / (costs.layer + costs.head / model.num_layers)

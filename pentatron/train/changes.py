@@ -6,27 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.loaded import architecture, differences
-from pentatron.config.run import RunConfig, build, table
+from pentatron.config.run import RunConfig, table
+from pentatron.config.setting import FREE, ORDER, SILENT, OnResume
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 
-# These belong to the machine or to the output, not to the numbers a run computes.
-_FREE_SECTIONS = frozenset({"launch", "log", "loop", "checkpoint"})
-_FREE_SETTINGS = frozenset(
-    {
-        "preset",
-        "config",
-        "run_dir",
-        "fresh",
-        "sample_prompt",
-        "sample_tokens",
-        "padded_vocab_size",
-        "data_cache_path",
-        "skip_train",
-    }
-)
-# Where things lie, which differs from start to start and tells nobody anything.
-_PLACES = frozenset({"config", "preset", "run_dir", "fresh", "save", "load", "data_cache_path", "job_id"})
-_DRAW_THE_ORDER = frozenset({"seed", "split", "seq_length", "dataloader_type", "mid_level_dataset_surplus"})
 # What --use-checkpoint-opt-param-scheduler takes from the checkpoint, which has it in samples.
 _SCHEDULE = frozenset(
     name
@@ -48,6 +32,10 @@ class _Difference:
     before: Any
     now: Any
 
+    @property
+    def on_resume(self) -> OnResume:
+        return table()[self.name].resume
+
     def __str__(self) -> str:
         return f"{table()[self.name].flag} {_plain(self.now)} (was {_plain(self.before)})"
 
@@ -68,12 +56,12 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig, loaded: Collectio
     """
     kept = {*loaded, *(_SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ())}
     different = [d for d in _differences(saved, config.nested()) if d.name not in kept]
-    free = [d for d in different if d.section in _FREE_SECTIONS or d.name in _FREE_SETTINGS]
+    free = [d for d in different if d.on_resume in (FREE, SILENT)]
     layout = [d for d in different if d.section == "parallel"]
     acting = [d for d in different if d not in free and d not in layout]
     told = _layout_line(saved, config, layout)
     if acting:
-        drawing = [table()[d.name].flag for d in acting if d.name in _DRAW_THE_ORDER]
+        drawing = [table()[d.name].flag for d in acting if d.on_resume is ORDER]
         order = (
             f"; {' and '.join(drawing)} {'draw' if len(drawing) > 1 else 'draws'} the order of samples, so that from here on "
             "it may be another one"
@@ -81,7 +69,7 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig, loaded: Collectio
             else ""
         )
         told.append(f"settings that are not the checkpoint's: {_listed(acting)}{order}")
-    others = [d for d in free if d.name not in _PLACES]
+    others = [d for d in free if d.on_resume is FREE]
     logged = (
         [f"changed since the checkpoint, without a part in its numbers: {_listed(others)}"] if others else []
     )
@@ -121,7 +109,7 @@ def _plain(value: Any) -> str:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[_Difference]:
     """A setting younger than the checkpoint had its default there."""
-    younger = build({name: item.default for name, item in table().items()}).nested()
+    younger = RunConfig.of(Settings.defaults()).nested()
     pairs = (
         _Difference(section, name, before.get(section, {}).get(name, younger[section][name]), value)
         for section, fields in now.items()
@@ -131,9 +119,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[_Dif
 
 
 def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    loaded, now = architecture(saved), config.flat()
+    loaded, now = architecture(saved), config.settings
     if different := differences(loaded, now):
-        shown = "; ".join(f"{name} was {loaded[name]}, is {now[name]}" for name in different)
+        shown = "; ".join(
+            f"{name} was {getattr(loaded.settings, name)}, is {getattr(now, name)}" for name in different
+        )
         raise UserError(
             f"{folder} holds another model ({shown}); use the settings it was made with, choose another --run-dir, "
             f"or start anew with --fresh"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from pentatron.config.draft import Facts
 from pentatron.config.rules import problems_of
-from pentatron.config.run import RunConfig, build, table
+from pentatron.config.run import RunConfig, table
+from pentatron.config.settings import Facts, Settings
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import ConfigError, UserError
 from pentatron.models.causal_lm import CausalLM, build_stages
@@ -70,10 +70,11 @@ def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
     }
     # Rules for training: sequences are cut where tensor ranks have experts, and then must come out even.
     cut = {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}
-    found = problems_of({**values, **cut}, Facts(ranks.world_size, ranks.world_size))
+    facts = Facts(ranks.world_size, ranks.world_size)
+    found = problems_of(Settings({**values, **cut}, facts=facts))
     if found:
         raise ConfigError(found)
-    return build(values)
+    return RunConfig.of(Settings(values))
 
 
 def load_stages(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pentatron.config.data_sources import Blend
+from pentatron.config.blend import Blend
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.sidecar import read_sidecar
 from pentatron.errors import UserError

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.data_sources import Blend
+from pentatron.config.blend import Blend
 from pentatron.config.run import RunConfig
 from pentatron.config.training import DataConfig
 from pentatron.data.blending import Member, SampleRecipe, build_blend

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from pentatron.config.data_sources import counted_by_the_run, names_files, trained_files, without_epochs
+from pentatron.config.blend import counted_by_the_run, names_files, trained_files, without_epochs
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig
+from pentatron.config.settings import unset
 from pentatron.data.epoch_of_files import samples_of_files
 from pentatron.errors import AgreedError
 from pentatron.monitor.display import Display
@@ -23,15 +24,15 @@ def settle_epochs(
     `own_data`: what the settings name is not what is read, or not in a way that we know.
     """
     config = resolved.config
-    if config.train.epochs is None or resolved.epoch is not None:
+    if resolved.open is None:
         return resolved
     if own_data:
-        if config.train.train_iters is None:
+        if unset(config.train.train_iters):
             raise AgreedError(
                 f"how many steps --epochs {config.train.epochs} are is not known: the program has data of its own; give --train-iters instead"
             )
         return resolved
-    named = vars(config.data)
+    named = config.data
     if not counted_by_the_run(named) and (not names_files(named) or without_epochs(named)):
         return resolved
     world.whereabouts.phase = "opening the data"
@@ -50,6 +51,6 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
     prefixes, split = (
         ((str(prepare_corpus(config, world, folder, display).prefix),), config.data.split)
         if config.data.corpus
-        else trained_files(vars(config.data))
+        else trained_files(config.data)
     )
     return samples_of_files(prefixes, split, config.model.seq_length)

@@ -312,7 +312,7 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
     wanted = WANTED[config.kernels.cuda_graphs]
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return Recording()
-    reason = not_recordable(config.flat())
+    reason = not_recordable(config.settings)
     if not configured:
         reason = reason or "a model or a forward step of your own may decide while it runs"
     if device.type != "cuda" or torch.version.hip:

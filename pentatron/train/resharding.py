@@ -16,11 +16,11 @@ from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.checkpoint.streaming import Rectangle, save_rectangles
 from pentatron.checkpoint.tensor_file import DTYPES, Outline
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import Assigned
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig, table
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress
@@ -71,21 +71,21 @@ def layout_for(found: Found, words: Sequence[str]) -> RunConfig:
     for name, item in table().items():
         # Padding follows from the layout; a step has none.
         if item.section in _DECIDE and name in saved and name != "padded_vocab_size":
-            draft.values[name] = Assigned(saved[name], f"{found.folder}")
+            draft.assign(f"{found.folder}", **{name: saved[name]})
     length = saved.get("seq_length") or saved["max_position_embeddings"]
-    draft.values["seq_length"] = Assigned(length, f"{found.folder}")
-    stages = max(1, draft["pipeline_model_parallel_size"])
-    draft.values["gradient_accumulation_steps"] = Assigned(4 * stages, f"default of {ENTRY.name}")
+    draft.assign(f"{found.folder}", seq_length=length)
+    stages = max(1, draft.pipeline_model_parallel_size)
+    draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)
     return resolve(draft, _facts(draft)).config
 
 
 def _facts(draft: Draft) -> Facts:
     """As many processes as were said, or as the sizes make."""
-    world = draft["world_size"] or draft["nproc_per_node"]
+    world = draft.world_size or draft.nproc_per_node
     if world is None:
-        world = draft["data_parallel_size"] or 1
+        world = draft.data_parallel_size or 1
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            world *= draft[name]
+            world *= getattr(draft, name)
     return Facts(max(1, world), max(1, world))
 
 

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pentatron.config.output import CheckpointConfig
-from pentatron.config.run import RunConfig, build, table
+from pentatron.config.run import RunConfig, table
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
 from pentatron.train.state import TrainState, is_number
@@ -100,7 +101,7 @@ def _plain(value: Any) -> str:
 def saved_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of a checkpoint that does not say it: what its settings mean. A setting younger than it had its default."""
     values = {name: settings.get(name, item.default) for name, item in table().items()}
-    return Schedule.of(build(values)).to_json()
+    return Schedule.of(RunConfig.of(Settings(values))).to_json()
 
 
 def settle(config: RunConfig, state: TrainState) -> list[str]:

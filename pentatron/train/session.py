@@ -101,7 +101,7 @@ def open_session(
     assert config.run.run_dir is not None
     folder = RunFolder(Path(config.run.run_dir))
     # The first rank decides, as a launcher may tell each machine something else.
-    start = start_of(config.flat(), resolved.given("load"), resumes or attempt.restarted)
+    start = start_of(config.settings, resolved.given("load"), resumes or attempt.restarted)
     start = Start(broadcast_object(start.value, world.everyone))
     own_lines = config.log.console_lines == "short"
     display = open_display(config.log.progress_bar, shows_steps=own_lines) if world.is_first else Silent()
@@ -125,7 +125,7 @@ def open_session(
             session = Session(resolved, world, folder, display, stop, first, cleanup, program, start, held)
             if attempt.began is not None:
                 session.job_began = attempt.began
-            session.typed_again = start_of(config.flat(), resolved.given("load"), resumes)
+            session.typed_again = start_of(config.settings, resolved.given("load"), resumes)
             yield session
             session.leave()
         except BaseException as error:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from pentatron.config.draft import Facts
 from pentatron.config.graph_rules import WANTED
 from pentatron.config.rules import problems_of
-from pentatron.config.run import RunConfig, build, table
+from pentatron.config.run import RunConfig, table
+from pentatron.config.settings import Facts, Settings
 from pentatron.errors import ConfigError
 from pentatron.nn.balance import loss_weights
 from pentatron.parallel.world import World, single_process
@@ -103,7 +103,7 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
         values["global_batch_size"] = micro * values["data_parallel_size"] * count
         found = _problems(values)
         if not found:
-            return build(values)
+            return RunConfig.of(Settings(values))
     raise ConfigError(found)
 
 
@@ -165,7 +165,9 @@ def _up(number: int, multiple: int) -> int:
 def _problems(values: Mapping[str, Any]) -> list[str]:
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     world = math.prod(values[name] for name in (*sizes, "data_parallel_size"))
-    return problems_of({**values, "world_size": None, "nproc_per_node": world}, Facts(world, world))
+    return problems_of(
+        Settings({**values, "world_size": None, "nproc_per_node": world}, facts=Facts(world, world))
+    )
 
 
 def alone(config: RunConfig) -> RunConfig:
@@ -175,7 +177,7 @@ def alone(config: RunConfig) -> RunConfig:
         "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
     )
     taken = config.train.micro_batch_size if by_micro_batch else config.train.global_batch_size
-    return build({**config.flat(), **defaults, "data_parallel_size": 1, "micro_batch_size": taken})
+    return RunConfig.of(config.settings.changed(**defaults, data_parallel_size=1, micro_batch_size=taken))
 
 
 def in_words(config: RunConfig) -> str:
@@ -237,7 +239,7 @@ def write_settings(config: RunConfig, folder: Path) -> None:
 
 def read_settings(folder: Path) -> RunConfig:
     found: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    return build({n: tuple(v) if table()[n].is_list else v for n, v in found.items()})
+    return RunConfig.of(Settings({n: tuple(v) if table()[n].is_list else v for n, v in found.items()}))
 
 
 def run_reference(config: RunConfig) -> Trajectory:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.prepare import prepare
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT, STANDARD
 from pentatron.config.resolve import Resolved
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training

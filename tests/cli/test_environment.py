@@ -16,7 +16,7 @@ from pentatron.cli.environment import (
 from pentatron.cli.main import main
 from pentatron.cli.prepare import asked_threads
 from pentatron.config.address import meeting_point
-from pentatron.config.draft import Facts
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from pentatron.cli.main import main
 from pentatron.cli.prepare import Prepared, prepare
-from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
+from pentatron.config.settings import Facts
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.errors import AgreedError, ConfigError

@@ -13,9 +13,9 @@ from pentatron.cli.plan import describe
 from pentatron.cli.plan_data import as_data
 from pentatron.cli.plan_report import Report, as_text
 from pentatron.cli.plan_words import command, settings_words
-from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError, UserError
 from pentatron.plan.advice import SETS, TABLE_3D
 

@@ -189,7 +189,7 @@ def test_processes_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, value)
     found = prepare("--preset demo --global-batch-size 32".split(), TRAIN)
     assert (found.facts.world_size, found.facts.local_processes, found.facts.launcher) == (8, 2, "torchrun")
-    assert not found.facts.has_meeting_point
+    assert not found.facts.has_rendezvous
     grid = found.resolved.config.grid
     assert (grid.tensor, grid.pipeline, grid.data) == (2, 2, 2)
 

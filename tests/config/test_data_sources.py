@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.data_sources import Blend
-from pentatron.config.draft import Facts
+from pentatron.config.blend import Blend
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.config.training import DataConfig
 
 LEAST = "--vocab-size 100 --train-iters 3"
@@ -122,4 +122,4 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, s
 def test_what_has_files_of_its_own_is_not_the_demo(tmp_path: Path) -> None:
     (tmp_path / "args").write_text("a")
     draft = gather(["--data-args-path", str(tmp_path / "args")], TRAIN)
-    assert draft["preset"] is None and draft["data_path"] == ("a",)
+    assert draft.preset is None and draft.data_path == ("a",)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pentatron.config.deepspeed import TARGETS, read_deepspeed
-from pentatron.config.draft import Facts
 from pentatron.config.entry import MEGATRON
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

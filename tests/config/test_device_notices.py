@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from pentatron.config.device_notices import IDLE_OF_DEVICES
-from pentatron.config.draft import Facts
 from pentatron.config.run import table
+from pentatron.config.settings import Facts
 from pentatron.parallel.world import single_process
 from pentatron.train.here import without_effect_here
 from tests.config.builders import LEAST, about, resolved
@@ -44,10 +43,6 @@ def test_what_only_a_gpu_acts_on(name: str, words: str) -> None:
     assert list(auto.notices) == [] and without_effect_here(auto, cpu) == [told]
     assert list(on_gpu.notices) == [] and without_effect_here(on_gpu, gpu) == []
     assert without_effect_here(auto, gpu) == []
-
-
-def test_every_one_is_asked() -> None:
-    assert set(ON_A_GPU) == {*IDLE_OF_DEVICES, "fp16"}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, TRAIN, EntryPoint
 from pentatron.config.files import read_file
-from pentatron.config.flags import Assigned
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Assigned, Facts
 from pentatron.errors import ConfigError, UserError
 from pentatron.train.run_folder import config_text
 
@@ -197,7 +196,7 @@ def test_what_a_run_saves_begins_where_the_run_began(tmp_path: Path, monkeypatch
         first = resolve(gather(f"--preset demo --nproc-per-node 1 {words}".split(), TRAIN), Facts(1, 1))
         Path("config.yaml").write_text(config_text(first), encoding="utf-8")
         again = gather("--config config.yaml --run-dir other".split(), TRAIN)
-        return again["load"] if again.given("load") else None
+        return again.load if again.given("load") else None
 
     assert kept("--run-dir r --load models/qwen") == "models/qwen"
     assert kept("--run-dir r --load Qwen/Qwen2.5-0.5B --save elsewhere") == "Qwen/Qwen2.5-0.5B"

@@ -3,7 +3,8 @@
 import pytest
 
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.config.flags import Assigned, did_you_mean, is_flag, normal, parse_flags
+from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
+from pentatron.config.settings import Assigned
 from pentatron.errors import ConfigError
 
 

@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 from pentatron.config.derive import derive
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import Draft
 from pentatron.config.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
-from pentatron.config.flags import Assigned, parse_flags
+from pentatron.config.flags import parse_flags
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Assigned, Facts
 from pentatron.errors import ConfigError
 from tests.config.builders import not_built, problems
 from tests.config.guide_blocks import BLOCKS
@@ -75,7 +76,7 @@ def test_block_is_understood(name: str) -> None:
     block = BLOCKS[name]
     draft = gather(block.words, block.entry)
     typed = {re.split(r"[= ]", word)[0] for word in block.words if word.startswith("--")}
-    told = {a.source.removeprefix("flag ") for a in draft.values.values() if a.source.startswith("flag ")}
+    told = {source.removeprefix("flag ") for source in draft.sources.values() if source.startswith("flag ")}
     # Two flags for one thing: Qwen3's list names rope twice.
     assert typed - told <= {"--position-embedding-type"}
     comments = [n for n in draft.notices if n.startswith("dropped the comment")]
@@ -87,8 +88,8 @@ def test_block_is_understood(name: str) -> None:
 def test_block_is_refused_only_for_what_is_not_built_yet(name: str) -> None:
     block = BLOCKS[name]
     draft = gather(block.words, block.entry)
-    if draft["tokenizer_model"] and not draft["padded_vocab_size"]:
-        draft.derive("vocab_size", 151665, "tokenizer")
+    if draft.tokenizer_model and not draft.padded_vocab_size:
+        draft.derive("tokenizer", vocab_size=151665)
     assert_only_not_built(draft, Facts(block.processes, block.processes))
 
 
@@ -102,9 +103,9 @@ def assert_only_not_built(draft: Draft, facts: Facts) -> None:
 def test_one_shape_block_gives_the_model_it_describes() -> None:
     draft = gather(BLOCKS["001-qwen3-8b"].words, PRETRAIN_GPT)
     shape = {"num_layers": 36, "hidden_size": 4096, "num_query_groups": 8, "vocab_size": 151936}
-    assert {name: draft[name] for name in shape} == shape
-    assert draft["qk_layernorm"] and draft["gated_linear_unit"] and not draft["add_bias_linear"]
-    assert draft["position_embedding_type"] == "rope" and draft["layernorm_epsilon"] == 1e-6
+    assert {name: getattr(draft, name) for name in shape} == shape
+    assert draft.qk_layernorm and draft.gated_linear_unit and not draft.add_bias_linear
+    assert draft.position_embedding_type == "rope" and draft.layernorm_epsilon == 1e-6
 
 
 def test_a_comment_reaches_to_the_next_flag() -> None:
@@ -134,8 +135,9 @@ def test_its_reduced_form_fits_on_one_machine() -> None:
     found = problems(block.text, Facts(8, 8), PRETRAIN_GPT, least="")
     assert found == not_built(found)
     draft = gather(block.words, PRETRAIN_GPT)
-    derive(draft, Facts(8, 8))
-    assert draft["data_parallel_size"] == 1
+    draft.facts = Facts(8, 8)
+    derive(draft)
+    assert draft.data_parallel_size == 1
 
 
 def test_legacy_launchers_local_rank_is_tolerated() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.draft import Facts
+from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError
 from tests import support
 from tests.config.builders import problems

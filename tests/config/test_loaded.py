@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.draft import Draft, Facts
+from pentatron.config.draft import Draft
 from pentatron.config.loaded import adopt
 from pentatron.config.resolve import resolve
+from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError
 from tests.config.builders import draft, values
 
@@ -30,13 +31,13 @@ def test_a_setting_younger_than_what_is_loaded_had_its_default() -> None:
     older = {name: value for name, value in SAVED.items() if name not in ("rotary_base", "num_experts")}
     found = draft("--mock-data --train-iters 10 --rotary-base 5e5")
     adopt(found, Facts(1), older, "there", "or load another model")
-    assert list(found.wrong) == ["rotary_base"] and found["num_experts"] is None
+    assert list(found.wrong) == ["rotary_base"] and found.num_experts is None
 
 
 def test_a_default_preset_gives_way_but_a_named_one_must_agree() -> None:
     underneath = draft("--train-iters 10")
     adopt(underneath, Facts(1), SAVED, "there", "or load another model")
-    assert (underneath["num_layers"], underneath["normalization"]) == (
+    assert (underneath.num_layers, underneath.normalization) == (
         3,
         "LayerNorm",
     ) and not underneath.wrong
@@ -45,7 +46,7 @@ def test_a_default_preset_gives_way_but_a_named_one_must_agree() -> None:
 
 def test_code_is_never_taken_from_a_file() -> None:
     found = adopted("", spec=["layers", "mine"])
-    assert found["spec"] == ()
+    assert found.spec == ()
     assert (
         found.wrong["spec"]
         == "there was made with --spec layers mine; give that again, as code is not taken from files"
@@ -57,9 +58,9 @@ def test_code_is_never_taken_from_a_file() -> None:
 def test_a_tokenizer_may_have_fewer_ids_than_the_model_but_not_more() -> None:
     for ids, wrong in ((90, []), (101, ["tokenizer_model"])):
         found = draft("--mock-data --train-iters 10 --tokenizer-model some.json")
-        found.derive("vocab_size", ids, "tokenizer some.json")
+        found.derive("tokenizer some.json", vocab_size=ids)
         adopt(found, Facts(1), SAVED, "there", "or load another model")
-        assert list(found.wrong) == wrong and found["vocab_size"] == 100
+        assert list(found.wrong) == wrong and found.vocab_size == 100
     assert found.wrong["tokenizer_model"].startswith(
         "tokenizer some.json has 101 ids, the model of there 100;"
     )

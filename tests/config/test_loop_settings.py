@@ -2,8 +2,7 @@
 
 import pytest
 
-from pentatron.config.draft import Facts
-from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
+from pentatron.config.settings import Facts
 from tests.config.builders import LEAST, about, problems
 
 # setting, words it is idle with, words it acts with
@@ -87,11 +86,6 @@ def test_one_process_has_no_replicas() -> None:
     )
     assert len(about(name, f"{LEAST} {words}", Facts(1))) == 1
     assert about(name, f"{LEAST} {words}", Facts(2, 2)) == []
-
-
-def test_every_idle_reason_has_a_case() -> None:
-    elsewhere = {"check_weight_hash_across_dp_replicas_interval"}
-    assert set(IDLE_OF_THE_LOOP) - elsewhere <= {case[0] for case in CASES}
 
 
 def test_a_profile_ends_after_it_begins() -> None:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from pentatron.config.draft import Facts
-from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.position_rules import POSITION_RULES
+from pentatron.config.settings import Facts
 from pentatron.config.windows import window_of, windowed_layers
 from tests.config.builders import LEAST, about, notices, problems, values
 
@@ -120,10 +119,6 @@ def test_idle(name: str, idle: str, acting: str) -> None:
     flag, reason = line.split(": ", 1)
     assert flag in idle and len(reason.split()) >= 4
     assert about(name, f"{LEAST} {acting}", ONE) == []
-
-
-def test_every_idle_reason_has_a_case() -> None:
-    assert set(IDLE_OF_THE_MODEL) == {case[0] for case in IDLE}
 
 
 def scaling(words: str) -> tuple[object, ...]:

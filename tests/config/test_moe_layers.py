@@ -81,6 +81,6 @@ def test_stages_are_divided_by_what_a_token_costs_there() -> None:
     """Two experts of 100 and a shared one of 50 in half of the layers, 1000 in the others: 625 on average."""
     experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 100 --moe-shared-expert-intermediate-size 50"
     words = f"--num-layers 4 --hidden-size 64 --ffn-hidden-size 1000 {experts} --moe-layer-freq 2"
-    mixed = costs_of(resolved(words).config.flat()).layer
-    plain = costs_of(resolved("--num-layers 4 --hidden-size 64 --ffn-hidden-size 625").config.flat()).layer
+    mixed = costs_of(resolved(words).config.settings).layer
+    plain = costs_of(resolved("--num-layers 4 --hidden-size 64 --ffn-hidden-size 625").config.settings).layer
     assert mixed == plain

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.device_notices import IDLE_OF_DEVICES
-from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
-from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
-from pentatron.config.model_notices import IDLE_OF_THE_MODEL
-from pentatron.config.notices import IDLE
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import table
-from pentatron.config.sft_rules import IDLE_OF_SFT
+from pentatron.config.settings import Facts
 from tests.config.builders import LEAST, about, notices, other_value
+from tests.config.test_device_notices import ON_A_GPU
+from tests.config.test_loop_settings import CASES as OF_THE_LOOP
+from tests.config.test_model_settings import IDLE as OF_THE_MODEL
 
 ONE = Facts(1)
 TWO = Facts(2, 2)
@@ -507,16 +505,13 @@ def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts
     assert about(name, acting, acting_facts) == []
 
 
-def test_every_idle_reason_has_a_case() -> None:
-    """Those of the model are in test_model_settings.py, those of the loop and of devices in files of their names."""
-    elsewhere = (
-        {n for n, s in table().items() if s.section == "moe"}
-        | set(IDLE_OF_THE_MODEL)
-        | set(IDLE_OF_SFT)
-        | set(IDLE_OF_THE_LOOP)
-        | set(IDLE_OF_DEVICES)
-    )
-    assert set(IDLE) - elsewhere == {case[0] for case in CASES} - elsewhere
+def test_every_need_has_a_case() -> None:
+    """Conversations are in train/test_sft.py."""
+    conversations = {"sft_packing", "sft_tokenizer_prompt_format", "chat_template", "sft_date"}
+    elsewhere = {"check_weight_hash_across_dp_replicas_interval", *conversations, *ON_A_GPU}
+    cases = {case[0] for case in (*CASES, *OF_THE_LOOP, *OF_THE_MODEL)}
+    with_needs = {n for n, item in table().items() if item.needs and item.section != "moe"}
+    assert with_needs - elsewhere == {n for n in cases if table()[n].section != "moe"} - elsewhere
 
 
 def test_what_a_line_looks_like() -> None:

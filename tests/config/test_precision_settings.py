@@ -2,7 +2,6 @@
 
 import pytest
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import (
     EXAMPLE,
     MEGATRON,
@@ -13,6 +12,7 @@ from pentatron.config.entry import (
     EntryPoint,
 )
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.optim.loss_scale import LossScaler
 from tests.config.builders import LEAST, problems, values
 

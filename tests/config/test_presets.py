@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from pentatron.config.derive import derive
-from pentatron.config.draft import Facts
 from pentatron.config.presets import presets
-from tests.config.builders import draft, problems, values
+from pentatron.config.settings import Facts, Settings
+from tests.config.builders import draft, problems, resolved, values
 
 # Billions of parameters, to the digits in which they are published; "total/active" for mixtures of experts.
 PUBLISHED = {
@@ -57,41 +57,42 @@ PUBLISHED = {
 LEAST = "--mock-data --train-iters 10"
 
 
-def completed(name: str) -> dict[str, Any]:
+def completed(name: str) -> Settings:
     """The preset's values with all that follows from them."""
     found = draft(f"--preset {name} {LEAST}")
-    assert derive(found, Facts(1)) == []
-    return {key: assigned.value for key, assigned in found.values.items()}
+    found.facts = Facts(1)
+    assert derive(found) == []
+    return found
 
 
-def parameters(v: dict[str, Any], experts_counted: int) -> int:
+def parameters(v: Settings, experts_counted: int) -> int:
     """Weights and biases of a decoder with these settings; `experts_counted` of its experts, if it has any."""
-    hidden, bias = v["hidden_size"], v["add_bias_linear"]
-    attended = v["num_attention_heads"] * v["kv_channels"]
-    qkv = attended + 2 * v["num_query_groups"] * v["kv_channels"]
-    norm = hidden * (2 if v["normalization"] == "LayerNorm" else 1)
+    hidden, bias = v.hidden_size, v.add_bias_linear
+    attended = v.num_attention_heads * v.kv_channels
+    qkv = attended + 2 * v.num_query_groups * v.kv_channels
+    norm = hidden * (2 if v.normalization == "LayerNorm" else 1)
     attention = hidden * qkv + attended * hidden + 2 * norm
-    attention += (qkv if bias or v["add_qkv_bias"] else 0) + (hidden if bias or v["add_proj_bias"] else 0)
-    attention += 2 * v["kv_channels"] if v["qk_layernorm"] else 0
-    matrices = 3 if v["gated_linear_unit"] else 2
-    if v["num_experts"]:
-        mlp = experts_counted * matrices * hidden * v["moe_ffn_hidden_size"] + hidden * v["num_experts"]
-        mlp += matrices * hidden * (v["moe_shared_expert_intermediate_size"] or 0)
-        mlp += hidden if v["moe_shared_expert_gate"] else 0
+    attention += (qkv if bias or v.add_qkv_bias else 0) + (hidden if bias or v.add_proj_bias else 0)
+    attention += 2 * v.kv_channels if v.qk_layernorm else 0
+    matrices = 3 if v.gated_linear_unit else 2
+    if v.num_experts:
+        mlp = experts_counted * matrices * hidden * v.moe_ffn_hidden_size + hidden * v.num_experts
+        mlp += matrices * hidden * (v.moe_shared_expert_intermediate_size or 0)
+        mlp += hidden if v.moe_shared_expert_gate else 0
     else:
-        width = v["ffn_hidden_size"]
+        width = v.ffn_hidden_size
         mlp = matrices * hidden * width
-        mlp += (matrices - 1) * width + hidden if bias or v["add_mlp_bias"] else 0
-    rows = v["padded_vocab_size"] * (2 if v["untie_embeddings_and_output_weights"] else 1)
-    learned = v["position_embedding_type"] == "learned_absolute"
-    rows += v["max_position_embeddings"] if learned else 0
-    return int(v["num_layers"] * (attention + mlp) + norm + rows * hidden)
+        mlp += (matrices - 1) * width + hidden if bias or v.add_mlp_bias else 0
+    rows = v.padded_vocab_size * (2 if v.untie_embeddings_and_output_weights else 1)
+    learned = v.position_embedding_type == "learned_absolute"
+    rows += v.max_position_embeddings if learned else 0
+    return int(v.num_layers * (attention + mlp) + norm + rows * hidden)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters(name: str) -> None:
     found = completed(name)
-    counted = (found["num_experts"] or 0, found["moe_router_topk"])
+    counted = (found.num_experts or 0, found.moe_router_topk)
     for published, experts in zip(PUBLISHED[name].split("/"), counted):
         digits = len(published.partition(".")[2])
         assert f"{parameters(found, experts) / 1e9:.{digits}f}" == published
@@ -109,18 +110,18 @@ def test_preset_resolves(name: str) -> None:
 
 def test_families() -> None:
     qwen25, qwen3, llama = (
-        values(f"--preset {n}", least=LEAST) for n in ("qwen2.5-7b", "qwen3-8b", "llama3-8b")
+        resolved(f"--preset {n}", least=LEAST).settings for n in ("qwen2.5-7b", "qwen3-8b", "llama3-8b")
     )
     for found in (qwen25, qwen3, llama):
-        assert found["normalization"] == "RMSNorm" and found["gated_linear_unit"]
-        assert found["position_embedding_type"] == "rope" and not found["add_bias_linear"]
-        assert found["num_query_groups"] < found["num_attention_heads"]
-        assert (found["hidden_dropout"], found["attention_dropout"]) == (0.0, 0.0)
-    assert [f["add_qkv_bias"] for f in (qwen25, qwen3, llama)] == [True, False, False]
-    assert [f["qk_layernorm"] for f in (qwen25, qwen3, llama)] == [False, True, False]
-    assert [f["rotary_base"] for f in (qwen25, qwen3, llama)] == [1e6, 1e6, 5e5]
-    assert [f["layernorm_epsilon"] for f in (qwen25, qwen3, llama)] == [1e-6, 1e-6, 1e-5]
-    assert qwen25["padded_vocab_size"] == 152064
+        assert found.normalization == "RMSNorm" and found.gated_linear_unit
+        assert found.position_embedding_type == "rope" and not found.add_bias_linear
+        assert found.num_query_groups < found.num_attention_heads
+        assert (found.hidden_dropout, found.attention_dropout) == (0.0, 0.0)
+    assert [f.add_qkv_bias for f in (qwen25, qwen3, llama)] == [True, False, False]
+    assert [f.qk_layernorm for f in (qwen25, qwen3, llama)] == [False, True, False]
+    assert [f.rotary_base for f in (qwen25, qwen3, llama)] == [1e6, 1e6, 5e5]
+    assert [f.layernorm_epsilon for f in (qwen25, qwen3, llama)] == [1e-6, 1e-6, 1e-5]
+    assert qwen25.padded_vocab_size == 152064
 
 
 def test_llamas_after_the_third_are_stretched_for_long_sequences() -> None:
@@ -136,9 +137,10 @@ def test_llamas_after_the_third_are_stretched_for_long_sequences() -> None:
 
 def test_gpt3_has_padding_for_eight_tensor_ranks() -> None:
     found = draft(f"--preset gpt3-175b {LEAST} --tp_size 8")
-    derive(found, Facts(8, 8))
-    assert found["padded_vocab_size"] == 51200
-    assert found["ffn_hidden_size"] == 49152
+    found.facts = Facts(8, 8)
+    derive(found)
+    assert found.padded_vocab_size == 51200
+    assert found.ffn_hidden_size == 49152
 
 
 def test_a_preset_is_a_copy() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from pentatron.config.derive import derive
-from pentatron.config.draft import Facts
 from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import table
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from tests.config.builders import draft, notices, problems, resolved, values
 
@@ -47,20 +47,20 @@ def test_preset_then_file_then_flag(tmp_path: Path) -> None:
 def test_a_flags_preset_replaces_the_files(tmp_path: Path) -> None:
     path = file(tmp_path, "preset: demo\nlr: 5e-5\n")
     found = gather(["--config", path, "--preset", "qwen3-8b"], TRAIN)
-    assert (found["hidden_size"], found["lr"], found["corpus"]) == (4096, 5e-5, None)
+    assert (found.hidden_size, found.lr, found.corpus) == (4096, 5e-5, None)
 
 
 def test_entry_point_defaults_lie_below_everything() -> None:
     found = gather([], EXAMPLE)
-    assert found["dataset_size"] == 1000
+    assert found.dataset_size == 1000
     assert found.source("dataset_size") == "default of megatron_core_training_example.py"
-    assert gather(["--preset", "demo"], EXAMPLE)["train_iters"] == 400
-    assert gather(["--dataset-size", "7"], EXAMPLE)["dataset_size"] == 7
+    assert gather(["--preset", "demo"], EXAMPLE).train_iters == 400
+    assert gather(["--dataset-size", "7"], EXAMPLE).dataset_size == 7
 
 
 def test_megatrons_default_decay_is_kept_in_its_entry_point() -> None:
-    assert gather([], PRETRAIN_GPT)["lr_decay_style"] == "linear"
-    assert gather([], TRAIN)["lr_decay_style"] == "cosine"
+    assert gather([], PRETRAIN_GPT).lr_decay_style == "linear"
+    assert gather([], TRAIN).lr_decay_style == "cosine"
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_megatrons_default_decay_is_kept_in_its_entry_point() -> None:
     ],
 )  # fmt: skip
 def test_who_names_data_or_a_preset_does_not_get_the_demo(words: str) -> None:
-    assert draft(words)["run_dir"] not in ("runs/demo", "runs/run")
-    assert draft("--num-layers 2 --lr 1")["run_dir"] == "runs/demo"
+    assert draft(words).run_dir not in ("runs/demo", "runs/run")
+    assert draft("--num-layers 2 --lr 1").run_dir == "runs/demo"
 
 
 def test_a_file_replaces_the_demo_as_well(tmp_path: Path) -> None:
-    assert gather(["--config", file(tmp_path, "num_layers: 3")], TRAIN)["corpus"] is None
+    assert gather(["--config", file(tmp_path, "num_layers: 3")], TRAIN).corpus is None
 
 
 def test_the_demo_belongs_to_pentatron_train_only() -> None:
-    assert draft("", PRETRAIN_GPT)["corpus"] is None
+    assert draft("", PRETRAIN_GPT).corpus is None
 
 
 def test_unknown_preset() -> None:
@@ -170,8 +170,9 @@ def test_ffn_width(words: str, ffn: int) -> None:
 def test_padded_vocabulary(vocab: int, divisor: int, tp: int, padded: int) -> None:
     words = f"--vocab-size {vocab} --make-vocab-size-divisible-by {divisor} --tensor-model-parallel-size {tp}"
     found = draft(f"--mock-data {words}")
-    assert derive(found, Facts(tp, tp)) == []
-    assert found["padded_vocab_size"] == padded
+    found.facts = Facts(tp, tp)
+    assert derive(found) == []
+    assert found.padded_vocab_size == padded
 
 
 def test_a_padded_vocabulary_that_is_given_stays() -> None:
@@ -183,7 +184,7 @@ def test_a_padded_vocabulary_that_is_given_stays() -> None:
 
 def test_a_vocabulary_learned_from_a_tokenizer_keeps_its_origin() -> None:
     found = draft("--mock-data --train-iters 3")
-    found.derive("vocab_size", 77, "tokenizer x")
+    found.derive("tokenizer x", vocab_size=77)
     done = resolve(found, Facts(1))
     assert done.config.model.padded_vocab_size == 128
     assert done.sources["vocab_size"] == "derived: tokenizer x"
@@ -204,8 +205,9 @@ def test_processes() -> None:
 def test_data_parallel_size_is_what_the_model_leaves() -> None:
     for tp, pp, world, dp in ((2, 2, 8, 2), (4, 2, 16, 2), (8, 16, 128, 1), (4, 2, 8, 1)):
         found = draft(f"--tp_size {tp} --pp_size {pp}")
-        derive(found, Facts(world, 8))
-        assert found["data_parallel_size"] == dp
+        found.facts = Facts(world, 8)
+        derive(found)
+        assert found.data_parallel_size == dp
 
 
 def test_a_presets_number_of_processes_gives_way_to_the_launchers() -> None:

@@ -2,14 +2,13 @@
 
 import pytest
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import STANDARD
-from pentatron.config.limits import LIMITS, not_available, out_of_limits
 from pentatron.config.loop_rules import LOOP_RULES
 from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
-from pentatron.config.rules import RULES, problems_of
+from pentatron.config.rules import RULES, not_available, out_of_limits, problems_of
 from pentatron.config.run import table
+from pentatron.config.settings import Facts
 from pentatron.config.sft_rules import SFT_RULES
 from tests.config.builders import not_built, problems, resolved
 
@@ -418,13 +417,15 @@ def test_all_problems_are_reported_at_once() -> None:
 # --- values by themselves ---
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", [name for name, item in table().items() if item.limit is not None])
 def test_limits(name: str) -> None:
-    values = resolved().config.flat()
+    settings = resolved().settings
+    limit = table()[name].limit
+    assert limit is not None
     bad = {"master_port": 65536, "window_size": -2}.get(name, -1)
-    sentence = out_of_limits({**values, name: bad})
-    assert sentence == {name: f"{table()[name].flag} {bad} must be {LIMITS[name].words}"}
-    assert out_of_limits(values) == {}
+    sentence = out_of_limits(settings.changed(**{name: bad}))
+    assert sentence == {name: f"{table()[name].flag} {bad} must be {limit.words}"}
+    assert out_of_limits(settings) == {}
 
 
 @pytest.mark.parametrize(
@@ -460,13 +461,8 @@ def test_values_at_their_limit(words: str) -> None:
 
 
 def test_a_rule_that_looks_at_a_wrong_value_is_not_heard() -> None:
-    values = {
-        **resolved().config.flat(),
-        "seq_length": -5,
-        "max_position_embeddings": -3,
-        "num_attention_heads": 0,
-    }
-    assert problems_of(values, ONE) == [
+    wrong = resolved().settings.changed(seq_length=-5, max_position_embeddings=-3, num_attention_heads=0)
+    assert problems_of(wrong) == [
         "--num-attention-heads 0 must be more than 0",
         "--seq-length -5 must be more than 0",
         "--max-position-embeddings -3 must be more than 0",
@@ -488,9 +484,9 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
 
 
 def test_refusals_of_a_presets_values() -> None:
-    values = {**resolved().config.flat(), "fp8_recipe": "delayed", "multi_latent_attention": True}
-    sources = {"fp8_recipe": "preset x", "multi_latent_attention": "preset x"}
-    assert sorted(not_available(values, sources)) == [
+    settings = resolved().settings.copy()
+    settings.assign("preset x", fp8_recipe="delayed", multi_latent_attention=True)
+    assert sorted(not_available(settings)) == [
         "--fp8-recipe delayed needs another scaling of fp8 than by tensor or by row, which this version does not have yet; "
         "add --fp8-recipe tensorwise to do without",
         "--multi-latent-attention needs multi-latent attention, which this version does not have yet; "

@@ -7,7 +7,7 @@ from pentatron.config.resolve import gather
 
 
 def folder(words: str) -> str:
-    found: str = gather(words.split(), TRAIN)["run_dir"]
+    found: str = gather(words.split(), TRAIN).run_dir
     return found
 
 
@@ -40,4 +40,4 @@ def test_a_name_is_one_short_word() -> None:
 
 
 def test_a_script_keeps_its_own_folder() -> None:
-    assert gather("--mock-data --hidden-size 64".split(), PRETRAIN_GPT)["run_dir"] == "runs/pretrain_gpt"
+    assert gather("--mock-data --hidden-size 64".split(), PRETRAIN_GPT).run_dir == "runs/pretrain_gpt"

@@ -28,10 +28,10 @@ def test_grid() -> None:
 def test_costs_are_the_multiplications_of_a_token() -> None:
     """hidden 32, 4 heads of 8, 2 groups, MLP 40, 16 tokens, 128 rows of vocabulary."""
     words = "--num-query-groups 2 --ffn-hidden-size 40"
-    plain = costs_of(config(words, 1).flat())
+    plain = costs_of(config(words, 1).settings)
     attention = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 16 * 32
     assert (plain.layer, plain.embedding, plain.head) == (attention + 2 * 32 * 40, 0, 32 * 128)
-    gated = costs_of(config(f"{words} --swiglu", 1).flat())
+    gated = costs_of(config(f"{words} --swiglu", 1).settings)
     assert gated.layer - plain.layer == 32 * 40
 
 

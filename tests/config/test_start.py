@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.config.start import Start, how_to_go_on, start_of
 
 LEAST = "--mock-data --vocab-size 50 --train-iters 4"
@@ -15,7 +15,7 @@ LEAST = "--mock-data --vocab-size 50 --train-iters 4"
 
 def start(words: str, entry: EntryPoint, restarted: bool = False) -> Start:
     found = resolve(gather(f"{LEAST} {words}".split(), entry), Facts(1))
-    return start_of(found.config.flat(), found.given("load"), entry.resumes or restarted)
+    return start_of(found.settings, found.given("load"), entry.resumes or restarted)
 
 
 @pytest.mark.parametrize(

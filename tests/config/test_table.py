@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import ENTRY_POINTS, TRAIN
-from pentatron.config.flags import Assigned, parse_flags
-from pentatron.config.limits import LIMITS
-from pentatron.config.notices import IDLE
+from pentatron.config.flags import parse_flags
 from pentatron.config.presets import presets
 from pentatron.config.rules import problems_of
-from pentatron.config.run import RunConfig, build, sections, table
+from pentatron.config.run import RunConfig, sections, table
+from pentatron.config.settings import Assigned, Settings
 from tests.config.builders import all_settings, other_value, resolved
 from tests.config.usage import settings_read, settings_read_anywhere
 
@@ -68,7 +66,7 @@ def test_defaults_are_of_the_declared_type_and_among_the_choices() -> None:
 
 def test_build_puts_every_value_into_its_section() -> None:
     values = {name: object() for name in table()}
-    config = build(values)
+    config = RunConfig.of(Settings(values))
     assert config.flat() == values
     assert {s.section for s in table().values()} == {f.name for f in dataclasses.fields(RunConfig)}
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -92,10 +90,10 @@ def test_every_setting_is_reached_by_its_own_flag(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, item in table().items() if item.not_yet])
 def test_every_missing_feature_is_refused(name: str) -> None:
     item = table()[name]
-    values = {**resolved().config.flat(), name: other_value(item)}
-    refusals = [p for p in problems_of(values, Facts(1)) if "which this version does not have yet" in p]
+    settings = resolved().settings.changed(**{name: other_value(item)})
+    refusals = [p for p in problems_of(settings) if "which this version does not have yet" in p]
     assert refusals == [
-        f"{item.written(values[name])} needs {item.not_yet}, which this version does not have yet; leave it out"
+        f"{item.written(getattr(settings, name))} needs {item.not_yet}, which this version does not have yet; leave it out"
     ]
     assert not item.refuses(item.default)
     assert not any(item.refuses(value) for value in item.available)
@@ -105,14 +103,14 @@ def test_every_missing_feature_is_refused(name: str) -> None:
 def test_every_number_has_limits(name: str) -> None:
     item = table()[name]
     elsewhere = item.choices or (item.is_list and item.not_yet)
-    assert (name in LIMITS) != bool(elsewhere), (
+    assert (item.limit is not None) != bool(elsewhere), (
         "choices are limits of their own, and a refused list needs none"
     )
 
 
-def test_limits_name_settings_and_admit_their_defaults() -> None:
-    for name, limit in LIMITS.items():
-        assert all(limit.holds(number) for number in entries(table()[name].default)), name
+def test_limits_admit_the_defaults() -> None:
+    for name, item in table().items():
+        assert item.limit is None or item.limit.allows(item.default), name
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +124,7 @@ def test_no_setting_is_silently_ignored(name: str, read: dict[str, set[str]]) ->
     item = table()[name]
     if name in WAITS_FOR and not read.get(name):
         assert table()[WAITS_FOR[name]].not_yet, f"{name} must be used now, or refused"
-        assert name in IDLE
+        assert item.needs
         return
     assert read.get(name) or item.not_yet or item.notice or name in ONLY_CHECKED
 
@@ -146,7 +144,7 @@ def test_a_notice_does_not_hide_a_setting_that_acts(name: str, read: dict[str, s
             {"lr"},
         ),
         ("def f(config):\n    data, x = config.data, 1\n    return data.split", {"split"}),
-        ("x = draft['lr']", {"lr"}),
+        ("x = draft.lr", {"lr"}),
         ("x = text.split(',')", set()),
         ("x = worker.local_rank", set()),
         ("x = row['lr']", set()),

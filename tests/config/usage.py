@@ -1,7 +1,7 @@
 """Which settings the source reads, found by a walk over its syntax trees.
 
 A read counts when it can change what a run does: `config.optim.lr`, `self.config.lr` where the class was given an
-`OptimConfig`, `draft["lr"]` in a derivation. Rules and notices only talk about a value and do not count.
+`OptimConfig`, `draft.lr` in a derivation. Rules and needs only judge a value and do not count.
 """
 
 import ast
@@ -13,7 +13,6 @@ from pentatron.config.run import sections, table
 PACKAGE = Path(__file__).parents[2] / "pentatron"
 DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "loop.py", "setting.py"}
 ONLY_TALK = {
-    "data_notices.py",
     "rules.py",
     "layout_rules.py",
     "limits.py",
@@ -21,9 +20,10 @@ ONLY_TALK = {
     "notices.py",
     "precision_rules.py",
     "schedule_rules.py",
-    "schedule_notices.py",
+    "settings.py",
 }
-DRAFTS = {"draft", "values", "written"}
+# Variables that hold a `Settings` or a `Draft`.
+DRAFTS = {"asked", "draft", "s", "settings"}
 SECTION_OF = {cls.__name__: section for section, cls in sections().items()}
 
 
@@ -32,6 +32,8 @@ def settings_read_anywhere() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE)
+        if module.parts[:2] == ("config", "needs"):
+            continue
         if module.parts[0] == "config" and module.name in DECLARATIONS | ONLY_TALK:
             continue
         for name in settings_read(path.read_text(encoding="utf-8")):
@@ -45,12 +47,9 @@ def settings_read(source: str) -> set[str]:
     aliases = _aliases(tree)
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            if _last_name(node.value) in DRAFTS:
-                found.add(str(node.slice.value))
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in table():
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in table():
             base = _last_name(node.value)
-            if table()[node.attr].section in {base, *aliases[base]}:
+            if base in DRAFTS or table()[node.attr].section in {base, *aliases[base]}:
                 found.add(node.attr)
     return found & set(table())
 

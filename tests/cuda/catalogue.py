@@ -5,11 +5,11 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import LAYOUT
 from pentatron.config.presets import presets
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig, table
+from pentatron.config.settings import Facts
 from pentatron.train.comparison import STEPS
 from pentatron.train.verify import alone, small_twin
 from tests.cuda import families, spread, trials, whole_runs

@@ -18,11 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.flags import Assigned
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
+from pentatron.config.settings import Assigned, Facts
 from pentatron.data.loader import Batch, build_loader
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pentatron.config.presets import presets
-from pentatron.config.run import build
+from pentatron.config.run import RunConfig
+from pentatron.config.settings import Settings
 from pentatron.hf.architecture import config_of, settings_of
 from tests.config.test_presets import PUBLISHED, completed, parameters
 
@@ -16,7 +17,7 @@ def test_transformers_counts_the_same(name: str) -> None:
     found = completed(name)
     # A list of layers with experts would have to be cut too; no preset has one.
     found |= {"num_layers": 2, "padded_vocab_size": found["vocab_size"]}
-    config = build(found)
+    config = RunConfig.of(Settings(found))
     written = config_of(config.model, config.moe)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))

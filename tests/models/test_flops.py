@@ -1,9 +1,9 @@
 import pytest
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
+from pentatron.config.settings import Facts
 from pentatron.models.flops import step_flops
 
 

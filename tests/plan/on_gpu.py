@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
+from pentatron.config.settings import Facts
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.world import single_process
 from pentatron.plan import activations

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import LAYOUT
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
+from pentatron.config.settings import Facts
 from pentatron.plan.footprint import footprint, footprint_line
 
 MB = 2**20

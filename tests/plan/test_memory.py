@@ -97,9 +97,9 @@ def test_parameters_are_the_published_numbers(preset: str, billions: float, acti
 
 
 def _of_preset(words: str):  # type: ignore[no-untyped-def]
-    from pentatron.config.draft import Facts
     from pentatron.config.entry import LAYOUT
     from pentatron.config.resolve import gather, resolve
+    from pentatron.config.settings import Facts
 
     return resolve(gather(words.split(), LAYOUT), Facts(1), built_only=False).config
 

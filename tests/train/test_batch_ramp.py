@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from pentatron.config.batch_sizes import size_problem, sizes_problem
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from pentatron.layout.batch_plan import linear_ramp
 from pentatron.layout.check import check

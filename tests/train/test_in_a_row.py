@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.config.resolve import gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.train.attempts import Attempt, Launched, attempt_in

@@ -21,11 +21,11 @@ from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.cli.loaded import learn_from_loaded
 from pentatron.cli.main import main
-from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.loaded import architecture, differences
 from pentatron.config.resolve import Resolved, foreseen, gather, resolve
 from pentatron.config.run import table
+from pentatron.config.settings import Facts, Settings
 from pentatron.config.start import start_of
 from pentatron.errors import ConfigError, UserError
 from pentatron.hf.small_files import carry_files
@@ -205,7 +205,7 @@ def test_windows_and_factors_of_another_model_are_a_contradiction() -> None:
     base |= {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "seq_length": 2048}
 
     def found(loaded: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        return differences(architecture(base | loaded), base | now)
+        return differences(architecture(base | loaded), Settings.defaults(**base, **now))
 
     narrow, wide = {"window_size": (1023, 0)}, {"window_size": (4095, 0)}
     for loaded, now in ((wide, narrow), (narrow, wide), (wide, {}), ({}, wide)):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pentatron.cli.layout import describe
-from pentatron.config.run import build
+from pentatron.config.run import RunConfig
+from pentatron.config.settings import Settings
 from pentatron.parallel.world import single_process
 from pentatron.train.trial import run_trial
 from pentatron.train.verify import alone, fewest_replicas, in_words, judge
@@ -37,7 +38,9 @@ def test_another_partition_of_the_batch_would_be_seen() -> None:
     config = twin(words)
     ranks = run_distributed(on_a_rank, 2, timeout=120.0, words=words, bug="")
     reference = alone(config)
-    at_once = build({**reference.flat(), "micro_batch_size": reference.train.global_batch_size})
+    at_once = RunConfig.of(
+        Settings({**reference.flat(), "micro_batch_size": reference.train.global_batch_size})
+    )
     world = single_process(torch.device("cpu"))
     assert judge(ranks, run_trial(reference, world)).passes
     wrong = judge(ranks, run_trial(at_once, world))

@@ -17,9 +17,9 @@ import pentatron.train.session as session_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
-from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.data.synthetic import SyntheticDataset
 from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Grid

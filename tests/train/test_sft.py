@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import Resolved, gather, resolve
+from pentatron.config.settings import Facts
 from pentatron.data.boundaries import DOCUMENT_STARTS
 from pentatron.data.index_cache import IndexCache
 from pentatron.data.loader import build_loader, collate

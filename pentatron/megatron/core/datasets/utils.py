@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pentatron.config.data_sources import Blend as OwnBlend
+from pentatron.config.blend import Blend as OwnBlend
 from pentatron.megatron.core.datasets.gpt_dataset import Blend
 
 
