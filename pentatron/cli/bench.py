@@ -90,7 +90,7 @@ def bench_command(words: Sequence[str]) -> int:
             raise UserError(
                 "--find-micro-batch tries one layout; leave --list and --variants out, or look for layouts without it"
             )
-        return find_micro_batch(sweep, _given_batches(settings))
+        return find_micro_batch(sweep, _batch_is_given(settings))
     variants = [name for word in options["variants"] for name in word.split(",") if name]
     layouts = candidates(sweep.processes, experts, fixed, variants)
     if not layouts:
@@ -114,10 +114,11 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, settings
 
 
-def _given_batches(settings: Sequence[str]) -> dict[str, bool]:
+def _batch_is_given(settings: Sequence[str]) -> bool:
     draft = gather(settings, _BENCH)
-    names = ("micro_batch_size", "global_batch_size", *_OTHER_BATCHES)
-    return {name: draft.given(name) for name in names}
+    if draft.given("micro_batch_size"):
+        raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
+    return any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
 
 
 def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int | None, dict[str, int]]:

@@ -90,7 +90,6 @@ def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progres
     if prepared is None:
         return row
     config = prepared.resolved.config
-    assert config.launch.threads_per_process is not None and config.train.global_batch_size is not None
     prepare_for_workers(config.launch.threads_per_process)
     metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
     if live is not None:

@@ -38,11 +38,9 @@ _SIGNS = (
 _ALL_OF_IT = "the rest of the memory is for the allocator's gaps and the libraries: a long run may need a little more than a short one"
 
 
-def find_micro_batch(sweep: Sweep, is_given: dict[str, bool]) -> int:
-    """`is_given`: whether the user said the size of a step's batch, in one way or another, or that of a micro-batch."""
-    if is_given["micro_batch_size"]:
-        raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
-    hunt = _Hunt(sweep, any(given for name, given in is_given.items() if name != "micro_batch_size"))
+def find_micro_batch(sweep: Sweep, batch_is_given: bool) -> int:
+    """`batch_is_given`: whether the user has set the batch size of a step, by any of its settings."""
+    hunt = _Hunt(sweep, batch_is_given)
     say(hunt.introduction())
     room = hunt.room()
     estimates = find_largest(hunt.sizes, 1, _USABLE * room, lambda size: hunt.estimate(size, room))
@@ -110,7 +108,6 @@ class _Hunt:
         smallest, config = self._smallest()
         self.grid, self.rows = config.grid, list[Row]()
         total = config.train.global_batch_size
-        assert total is not None
         self.sizes: Sequence[int] = range(smallest, LARGEST + 1, smallest)
         if batch_is_given and not self._follows_micro_batch(smallest, total):
             self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]

@@ -25,7 +25,6 @@ class Words:
         self.prompts, self.as_tokens = prompts, as_tokens
         self.tokenizer = self._find_tokenizer(source, tokenizer_model)
         model = source.model
-        assert model.vocab_size is not None and model.max_position_embeddings is not None
         self.positions = model.max_position_embeddings
         if self.tokenizer is None and not as_tokens:
             raise UserError(

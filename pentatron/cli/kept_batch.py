@@ -5,7 +5,7 @@ from typing import Any
 
 from pentatron.config.draft import Draft
 from pentatron.config.resolve import foreseen
-from pentatron.config.settings import KEPT, Facts, unset
+from pentatron.config.settings import KEPT, Facts, Settings, unset
 from pentatron.layout.divisors import divisors
 
 # Ways to say how much a rank does, from which the batch of a step follows.
@@ -17,12 +17,13 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
 
     Who says something else, such as another size for a rank or one for the whole step, wants that.
     """
-    total, ranks = saved.get("global_batch_size"), saved.get("data_parallel_size")
-    if total is None or not unset(draft.global_batch_size) or draft.step_batch_size_schedule:
+    before = Settings.defaults(**saved)
+    total, ranks = before.global_batch_size, before.data_parallel_size
+    if unset(total) or not unset(draft.global_batch_size) or draft.step_batch_size_schedule:
         return
     now = foreseen(draft, facts)
     says_the_same = all(
-        getattr(draft, name) == saved.get(name)
+        getattr(draft, name) == getattr(before, name)
         for name in _BY_RANK
         if draft.given(name) or name == "rank_batch_size"
     )
@@ -30,7 +31,7 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
     if not says_the_same or now.global_batch_size in (None, total):
         return
     if not draft.given("micro_batch_size"):
-        micro = max(d for d in divisors(total // data or 1) if d <= saved["micro_batch_size"])
+        micro = max(d for d in divisors(total // data or 1) if d <= before.micro_batch_size)
         draft.derive(f"{KEPT} {origin}", micro_batch_size=micro)
     draft.derive(f"{KEPT} {origin}", global_batch_size=total)
     had = f"{ranks} data-parallel rank{'s' if ranks != 1 else ''}"

@@ -125,14 +125,15 @@ def _stand_in(draft: Draft) -> bool:
     """Makes up what was not said of the model, so that it fits the sizes; returns whether the layers are made up."""
     tensor = max(1, draft.tensor_model_parallel_size)
     heads = draft.num_attention_heads or 8 * tensor
-    made = {"num_layers": _layers(draft), "num_attention_heads": heads, "hidden_size": 64 * heads}
-    if draft.given("hidden_size"):
-        del made["num_attention_heads"]
+    made = {
+        "num_layers": _layers(draft),
+        "hidden_size": 64 * heads,
+        "seq_length": 256 * tensor * max(1, draft.context_parallel_size),
+    }
+    if not draft.given("hidden_size"):
+        made |= {"num_attention_heads": heads}
     shape = {name: value for name, value in made.items() if not draft.given(name)}
-    if not draft.given("seq_length"):
-        shape["seq_length"] = 256 * tensor * max(1, draft.context_parallel_size)
-    for name, value in shape.items():
-        draft.assign(f"default of {LAYOUT.name}", **{name: value})
+    draft.assign(f"default of {LAYOUT.name}", **shape)
     return "num_layers" in shape
 
 

@@ -140,7 +140,7 @@ def newest_run(root: Path) -> Path:
 
 def look(folder: Path, seen: Followed) -> Run:
     saved = _saved_settings(folder)
-    total = saved.get("train_iters")
+    total = saved.train_iters
     if not isinstance(total, int):
         raise UserError(
             f"{folder / 'config.yaml'} does not say how long the run is; is {folder} the folder of a run?"
@@ -167,26 +167,26 @@ def _whole_rows(text: bytes) -> Iterator[Any]:
             yield parse_json(line)
 
 
-def _saved_settings(folder: Path) -> dict[str, object]:
+def _saved_settings(folder: Path) -> Settings:
     """Read from the saved configuration, so that the monitor needs nothing of the run but its folder."""
     saved = folder / "config.yaml"
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for line in saved.read_text(encoding="utf-8", errors="replace").splitlines() if saved.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
         if name in table():
             # A file that somebody edited may hold anything.
             with contextlib.suppress(ValueError):
                 found[name] = parse_json(value.split("  #")[0])
-    return found
+    return Settings.defaults(**found)
 
 
-def _samples_left(saved: dict[str, object], seen: Followed, total: int) -> int | None:
+def _samples_left(saved: Settings, seen: Followed, total: int) -> int | None:
     """By the sizes that the steps to come will have; None where the files do not tell."""
     consumed = seen.recent[-1].get("consumed_samples") if seen.recent else None
-    if not isinstance(consumed, int) or not saved.get("global_batch_size"):
+    if not isinstance(consumed, int) or not saved.global_batch_size:
         return None
     try:
-        plan = plan_of(Settings({name: saved.get(name, item.default) for name, item in table().items()}))
+        plan = plan_of(saved)
         return plan.advance(consumed, max(0, total - seen.step)) - consumed
     except (ValueError, TypeError):
         return None
@@ -259,8 +259,8 @@ def _how_it_ended(folder: Path, seen: Followed) -> tuple[str, str]:
     )
 
 
-def _checkpoint(folder: Path, saved: dict[str, object]) -> str:
-    places = [Path(str(saved["save"]))] if saved.get("save") else []
+def _checkpoint(folder: Path, saved: Settings) -> str:
+    places = [Path(str(saved.save))] if saved.save else []
     for place in [*places, folder / "checkpoints"]:
         pointer = place / "latest"
         if pointer.is_file() and (named := _first_line(pointer)):

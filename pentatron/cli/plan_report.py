@@ -89,7 +89,6 @@ def as_text(report: Report) -> str:
 def _model(report: Report) -> str:
     shape, config, search = report.shape, report.shape.config, report.search
     model, train = config.model, config.train
-    assert train.global_batch_size
     parameters, active = total_parameters(shape)
     tokens = train.global_batch_size * model.seq_length
     flops = report.shown.estimate.flops
@@ -215,7 +214,6 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool,
 def speed_of(layout: Layout) -> tuple[float, float]:
     """Tokens a second on each device, and the share of its peak that is used."""
     config, estimate = layout.config, layout.estimate
-    assert config.train.global_batch_size
     devices, seconds = layout.shape.grid.world_size, estimate.seconds
     tokens = config.train.global_batch_size * config.model.seq_length / seconds / devices
     return tokens, estimate.flops / seconds / devices / layout.device.peak(layout.shape.width)

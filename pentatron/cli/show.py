@@ -87,7 +87,7 @@ def _print_text(prepared: Prepared, everything: bool) -> None:
             for name in names:
                 say(f"  {name:<{width}} {_text(values[name]):<28} {sources[name]}")
             say("")
-    if sizes := batch_table(prepared.resolved.config, values["train_iters"]):
+    if sizes := batch_table(prepared.resolved.config, prepared.resolved.config.train.train_iters):
         say(f"{sizes}\n")
     for notice in prepared.resolved.notices:
         say(f"note: {notice}")

@@ -108,7 +108,6 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
     from pentatron.parallel.world import choose_device, open_world
 
     config = prepared.resolved.config
-    assert config.launch.threads_per_process is not None
     torch.set_num_threads(config.launch.threads_per_process)
     if config.precision.deterministic_mode:
         require_repeatable_kernels()
@@ -149,7 +148,6 @@ def _watched(where: Whereabouts, config: RunConfig, worker: Worker) -> "Iterator
         with beating(None if place is None else place.heart(where, limits)):
             yield
         return
-    assert config.run.run_dir is not None
     peers = PeerWatch(where, worker.rank, worker.world_size, Path(config.run.run_dir), limits, complain)
     where.when_opened = peers.start
     yield
@@ -216,8 +214,6 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     from pentatron.launch.watch import JobWatch
 
     config, ranks = prepared.resolved.config, prepared.facts.world_size
-    assert config.launch.threads_per_process is not None and config.run.run_dir is not None
-    assert config.launch.max_restarts is not None and config.checkpoint.save is not None
     folder = RunFolder(Path(config.run.run_dir))
     # The workers would find out as well, seconds later and each by itself.
     if config.launch.device == "cuda":
@@ -257,7 +253,6 @@ def _saved_step(config: RunConfig) -> int | None:
 
     Reading it imports torch, some 200 MiB that a launcher would hold from then on: another process reads it, unless torch is here already.
     """
-    assert config.checkpoint.save is not None
     if "torch" not in sys.modules:
         words = [sys.executable, "-P", "-c", _READ_STEP, config.checkpoint.save]
         read = subprocess.run(

@@ -9,7 +9,6 @@ from pentatron.layout.schedules import schedule_problem
 def size_problem(config: RunConfig, size: int) -> str | None:
     """Why a step of that many samples cannot run in this layout, or None."""
     micro, replicas, ranks = config.train.micro_batch_size, config.grid.data, config.grid.pipeline
-    assert micro is not None
     if batch_problem(size, micro, replicas) is not None:
         return (
             f"{size} is not divisible by micro batch size ({micro}) times data parallel size ({replicas}) = "
@@ -23,7 +22,6 @@ def size_problem(config: RunConfig, size: int) -> str | None:
 
 def sizes_problem(config: RunConfig, consumed_samples: int = 0, steps_taken: int = 0) -> str | None:
     """The first batch size from here to the end of the run that cannot run, with the way out; or None."""
-    assert config.train.train_iters is not None
     plan, left = config.batch_plan, config.train.train_iters - steps_taken
     for stretch in plan.sizes(left, consumed_samples) if left > 0 else ():
         problem = size_problem(config, stretch.size)

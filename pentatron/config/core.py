@@ -61,14 +61,14 @@ def arguments(config: RunConfig) -> SimpleNamespace:
 
 def core_transformer_config_from_args(args: RunConfig | SimpleNamespace) -> CoreTransformerConfig:
     """Of a resolved configuration, or of its `arguments`."""
-    values = args.flat() if isinstance(args, RunConfig) else vars(args)
+    settings = args.settings if isinstance(args, RunConfig) else args
 
     def of_section(section: type) -> dict[str, Any]:
-        return {f.name: values[f.name] for f in dataclasses.fields(section)}
+        return {f.name: getattr(settings, f.name) for f in dataclasses.fields(section)}
 
     return CoreTransformerConfig(
         **of_section(TransformerConfig),
         moe=MoEConfig(**of_section(MoEConfig)),
-        seed=values["seed"],
-        attention_backend=values["attention_backend"],
+        seed=settings.seed,
+        attention_backend=settings.attention_backend,
     )

@@ -103,14 +103,14 @@ class TransformerConfig:
         sets={"--use-rope-scaling": "llama3"},
         needs=ROPE,
     )
-    rope_scaling_factor: float | None = setting(
+    rope_scaling_factor: float = setting(
         None,
         "how many times longer (llama3: 8)",
         also="--yarn-rotary-scaling-factor",
         limit=ONE_OR_MORE,
         needs=ROPE_SCALING,
     )
-    rope_scaling_original_max_position_embeddings: int | None = setting(
+    rope_scaling_original_max_position_embeddings: int = setting(
         None,
         "longest sequence first trained on (llama3: 8192)",
         also="--yarn-original-max-position-embeddings",

@@ -1,7 +1,7 @@
 """Rules about what a token sees: rotary positions, how they are stretched for long sequences, and windows."""
 
 from pentatron.config.layout_rules import Rule
-from pentatron.config.settings import Settings
+from pentatron.config.settings import Settings, unset
 from pentatron.config.windows import windowed_layers
 
 _SCALING = "--rope-scaling-type"
@@ -24,13 +24,13 @@ def _rotary(s: Settings) -> str | None:
 
 def _factor(s: Settings) -> str | None:
     kind = _scaling(s)
-    if kind is None or s.rope_scaling_factor is not None:
+    if kind is None or not unset(s.rope_scaling_factor):
         return None
     return f"{_SCALING} {kind} needs to know how far to stretch; give --rope-scaling-factor"
 
 
 def _first_length(s: Settings) -> str | None:
-    if _scaling(s) != "yarn" or s.rope_scaling_original_max_position_embeddings is not None:
+    if _scaling(s) != "yarn" or not unset(s.rope_scaling_original_max_position_embeddings):
         return None
     return (
         f"{_SCALING} yarn needs the length the model was first trained on; "

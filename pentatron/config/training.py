@@ -255,10 +255,10 @@ class OptimConfig:
         limit=ZERO_OR_MORE,
         needs=one_weight_decay,
     )
-    start_weight_decay: float | None = setting(
+    start_weight_decay: float = setting(
         None, "weight decay at the first step (weight-decay)", limit=ZERO_OR_MORE
     )
-    end_weight_decay: float | None = setting(
+    end_weight_decay: float = setting(
         None, "weight decay at the end of the run (weight-decay)", limit=ZERO_OR_MORE
     )
     weight_decay_incr_style: str = setting(

@@ -96,7 +96,6 @@ def _queries_keys_values(model: TransformerConfig, rows: int) -> list[Run]:
 
 def _attention(model: TransformerConfig) -> Shape:
     """Groups, queries of a group, width of a head."""
-    assert model.num_attention_heads and model.num_query_groups and model.kv_channels
     return model.num_query_groups, model.num_attention_heads // model.num_query_groups, model.kv_channels
 
 

@@ -89,7 +89,6 @@ def weight_decay(config: RunConfig) -> WeightDecay:
     optim = config.optim
     if optim.weight_decay_incr_style == "constant":
         return WeightDecay("constant", optim.weight_decay, optim.weight_decay, config.spans.total)
-    assert optim.start_weight_decay is not None and optim.end_weight_decay is not None
     return WeightDecay(
         optim.weight_decay_incr_style, optim.start_weight_decay, optim.end_weight_decay, config.spans.total
     )

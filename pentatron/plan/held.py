@@ -204,9 +204,8 @@ def whole(shape: Shape) -> Shape:
 
 
 def _on_one_process(config: RunConfig) -> RunConfig:
-    alone: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         f.name: 1 for f in dataclasses.fields(config.parallel) if f.name.endswith("_parallel_size")
     }
-    alone["virtual_pipeline_model_parallel_size"] = 1
-    parallel = dataclasses.replace(config.parallel, **alone, num_distributed_optimizer_instances=1)
+    parallel = dataclasses.replace(config.parallel, **sizes, num_distributed_optimizer_instances=1)
     return dataclasses.replace(config, parallel=parallel)

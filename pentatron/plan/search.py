@@ -177,7 +177,7 @@ class Search:
     def _layout(self, shape: Shape, settings: Mapping[str, Any]) -> Layout:
         return Layout(shape, settings, self.device, self.per_machine, self.efficiency, self.host_memory)
 
-    def _divisions(self) -> Iterator[dict[str, int]]:
+    def _divisions(self) -> Iterator["_Sizes"]:
         """Sizes of the axes that divide the devices; a rule may still refuse one."""
         draft = self.draft
         experts = draft.num_experts or 1
@@ -197,22 +197,14 @@ class Search:
                     for expert in [
                         n for n in divisors(experts) if n <= most_holders and rest * tensor % n == 0
                     ]:
-                        yield {
-                            "tensor_model_parallel_size": tensor,
-                            "pipeline_model_parallel_size": pipeline,
-                            "context_parallel_size": context,
-                            "expert_model_parallel_size": expert,
-                        }
+                        yield _Sizes(tensor, pipeline, context, expert)
 
-    def _variants(self, sizes: Mapping[str, int]) -> Iterator[Layout]:
+    def _variants(self, sizes: "_Sizes") -> Iterator[Layout]:
         """Micro-batches, virtual stages and remedies for a division of the devices: no more of a remedy than is needed."""
-        pipeline = sizes["pipeline_model_parallel_size"]
-        most = self.draft.num_layers // pipeline
-        virtuals = [v for v in (1, 2, 4) if v == 1 or (pipeline > 1 and most >= v)]
+        most = self.draft.num_layers // sizes.pipeline
+        virtuals = [v for v in (1, 2, 4) if v == 1 or (sizes.pipeline > 1 and most >= v)]
         for virtual in virtuals:
-            base = self._resolved(
-                {**sizes, **({"virtual_pipeline_model_parallel_size": virtual} if virtual > 1 else {})}
-            )
+            base = self._resolved(dataclasses.replace(sizes, virtual=virtual))
             if base is None:
                 continue
             shape, chosen = Shape(base[0], on_gpu=self.device.is_gpu), base[1]
@@ -223,15 +215,12 @@ class Search:
                     # Nor will a larger one.
                     break
 
-    def _resolved(self, sizes: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]] | None:
-        chosen = {name: value for name, value in sizes.items() if value not in (1, None)}
-        tensor = sizes["tensor_model_parallel_size"]
-        copies = self.world // tensor // sizes["pipeline_model_parallel_size"]
-        if tensor > 1:
-            chosen["sequence_parallel"] = True
-            if self.draft.num_experts:
-                chosen["expert_tensor_parallel_size"] = 1
-        if copies > 1:
+    def _resolved(self, sizes: "_Sizes") -> tuple[RunConfig, dict[str, Any]] | None:
+        chosen = sizes.settings()
+        if sizes.tensor > 1:
+            chosen |= {"sequence_parallel": True}
+            chosen |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
+        if self.world // sizes.tensor // sizes.pipeline > 1:
             chosen |= _overlapped(self.kept.get("zero_stage", 1))
         chosen = {**chosen, "micro_batch_size": 1, **self.kept}
         draft = self._without_layout()
@@ -250,7 +239,6 @@ class Search:
         return draft
 
     def _micro_batches(self, config: RunConfig) -> list[int]:
-        assert config.train.global_batch_size and config.train.micro_batch_size
         if self.draft.given("micro_batch_size"):
             return [config.train.micro_batch_size]
         each = config.train.global_batch_size // config.grid.data
@@ -285,10 +273,8 @@ class Search:
             if stage > 1 and not divided and not offload:
                 continue
             settings = _overlapped(self.kept.get("zero_stage", stage)) if divided else {}
-            if recompute is not None:
-                settings["recompute_granularity"] = recompute
-            if offload:
-                settings["optimizer_cpu_offload"] = True
+            settings |= {"recompute_granularity": recompute} if recompute is not None else {}
+            settings |= {"optimizer_cpu_offload": True} if offload else {}
             settings |= self.kept
             shards = settings.get("zero_stage") == 3
             if settings not in found and not (shards and settings.get("optimizer_cpu_offload")):
@@ -313,6 +299,28 @@ def _rank(layout: Layout) -> tuple[float, ...]:
         return 1.0, layout.largest.total
     offloads = layout.config.parallel.optimizer_cpu_offload
     return 0.0, float(offloads), round(layout.estimate.seconds, 4), layout.shape.grid.model_size
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How the model is divided."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    virtual: int = 1
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that differ from one process."""
+        sizes = {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+            "virtual_pipeline_model_parallel_size": self.virtual,
+        }
+        return {name: size for name, size in sizes.items() if size != 1}
 
 
 def _overlapped(stage: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pentatron.config.rules import problems_of
-from pentatron.config.run import RunConfig, table
+from pentatron.config.run import RunConfig
 from pentatron.config.settings import Facts, Settings
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import ConfigError, UserError
@@ -39,17 +39,17 @@ class Ranks:
 
 def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
     """The model in a layout for generation, or why it cannot be spread so."""
-    assert source.model.vocab_size is not None
-    values: dict[str, Any] = {name: item.default for name, item in table().items()}
+    model: dict[str, Any] = {}
     for section in (source.model, source.moe):
-        values |= {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+        model |= {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
     if ranks.tensor % ranks.expert:
         raise UserError(
             f"--expert-model-parallel-size {ranks.expert} must divide --tensor-model-parallel-size {ranks.tensor}: experts are "
             f"divided over the tensor ranks of a stage"
         )
-    experts = values["num_experts"] is not None
-    values |= {
+    experts = source.moe.num_experts is not None
+    values: dict[str, Any] = {
+        **model,
         "tensor_model_parallel_size": ranks.tensor,
         "pipeline_model_parallel_size": ranks.pipeline,
         "expert_model_parallel_size": ranks.expert,
@@ -70,11 +70,12 @@ def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
     }
     # Rules for training: sequences are cut where tensor ranks have experts, and then must come out even.
     cut = {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}
-    facts = Facts(ranks.world_size, ranks.world_size)
-    found = problems_of(Settings({**values, **cut}, facts=facts))
+    settings = Settings.defaults(**values)
+    settings.facts = Facts(ranks.world_size, ranks.world_size)
+    found = problems_of(settings.changed(**cut))
     if found:
         raise ConfigError(found)
-    return RunConfig.of(Settings(values))
+    return RunConfig.of(settings)
 
 
 def load_stages(
@@ -95,7 +96,6 @@ def load_stages(
 def speaking(stages: Mapping[int, CausalLM], config: RunConfig, world: World) -> GenerationModel:
     """Every rank of the world must call this."""
     model = config.model
-    assert model.vocab_size is not None and model.max_position_embeddings is not None
     return generation_model(stages, world, model.hidden_size, model.vocab_size, model.max_position_embeddings)
 
 

@@ -12,7 +12,6 @@ from pentatron.parallel.world import World
 def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
     """The first rank of every machine prepares; the others wait and then find it ready."""
     vocabulary = config.model.vocab_size
-    assert vocabulary is not None
 
     def prepare(progress: Progress | None = None) -> PreparedCorpus:
         return prepare_python_corpus(folder, vocabulary, config.data.corpus_bytes, progress)

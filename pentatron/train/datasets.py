@@ -137,7 +137,9 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
         # What a run is tested with does not change what it learns.
         identity = DataIdentity.of_blends(*blends[:2])
         return _open_files(config, blends, configured, identity, data.split if data.data_path else None)
-    return _open_mock(config) if data.mock_data else _open_synthetic(config)
+    if data.mock_data:
+        return _open_mock(config)
+    return _open_synthetic(config, data.dataset_size or 0)
 
 
 def arrange(
@@ -304,7 +306,6 @@ def _open_conversations(config: RunConfig, world: World, folder: Path, display: 
 
 def _open_mock(config: RunConfig) -> OpenedData:
     vocabulary = config.model.vocab_size
-    assert vocabulary is not None
     source = mock_indexed(vocabulary)
     ends = boundaries_of(config.data, lambda: source.eod)
     train, valid, test = (
@@ -322,21 +323,20 @@ def _open_mock(config: RunConfig) -> OpenedData:
     )
 
 
-def _open_synthetic(config: RunConfig) -> OpenedData:
-    data, vocabulary, seed = config.data, config.model.vocab_size, config.run.seed
+def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
+    vocabulary, seed = config.model.vocab_size, config.run.seed
     length, wanted = config.model.seq_length, wanted_samples(config)
-    assert data.dataset_size is not None and vocabulary is not None
-    synthetic = SyntheticDataset(data.dataset_size, vocabulary, length, seed)
+    synthetic = SyntheticDataset(size, vocabulary, length, seed)
     # Walks around the same cycle, which nothing before them has seen, however long the run becomes.
     valid, test = (
-        SyntheticDataset(size, vocabulary, length, seed, first) if size else None
-        for size, first in ((wanted.valid, data.dataset_size), (wanted.test, _FIRST_TEST_SAMPLE))
+        SyntheticDataset(count, vocabulary, length, seed, first) if count else None
+        for count, first in ((wanted.valid, size), (wanted.test, _FIRST_TEST_SAMPLE))
     )
     return OpenedData(
         lambda numbers, cache: Parts(EpochShuffle(synthetic, seed), valid, test),
         None,
         ("synthetic",),
-        f"synthetic {data.dataset_size} {vocabulary}",
+        f"synthetic {size} {vocabulary}",
         depends_on_length=False,
     )
 
@@ -350,7 +350,6 @@ class Wanted(NamedTuple):
 def wanted_samples(config: RunConfig) -> Wanted:
     """How many samples training, all its validations and the test need, as Megatron counts them."""
     train = config.train
-    assert train.train_iters is not None
     evaluated = train.eval_iters * config.eval_batch[0]
     validates = train.eval_interval or train.skip_train
     # Every validation goes on where the one before ended; one more follows the last step.

@@ -57,7 +57,6 @@ def checkpoint_bytes(
 def saves_left(config: RunConfig, step: int) -> int:
     """How many checkpoints a run that stands at this step will still save."""
     last, interval = config.train.train_iters, config.checkpoint.save_interval
-    assert last is not None and interval
     if config.train.skip_train or not config.checkpoint.save_checkpoints or (step >= last > 0):
         return 0
     return last // interval - step // interval + (last % interval > 0 or last == 0)

@@ -17,7 +17,6 @@ def require_fitting_start(resolved: Resolved, world: World) -> None:
     """Before anything is built: that the device can do it, and the batches of a run that certainly begins at its first step."""
     require_fp8(resolved.config, world.device)
     save, load = resolved.config.checkpoint.save, resolved.config.checkpoint.load
-    assert save is not None
     loads_another = (
         resolved.given("load") and load is not None and Path(load).resolve() != Path(save).resolve()
     )

@@ -14,7 +14,6 @@ def _narrow_experts(resolved: Resolved) -> list[str]:
     config = resolved.config
     if not config.moe.num_experts or not config.precision.bf16:
         return []
-    assert config.moe.moe_ffn_hidden_size is not None
     inner = config.moe.moe_ffn_hidden_size // (config.parallel.expert_tensor_parallel_size or 1)
     widths = (config.model.hidden_size, inner)
     asked = resolved.given("moe_grouped_gemm") and config.moe.moe_grouped_gemm

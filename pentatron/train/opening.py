@@ -85,7 +85,6 @@ def open_folders(
     cleanup: contextlib.ExitStack,
 ) -> OpenFolders:
     """Makes the run's folder, and the one of its checkpoints, this run's until the end of the run."""
-    assert config.checkpoint.save is not None
     run, save = folder.path.resolve(), Path(config.checkpoint.save).resolve()
     if save != run and start is not Start.ANEW and CheckpointStore(folder.path, keep=None).steps():
         # Of a run that was given --save alone: its log is here, and so are its checkpoints.
@@ -138,7 +137,6 @@ def open_folders(
 
 def leave_to_earlier_runs(config: RunConfig) -> None:
     """From the first moment on: a restart before the first save must not take an earlier run's steps for this one's."""
-    assert config.checkpoint.save is not None
     store = CheckpointStore(Path(config.checkpoint.save), keep=None)
     if store.steps():
         store.begin_again()

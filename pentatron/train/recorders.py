@@ -60,7 +60,6 @@ def open_recorders(
             tell,
         )
     if log.log_progress:
-        assert config.checkpoint.save is not None
         path = Path(config.checkpoint.save) / "progress.txt"
         yield ProgressFile(
             path, config.launch.job_id or "", world.everyone.size, state.flops, state.consumed_tokens

@@ -20,7 +20,7 @@ from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig, table
-from pentatron.config.settings import Facts
+from pentatron.config.settings import Facts, Settings
 from pentatron.errors import UserError
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress
@@ -62,17 +62,18 @@ def layout_for(found: Found, words: Sequence[str]) -> RunConfig:
             f"{foreign[0]} says nothing about files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
         )
     saved = saved_settings(found)
-    if saved.get("spec"):
+    made_with = Settings.defaults(**saved)
+    if made_with.spec:
         # Code is not taken from files.
         raise UserError(
-            f"{found.folder} has layers of its own (--spec {' '.join(saved['spec'])}), which only the run itself can cut; it is loaded as "
+            f"{found.folder} has layers of its own (--spec {' '.join(made_with.spec)}), which only the run itself can cut; it is loaded as "
             f"it is, in any layout"
         )
     for name, item in table().items():
         # Padding follows from the layout; a step has none.
         if item.section in _DECIDE and name in saved and name != "padded_vocab_size":
             draft.assign(f"{found.folder}", **{name: saved[name]})
-    length = saved.get("seq_length") or saved["max_position_embeddings"]
+    length = made_with.seq_length if "seq_length" in saved else made_with.max_position_embeddings
     draft.assign(f"{found.folder}", seq_length=length)
     stages = max(1, draft.pipeline_model_parallel_size)
     draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)

@@ -130,7 +130,6 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
     saves, prompt = config.checkpoint.save_checkpoints, config.run.sample_prompt
     if not saves or datasets.tokenizer is None or prompt is None or config.run.sample_tokens == 0:
         return
-    assert config.checkpoint.save is not None
     try:
         # The ranks hold parts of the model; its last checkpoint has it whole.
         pieces = open_continuation(

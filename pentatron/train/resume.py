@@ -16,6 +16,7 @@ from pentatron.checkpoint.verifying import searched_together
 from pentatron.config.loaded import LOADED
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
+from pentatron.config.settings import Settings
 from pentatron.config.start import CHOOSING, Start, another_run, names_checkpoints
 from pentatron.errors import UserError
 from pentatron.hf.architecture import settings_in
@@ -263,8 +264,8 @@ class _Start:
         state = TrainState.from_json(found.manifest.run_state)
         if not state.ordered_for:
             # Checkpoints that do not say so had their order built for the length of their run.
-            saved = saved_settings(found)
-            state.ordered_for = [max(1, saved["train_iters"]) * saved["global_batch_size"]]
+            saved = Settings.defaults(**saved_settings(found))
+            state.ordered_for = [max(1, saved.train_iters) * saved.global_batch_size]
         # One that does not say which schedule it followed had that of its settings.
         state.schedule = state.schedule or saved_schedule(saved_settings(found))
 
@@ -318,7 +319,7 @@ def starting_point(
 
 def require_same_rule(found: Found, config: RunConfig) -> None:
     """What one rule remembers is nothing to another."""
-    before = saved_settings(found).get("optimizer", "adam")
+    before = Settings.defaults(**saved_settings(found)).optimizer
     now = config.optim.optimizer
     momentum = now == "sgd" and config.optim.sgd_momentum > 0
     if before == now and (rule_of(found.manifest.tensors) or not momentum):

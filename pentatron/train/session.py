@@ -98,7 +98,6 @@ def open_session(
 ) -> "Iterator[Session]":
     """A run whose folders are ours until the end of the block."""
     config = resolved.config
-    assert config.run.run_dir is not None
     folder = RunFolder(Path(config.run.run_dir))
     # The first rank decides, as a launcher may tell each machine something else.
     start = start_of(config.settings, resolved.given("load"), resumes or attempt.restarted)
@@ -359,7 +358,6 @@ def _open_output(
 
 def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) -> None:
     state = began.state
-    assert config.train.train_iters is not None
     if config.train.skip_train:
         return
     if config.train.train_iters == 0:
@@ -386,8 +384,6 @@ def _farewell(ending: Ending, state: TrainState, config: RunConfig, typed_again:
         return f"{ending.reason} before the evaluation was done"
     if state.step == 0:
         return f"{ending.reason} before the first step; nothing was trained yet"
-    save = config.checkpoint.save
-    assert save is not None
-    saved = f"its checkpoint is saved, {how_to_go_on(typed_again, save)}"
+    saved = f"its checkpoint is saved, {how_to_go_on(typed_again, config.checkpoint.save)}"
     kept = saved if config.checkpoint.save_checkpoints else "nothing is saved"
     return f"{ending.reason} after step {state.step}; {kept}"

@@ -78,8 +78,8 @@ def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
 def _open_hugging_face(folder: Path) -> ModelSource:
     with open_folder(folder) as opened:
         settings = settings_in(opened)
-    settings["padded_vocab_size"] = settings["vocab_size"]
     model, moe = _section(TransformerConfig, settings), _section(MoEConfig, settings)
+    model = replace(model, padded_vocab_size=model.vocab_size)
 
     def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
         wanted = []

@@ -61,8 +61,6 @@ class Trainer:
         beside: BesideTheSteps,
     ) -> None:
         """`is_saved`: the run's own folder holds the state it begins with."""
-        assert config.train.train_iters is not None
-        assert config.train.global_batch_size and config.checkpoint.save_interval
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.where = world.whereabouts

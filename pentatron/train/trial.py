@@ -106,7 +106,6 @@ def follow(
 
 
 def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
-    assert config.train.micro_batch_size and config.train.global_batch_size and config.model.vocab_size
     vocabulary = config.model.vocab_size
     boundaries = boundaries_of(config.data, lambda: vocabulary - 1)
     samples = UnevenMasks(

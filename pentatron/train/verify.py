@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,17 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
         **_experts(config),
         **_long_range(config, _up(_SEQUENCE, length)),
     }
-    # Fewer replicas may not come out even in as many groups.
-    groups = math.gcd(config.grid.instances, values["data_parallel_size"] * context)
-    values["num_distributed_optimizer_instances"] = groups
-    micro = min(config.train.micro_batch_size or 1, 2)
-    values["micro_batch_size"] = micro
+    copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
+    twin = Settings(values).changed(
+        # Fewer replicas may not come out even in as many groups.
+        num_distributed_optimizer_instances=math.gcd(config.grid.instances, copies * context),
+        micro_batch_size=micro,
+    )
     for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):
-        values["global_batch_size"] = micro * values["data_parallel_size"] * count
-        found = _problems(values)
+        twin = twin.changed(global_batch_size=micro * copies * count)
+        found = _problems(twin)
         if not found:
-            return RunConfig.of(Settings(values))
+            return RunConfig.of(twin)
     raise ConfigError(found)
 
 
@@ -152,7 +153,7 @@ def _layers(config: RunConfig) -> int:
         config.model.window_attn_skip_freq if config.model.window_size else None,
     )
     listed = any(written is not None and not written.strip().isdigit() for written in lists)
-    if listed or any(config.flat()[name] is not None for name in _DIVISION):
+    if listed or any(getattr(config.settings, name) is not None for name in _DIVISION):
         return layers
     each = max(2, (config.memory.recompute_num_layers or 0) + 1)
     return min(layers, each * stages + (layers % stages > 0))
@@ -162,12 +163,12 @@ def _up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-def _problems(values: Mapping[str, Any]) -> list[str]:
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    world = math.prod(values[name] for name in (*sizes, "data_parallel_size"))
-    return problems_of(
-        Settings({**values, "world_size": None, "nproc_per_node": world}, facts=Facts(world, world))
-    )
+def _problems(s: Settings) -> list[str]:
+    world = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
+    world *= s.data_parallel_size
+    started = s.changed(world_size=None, nproc_per_node=world)
+    started.facts = Facts(world, world)
+    return problems_of(started)
 
 
 def alone(config: RunConfig) -> RunConfig:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
-from pentatron.config.settings import Assigned, Facts
+from pentatron.config.settings import Facts
 from pentatron.data.loader import Batch, build_loader
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder
@@ -126,7 +126,7 @@ def configured(folder: Path, words: str, world_size: int) -> RunConfig:
     draft = gather(f"{TRAINING} {words}".split(), PRETRAIN_GPT)
     for name, value in settings_of(open_folder(folder).config).items():
         if not draft.given(name):
-            draft.values[name] = Assigned(value, f"folder {folder}")
+            draft.assign(f"folder {folder}", **{name: value})
     return resolve(draft, Facts(world_size, world_size, 1)).config
 
 

@@ -6,7 +6,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pentatron.config.presets import presets
 from pentatron.config.run import RunConfig
-from pentatron.config.settings import Settings
 from pentatron.hf.architecture import config_of, settings_of
 from tests.config.test_presets import PUBLISHED, completed, parameters
 
@@ -16,12 +15,12 @@ def test_transformers_counts_the_same(name: str) -> None:
     """Two layers of it: the number of layers is settled by the published counts."""
     found = completed(name)
     # A list of layers with experts would have to be cut too; no preset has one.
-    found |= {"num_layers": 2, "padded_vocab_size": found["vocab_size"]}
-    config = RunConfig.of(Settings(found))
+    found = found.changed(num_layers=2, padded_vocab_size=found.vocab_size)
+    config = RunConfig.of(found)
     written = config_of(config.model, config.moe)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))
-    assert sum(p.numel() for p in theirs.parameters()) == parameters(found, found["num_experts"] or 0)
+    assert sum(p.numel() for p in theirs.parameters()) == parameters(found, found.num_experts or 0)
 
 
 @pytest.mark.parametrize(
