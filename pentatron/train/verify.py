@@ -178,7 +178,9 @@ def alone(config: RunConfig) -> RunConfig:
         "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
     )
     taken = config.train.micro_batch_size if by_micro_batch else config.train.global_batch_size
-    return RunConfig.of(config.settings.changed(**defaults, data_parallel_size=1, micro_batch_size=taken))
+    return RunConfig.of(
+        config.settings.changed(**{**defaults, "data_parallel_size": 1}, micro_batch_size=taken)
+    )
 
 
 def in_words(config: RunConfig) -> str:

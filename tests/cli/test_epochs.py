@@ -139,7 +139,7 @@ def under_torchrun(prefix: Path) -> str:
         settled = settle_epochs(resolved, world, prefix.parent, Silent())
     except AgreedError as error:
         return str(error)
-    return f"{settled.config.train.train_iters} steps of {settled.epoch}"
+    return f"{settled.config.train.train_iters} steps of {settled.settings.epoch_samples}"
 
 
 def test_ranks_of_a_launcher_count_together(pairs: tuple[Path, Path], tmp_path: Path) -> None:

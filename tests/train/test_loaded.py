@@ -205,7 +205,7 @@ def test_windows_and_factors_of_another_model_are_a_contradiction() -> None:
     base |= {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "seq_length": 2048}
 
     def found(loaded: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        return differences(architecture(base | loaded), Settings.defaults(**base, **now))
+        return differences(architecture(base | loaded), Settings.defaults(**(base | now)))
 
     narrow, wide = {"window_size": (1023, 0)}, {"window_size": (4095, 0)}
     for loaded, now in ((wide, narrow), (narrow, wide), (wide, {}), ({}, wide)):
