@@ -1,7 +1,6 @@
-"""The manifest: what a checkpoint consists of. Written last, so that a folder without one is no checkpoint.
+"""The manifest: lists the files and tensors of a checkpoint. It is written last: a folder without one is no checkpoint.
 
-Version 1 stored every tensor in one piece under its own name, and version 2 took the sum of a file's bytes in one; such manifests are
-read as what they are, special cases of version 3. Sums of single pieces came later; programs that do not know them pass over them.
+There is one format version. A manifest of another version is refused.
 """
 
 import hashlib
@@ -129,17 +128,20 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = read_json(path)
         found = content.pop("sha256")
-        if content["format"] == FORMAT and content["version"] > VERSION:
+        version, intact = content["version"], found == _digest(content)
+        # A newer format may compute its checksum in another way.
+        if content["format"] == FORMAT and (version > VERSION or (intact and version != VERSION)):
+            other = "a newer" if version > VERSION else "an older"
             raise UserError(
-                f"{path} has format version {content['version']}, this program knows {VERSION}; use a newer Pentatron"
+                f"{path} has format version {version}, this program knows {VERSION}; use {other} Pentatron"
             )
-        if content["format"] != FORMAT or found != _digest(content):
+        if content["format"] != FORMAT or not intact:
             raise DamagedCheckpoint(f"{path} does not match its own checksum")
         check_types(content)
         manifest = Manifest(
             step=content["step"],
             files={name: FileRecord(**record) for name, record in content["files"].items()},
-            tensors={name: _tensor(name, record) for name, record in content["tensors"].items()},
+            tensors={name: _tensor(record) for name, record in content["tensors"].items()},
             run_state=content["run_state"],
             config=content["config"],
         )
@@ -167,9 +169,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpoint(f"{path} is not listed in {FILE_NAME}")
 
 
-def _tensor(name: str, record: Mapping[str, Any]) -> TensorRecord:
+def _tensor(record: Mapping[str, Any]) -> TensorRecord:
     pieces = tuple(
-        StoredPiece(p["file"], p.get("key", name), _shape(p["start"]), _shape(p["shape"]), p.get("crc32"))
+        StoredPiece(p["file"], p["key"], _shape(p["start"]), _shape(p["shape"]), p.get("crc32"))
         for p in record["pieces"]
     )
     return TensorRecord(record["dtype"], _shape(record["shape"]), pieces)
@@ -228,7 +230,7 @@ def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bo
 
     def sum_of(name: str) -> str:
         record = manifest.files[name]
-        return sum_of_file(folder / name, record.block_bytes, record.block_sums, of_each, cold)
+        return sum_of_file(folder / name, record.block_bytes, of_each, cold)
 
     with ThreadPoolExecutor(max(1, min(len(names), count))) as threads:
         sums = list(threads.map(sum_of, names))

@@ -1,9 +1,8 @@
 """The sum of a file: SHA-256 of the CRC-32 of its blocks.
 
 Sums are there to find what disks and networks damage, not to keep out who can write a folder and its manifest alike. One SHA-256 of all bytes is one
-thread's work and takes longer than a fast disk; of blocks (manifests of version 3) several threads can take them at a time, but still nearly double a
-save. A CRC-32 is two to three times as fast, and a damaged block keeps its own in one case of four thousand million.
-Files that others wrote, and manifests up to version 2, have a sum of all bytes in one: a block size of 0.
+thread's work and takes longer than a fast disk. A CRC-32 is two to three times as fast, and a damaged block keeps its own in one case of four thousand
+million. Files in the format of others have a sum of all bytes in one: a block size of 0.
 """
 
 import hashlib
@@ -104,7 +103,6 @@ class _Crc32:
 def sum_of_file(
     path: Path,
     block_bytes: int,
-    block_sums: str,
     threads: int = 1,
     cold: bool = False,
     tell: Tell | None = None,
@@ -116,22 +114,21 @@ def sum_of_file(
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(descriptor).st_size
         if block_bytes == 0:
-            return _sum_of_range(descriptor, 0, size, SHA256, tell).hex()
+            return _sum_of_range(descriptor, 0, size, hashlib.sha256(), tell).hex()
         starts = range(0, size, block_bytes)
         with ThreadPoolExecutor(max(1, threads)) as pool:
             sums = pool.map(
-                lambda start: _sum_of_range(descriptor, start, block_bytes, block_sums, tell), starts
+                lambda start: _sum_of_range(descriptor, start, block_bytes, _Crc32(), tell), starts
             )
             return hashlib.sha256(b"".join(sums)).hexdigest()
 
 
-def _sum_of_range(descriptor: int, start: int, left: int, kind: str, tell: Tell | None) -> bytes:
+def _sum_of_range(descriptor: int, start: int, left: int, digest: Any, tell: Tell | None) -> bytes:
     """Of so many bytes from `start` on, or as many as there are."""
-    digest = _Crc32() if kind == CRC32 else hashlib.sha256()
     buffer = memoryview(bytearray(min(READ_BYTES, max(1, left))))
     while left > 0 and (size := os.preadv(descriptor, [buffer[:left]], start)):
         digest.update(buffer[:size])
         start, left = start + size, left - size
         if tell is not None:
             tell(size)
-    return digest.digest()
+    return bytes(digest.digest())

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.sums import CRC32, READ_BYTES, SHA256, SUM_BLOCK_BYTES, BlockSums
+from pentatron.checkpoint.sums import CRC32, READ_BYTES, SUM_BLOCK_BYTES, BlockSums
 from pentatron.config.parsing import parse_json
 from pentatron.parallel.pieces import Shape, region
 from pentatron.parallel.values import sendable
@@ -78,8 +78,8 @@ class FileRecord:
     name: str
     bytes: int
     sha256: str
-    block_bytes: int = 0
-    block_sums: str = SHA256
+    block_bytes: int
+    block_sums: str
     # CRC-32 of each tensor by its name in the file; a manifest has them where it lists the pieces.
     crc32: Mapping[str, str] = field(default_factory=dict, compare=False)
 

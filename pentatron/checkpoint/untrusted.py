@@ -52,12 +52,11 @@ def check_types(content: Mapping[str, Any]) -> None:
         _require(isinstance(record, dict), f"the file {name}", record)
         for key, kind in kinds.items():
             _require(type(record[key]) is kind, f"{key} of {name}", record[key])
-        block = record.get("block_bytes", 0)
+        block, kind = record["block_bytes"], record["block_sums"]
         _require(
             type(block) is int and (block == 0 or block >= _SMALLEST_BLOCK), f"block_bytes of {name}", block
         )
-        kind = record.get("block_sums", SHA256)
-        _require(kind in (SHA256, CRC32), f"block_sums of {name}", kind)
+        _require(kind == (CRC32 if block else SHA256), f"block_sums of {name}", kind)
     for name, record in content["tensors"].items():
         _require(one_line(name) == name, "the name of a tensor", name)
         _require(isinstance(record, dict) and type(record["dtype"]) is str, f"the type of {name}", record)
@@ -65,7 +64,7 @@ def check_types(content: Mapping[str, Any]) -> None:
         _require(isinstance(record["pieces"], list), f"the pieces of {name}", record["pieces"])
         for piece in record["pieces"]:
             _require(isinstance(piece, dict) and type(piece["file"]) is str, f"a piece of {name}", piece)
-            _require(type(piece.get("key", "")) is str, f"a key of {name}", piece)
+            _require(type(piece["key"]) is str, f"a key of {name}", piece)
             _require(type(piece.get("crc32") or "") is str, f"a sum of {name}", piece)
             _require(_is_shape(piece["start"]) and _is_shape(piece["shape"]), f"a piece of {name}", piece)
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from pentatron.checkpoint.sums import SHA256
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
 from pentatron.interchange.torch_dist import COMMON, FORMAT, INDEX
 from pentatron.parallel.pieces import Shape
@@ -83,7 +84,7 @@ class HashedFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileRecord(self.path.name, self.bytes, self._digest.hexdigest())
+        return FileRecord(self.path.name, self.bytes, self._digest.hexdigest(), 0, SHA256)
 
     def __enter__(self) -> "HashedFile":
         return self

@@ -132,5 +132,5 @@ class Health:
 
 
 def _stands_out(value: float, before: float) -> bool:
-    """From zero nothing does: a checkpoint made before this was watched knows of no largest one."""
+    """Never true if the largest value so far is 0: nothing is known of it then, as after a checkpoint of Megatron-LM."""
     return 0 < before * _SPIKE < value

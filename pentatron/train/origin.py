@@ -26,7 +26,6 @@ def _is_meant(origin: Path, load: Path) -> bool:
         return True
     if is_step(load):
         return origin.resolve() == load.resolve()
-    # Records of earlier versions are relative to where the command was typed.
     return not {origin.resolve(), origin.resolve().parent}.isdisjoint(
         {load.resolve(), checkpoints_of(load).resolve()}
     )

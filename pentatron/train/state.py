@@ -82,20 +82,10 @@ class TrainState:
             raise _cannot_be(
                 f"consumed_samples {state.consumed_samples} of samples that were ordered for {max(state.ordered_for)}"
             )
-        if "scheduled_samples" not in saved:
-            # Checkpoints that do not say so were made when no step was ever skipped.
-            state.scheduled_samples = state.consumed_samples
-        if "updates" not in saved:
-            state.updates = state.step - _count(saved, "optimizer_since")
         return state
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def _count(saved: Mapping[str, Any], name: str) -> int:
-    _require_kind(name, saved.get(name, 0), 0)
-    return int(saved.get(name, 0))
 
 
 def _inner_values(value: Any) -> list[Any]:

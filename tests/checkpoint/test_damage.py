@@ -1,4 +1,4 @@
-"""Damage is found and named, and the step before is used; what an older version wrote is no damage."""
+"""Damage is found and named, and the step before is used; another format version is refused."""
 
 import hashlib
 import json
@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.sums import SHA256, SUM_BLOCK_BYTES, sum_of_file
 from pentatron.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save, tensors
 
@@ -32,6 +31,13 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / "manifest.json").write_text(json.dumps(signed))
 
 
+def record_of(path: Path, name: str) -> dict[str, Any]:
+    """What a manifest says of a file whose sum is that of all its bytes."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    size = path.stat().st_size
+    return {"name": name, "bytes": size, "sha256": digest, "block_bytes": 0, "block_sums": "sha256"}
+
+
 def in_rows(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
     """Stores weights/b in five pieces, one element each, and then alters what the manifest says of them."""
     path = folder / DATA
@@ -40,7 +46,7 @@ def in_rows(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> Non
     pieces = [{"file": DATA, "key": f"weights/b[{i}:{i + 1}]", "start": [i], "shape": [1]} for i in range(5)]
     save_file({**stored, **{p["key"]: values[i : i + 1].clone() for i, p in enumerate(pieces)}}, path)
     change(pieces)
-    record = {"name": DATA, "bytes": path.stat().st_size, "sha256": sum_of_file(path, 0, SHA256)}
+    record = record_of(path, DATA)
 
     def alter(manifest: dict[str, Any]) -> None:
         manifest["files"][DATA] = record
@@ -71,6 +77,14 @@ DAMAGE = {
     ),
     "another step in the run state": lambda d: (d / "manifest.json").write_text(
         (d / "manifest.json").read_text().replace('"step": 2', '"step": 3')
+    ),
+    "no block size, well signed": lambda d: rewrite(d, lambda m: m["files"][DATA].pop("block_bytes")),
+    "no kind of sum, well signed": lambda d: rewrite(d, lambda m: m["files"][DATA].pop("block_sums")),
+    "another kind of sum, well signed": lambda d: rewrite(
+        d, lambda m: m["files"][DATA].update(block_sums="sha256")
+    ),
+    "a piece without a key, well signed": lambda d: rewrite(
+        d, lambda m: m["tensors"]["weights/a"]["pieces"][0].pop("key")
     ),
     "no files listed": lambda d: rewrite(d, lambda m: m.update(files={})),
     "another step, well signed": lambda d: rewrite(d, lambda m: m.update(step=3)),
@@ -129,12 +143,22 @@ def test_without_verification_only_structure_is_checked(tmp_path: Path) -> None:
     assert newest(store, verify=False) == (2, [])
 
 
-def test_a_newer_format_is_refused_but_not_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "other"), [(5, "a newer"), (3, "an older"), (1, "an older")])
+def test_another_format_version_is_refused_but_not_set_aside(
+    tmp_path: Path, version: int, other: str
+) -> None:
     store = CheckpointStore(tmp_path, keep=None)
-    rewrite(save(store, 1), lambda m: m.update(version=5))
-    with pytest.raises(UserError, match=r"format version 5, this program knows 4"):
+    rewrite(save(store, 1), lambda m: m.update(version=version))
+    with pytest.raises(UserError, match=rf"format version {version}, this program knows 4; use {other} "):
         newest(store)
     assert [p.name for p in store.steps()] == ["step-00000001"]
+
+
+def test_a_damaged_version_is_damage(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    path = save(store, 1) / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 4', '"version": 0'))
+    assert newest(store)[0] is None
 
 
 def test_a_mere_reader_renames_nothing(tmp_path: Path) -> None:
@@ -144,57 +168,3 @@ def test_a_mere_reader_renames_nothing(tmp_path: Path) -> None:
     found, complaints = store.newest_valid(verify=True, set_aside=False)
     assert found is not None and found.manifest.step == 1 and len(complaints) == 1
     assert len(store.steps()) == 2 and store.damaged() == []
-
-
-def as_version_3(folder: Path) -> None:
-    """The manifest as the third version wrote it: the sum of a file is that of SHA-256 of its blocks."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["version"] = 3
-        for name, record in manifest["files"].items():
-            del record["block_sums"]
-            record["sha256"] = sum_of_file(folder / name, SUM_BLOCK_BYTES, SHA256)
-
-    rewrite(folder, change)
-
-
-def as_version_2(folder: Path) -> None:
-    """The manifest as the second version wrote it: the sum of a file is that of all its bytes."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["version"] = 2
-        for name, record in manifest["files"].items():
-            del record["block_bytes"], record["block_sums"]
-            record["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-
-    rewrite(folder, change)
-
-
-def as_version_1(folder: Path) -> None:
-    """The manifest as the first version wrote it: every tensor in one piece, without a key."""
-    as_version_2(folder)
-
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["version"] = 1
-        for record in manifest["tensors"].values():
-            (piece,) = record["pieces"]
-            del piece["key"]
-
-    rewrite(folder, change)
-
-
-@pytest.mark.parametrize("as_version", [as_version_1, as_version_2, as_version_3])
-def test_earlier_versions_are_still_read(tmp_path: Path, as_version: Callable[[Path], None]) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    as_version(save(store, 2))
-    found, complaints = store.newest_valid(verify=True, set_aside=True)
-    assert found is not None and not complaints
-    assert all(torch.equal(t, load(found, name)[name]) for name, t in tensors(2).items())
-
-
-def test_the_first_version_knew_no_parts(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    folder = save(store, 2)
-    as_version_1(folder)
-    rewrite(folder, lambda m: m["tensors"]["weights/a"]["pieces"][0].update(shape=[2, 4]))
-    assert newest(store)[0] is None

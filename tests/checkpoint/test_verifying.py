@@ -14,7 +14,7 @@ from pentatron.checkpoint.verifying import Check, searched_together, share_of
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from tests.checkpoint.steps import save
-from tests.checkpoint.test_damage import as_version_1, flip_bit, rewrite
+from tests.checkpoint.test_damage import flip_bit, rewrite
 from tests.harness import distributed
 
 SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(4)]
@@ -132,7 +132,6 @@ def test_the_tensor_that_is_damaged_is_named(tmp_path: Path) -> None:
 def test_steps_without_sums_of_tensors_are_read_and_their_damage_found(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     steps = [save(store, 1), save(store, 2)]
-    as_version_1(steps[0])
     for step in steps:
 
         def drop(manifest: dict[str, dict[str, dict[str, list[dict[str, str]]]]]) -> None:

@@ -12,11 +12,10 @@ import torch
 
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.sums import SHA256, sum_of_file
 from pentatron.checkpoint.torch_file import TorchFile, rectangle_key, saved_place
 from pentatron.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save
-from tests.checkpoint.test_damage import rewrite
+from tests.checkpoint.test_damage import record_of, rewrite
 from tests.security.canary import Payload, pickled, refused, run
 
 A = "weights/a"
@@ -24,9 +23,7 @@ A = "weights/a"
 
 def listed(manifest: dict[str, Any], file: Path, name: str) -> None:
     """Every tensor lies in that file, by that name, with its right size and sum."""
-    manifest["files"] = {
-        name: {"name": name, "bytes": file.stat().st_size, "sha256": sum_of_file(file, 0, SHA256)}
-    }
+    manifest["files"] = {name: record_of(file, name)}
     for record in manifest["tensors"].values():
         for piece in record["pieces"]:
             piece["file"] = name

@@ -128,7 +128,7 @@ def test_more_samples_than_were_ordered_cannot_have_been_consumed() -> None:
         {"step": 10**16},
         {"flops": float("nan")},
         {"largest_loss": 10**400},
-        {"step": 1, "optimizer_since": "x"},
+        {"step": 1, "updates": "x"},
     ):
         with pytest.raises(UserError, match="which cannot be"):
             TrainState.from_json(state)
