@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "pentatron"
 
 LEVELS = {
     # Modules that every package may import.
+    "checksums": -1,
     "errors": -1,
     "text": -1,
     "layout": 0,

@@ -9,8 +9,8 @@ from pentatron.checkpoint.load import StepReader
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest, what_is_damaged
 from pentatron.checkpoint.retention import number_of
 from pentatron.checkpoint.statistics import statistics_of
-from pentatron.checkpoint.sums import Tell, sum_of_file
 from pentatron.checkpoint.tensor_file import DTYPES
+from pentatron.checksums import Tell, digest_of_file
 from pentatron.errors import UserError
 
 
@@ -52,7 +52,7 @@ def _check_sum(folder: Path, manifest: Manifest, name: str, tell: Tell) -> Itera
     record, path = manifest.files[name], folder / name
     expected = record.sha256
     try:
-        found = sum_of_file(path, record.block_bytes, tell=tell)
+        found = digest_of_file(path, record.block_bytes, tell=tell)
         if found == expected:
             return
         names, said = what_is_damaged(path, manifest)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from pentatron.checkpoint.cover import cover_problem
-from pentatron.checkpoint.sums import sum_of_file
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, piece_sums
 from pentatron.checkpoint.untrusted import check_types, is_inside, read_json, too_large
+from pentatron.checksums import digest_of_file
 from pentatron.errors import UserError
 from pentatron.parallel.pieces import Shape
 from pentatron.parallel.values import sendable
@@ -230,7 +230,7 @@ def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bo
 
     def sum_of(name: str) -> str:
         record = manifest.files[name]
-        return sum_of_file(folder / name, record.block_bytes, of_each, cold)
+        return digest_of_file(folder / name, record.block_bytes, of_each, cold)
 
     with ThreadPoolExecutor(max(1, min(len(names), count))) as threads:
         sums = list(threads.map(sum_of, names))

@@ -9,7 +9,7 @@ from pentatron.checkpoint.checking import Problem, check_sums, open_manifest
 from pentatron.checkpoint.lock import FolderLock, folder_lock
 from pentatron.checkpoint.retention import Retention, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.sums import Tell
+from pentatron.checksums import Tell
 from pentatron.errors import UserError
 
 

@@ -8,18 +8,17 @@ import collections
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.sums import CRC32, READ_BYTES, SUM_BLOCK_BYTES, BlockSums
+from pentatron.checksums import CRC32, ThreadedBlockSums, crc32_of_range
 from pentatron.config.parsing import parse_json
 from pentatron.parallel.pieces import Shape, region
 from pentatron.parallel.values import sendable
@@ -32,6 +31,8 @@ _BLOCKS_AHEAD = 6
 # Smaller tensors are written together, until they come to so much or are so many.
 _BATCH_BYTES = 8 * 2**20
 _BATCH_PARTS = 512
+# A file's digest is SHA-256 over the CRC-32 of blocks of this size, each computed by one thread.
+_SUM_BLOCK_BYTES = 16 * 2**20
 # What the safetensors library accepts.
 _LARGEST_HEADER = 100_000_000
 # What is written goes to the disk in portions of about this size.
@@ -73,7 +74,10 @@ def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
 @sendable
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says about one file. `block_bytes`, `block_sums`: what its sum is made of (see sums.py)."""
+    """What a manifest says about one file.
+
+    `block_sums`: what `sha256` is computed of, all bytes (SHA256) or the CRC-32 of each block of `block_bytes` (CRC32).
+    """
 
     name: str
     bytes: int
@@ -108,7 +112,7 @@ class _Writer:
 
     def __init__(self, file: FileIO, hashed: bool) -> None:
         self.file, self.bytes = file, 0
-        self.blocks = BlockSums(torch.get_num_threads()) if hashed else None
+        self.blocks = ThreadedBlockSums(_SUM_BLOCK_BYTES, torch.get_num_threads()) if hashed else None
         self._writing, self._flushing = (ThreadPoolExecutor(1) for _ in range(2))
         self._pending: collections.deque[Future[Any]] = collections.deque()
         self._batch: list[tuple[str, bytes | memoryview]] = []
@@ -203,7 +207,7 @@ def write_blocks(
     # Of each tensor, so that damage can be named more exactly than by the file.
     found = {} if writer.blocks is None else writer.blocks.tensors
     sums = {name: f"{found.get(name, 0):08x}" for name in ordered} if hashed else {}
-    return FileRecord(path.name, writer.bytes, digest, SUM_BLOCK_BYTES if hashed else 0, CRC32, sums)
+    return FileRecord(path.name, writer.bytes, digest, _SUM_BLOCK_BYTES, CRC32, sums)
 
 
 def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None) -> bytes:
@@ -254,16 +258,9 @@ def piece_sums(path: Path) -> dict[str, str]:
         for name, entry in entries.items() if isinstance(entries, dict) else ():
             if name != "__metadata__" and isinstance(entry, dict):
                 first, last = map(int, entry.get("data_offsets", (0, 0)))
-                found[name] = f"{_crc32(file, 8 + length + first, last - first):08x}"
+                start = max(0, 8 + length + first)
+                found[name] = f"{crc32_of_range(file.fileno(), start, last - first):08x}"
         return found
-
-
-def _crc32(file: BinaryIO, start: int, left: int) -> int:
-    file.seek(max(0, start))
-    total = 0
-    while left > 0 and (data := file.read(min(left, READ_BYTES))):
-        total, left = zlib.crc32(data, total), left - len(data)
-    return total
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.sums import CRC32, SHA256
+from pentatron.checksums import CRC32, SHA256
 from pentatron.config.parsing import parse_document
 from pentatron.config.printable import one_line
 

@@ -19,7 +19,7 @@ from pentatron.errors import UserError
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.checking import Problem
-    from pentatron.checkpoint.sums import Tell
+    from pentatron.checksums import Tell
     from pentatron.hf.progress import Progress
 
 USAGE = """usage: pentatron checkpoint COMMAND [...]

@@ -11,7 +11,6 @@ import json
 import math
 import secrets
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.checksums import crc32
 from pentatron.config.parsing import parse_json
 from pentatron.data.atomic import replaced
 
@@ -29,7 +29,6 @@ MAGIC = b"PTORDER1"
 ENDING = ".order"
 _OF_HEADER = struct.Struct("<II")
 _ALIGNMENT = 64
-_CHUNK = 1 << 24
 
 
 class DamagedIndex(Exception):
@@ -84,14 +83,14 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     for name, array in arrays.items():
         padding = -offset % _ALIGNMENT
         offset += padding
-        checksum = _crc(array, zlib.crc32(bytes(padding), checksum))
+        checksum = _crc32_of(array, crc32(bytes(padding), checksum))
         described[name] = {"type": array.dtype.str, "shape": array.shape, "at": offset}
         offset += array.nbytes
     header = json.dumps({"arrays": described, "bytes": offset, "crc32": checksum}).encode()
     header += b" " * (-(len(MAGIC) + _OF_HEADER.size + len(header)) % _ALIGNMENT)
     # Machines that share the folder may write the same file at the same time: the name must be nobody else's.
     with replaced(path, secrets.token_hex(8)) as file:
-        file.write(MAGIC + _OF_HEADER.pack(len(header), zlib.crc32(header)) + header)
+        file.write(MAGIC + _OF_HEADER.pack(len(header), crc32(header)) + header)
         written = 0
         for array in arrays.values():
             padding = -written % _ALIGNMENT
@@ -110,7 +109,7 @@ def read_arrays(path: Path, verify: bool) -> Arrays:
             raise DamagedIndex("it does not begin as such a file does")
         length, of_header = _OF_HEADER.unpack(start[len(MAGIC) :])
         header = file.read(min(length, size))
-    if len(header) != length or zlib.crc32(header) != of_header:
+    if len(header) != length or crc32(header) != of_header:
         raise DamagedIndex("its header is damaged")
     try:
         said = parse_json(header)
@@ -122,7 +121,7 @@ def read_arrays(path: Path, verify: bool) -> Arrays:
     if size != begin + total:
         raise DamagedIndex(f"it has {size} bytes where {begin + total} are expected")
     content = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)[begin:]
-    if verify and _crc(content, 0) != checksum:
+    if verify and _crc32_of(content, 0) != checksum:
         raise DamagedIndex("its checksum is wrong")
     if any(at + math.prod(shape) * kind.itemsize > total for shape, kind, at in places.values()):
         raise DamagedIndex("an array would reach beyond its end")
@@ -137,11 +136,5 @@ def _place(array: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any], in
     return shape, kind, at
 
 
-def _crc(array: npt.NDArray[Any], running: int) -> int:
-    # An empty view cannot be cast.
-    if not array.nbytes:
-        return running
-    view = np.ascontiguousarray(array).data.cast("B")
-    for at in range(0, len(view), _CHUNK):
-        running = zlib.crc32(view[at : at + _CHUNK], running)
-    return running
+def _crc32_of(array: npt.NDArray[Any], before: int) -> int:
+    return crc32(np.ascontiguousarray(array).data, before)

@@ -21,9 +21,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.data.checksums import BLOCK_BYTES, block_count, first_wrong_block
+from pentatron.checksums import crc32
 from pentatron.data.pair_names import missing_pairs, pair_paths
-from pentatron.data.sidecar import Facts, Sidecar, read_sidecar
+from pentatron.data.sidecar import BLOCK_BYTES, Facts, Sidecar, block_count, read_sidecar
 from pentatron.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -204,25 +204,30 @@ class IndexedDataset:
                     f"{path} has {found} bytes where {sidecar.path.name} expects {expected}: it is cut short or of another "
                     f"pair; copy all three files again{self._resealed()}"
                 )
-        wrong = first_wrong_block(index, sidecar.idx_sums, range(len(sidecar.idx_sums)))
-        if wrong is not None:
-            raise sidecar.blame() or self._wrong_block(self.idx_path, len(index), sidecar.idx_sums, *wrong)
+        for block in range(len(sidecar.idx_sums)):
+            self._require_block(sidecar, self.idx_path, index, sidecar.idx_sums, block)
 
     def _compare(self, sidecar: Sidecar, blocks: range, again: bool = False) -> None:
         for block in blocks:
             if self._compared[block] and not again:
                 continue
-            wrong = first_wrong_block(self._bytes, sidecar.bin_sums, range(block, block + 1))
-            if wrong is not None:
-                size, sums = len(self._bytes), sidecar.bin_sums
-                raise sidecar.blame() or self._wrong_block(self.bin_path, size, sums, *wrong)
+            self._require_block(sidecar, self.bin_path, self._bytes, sidecar.bin_sums, block)
             self._compared[block] = 1
 
-    def _wrong_block(
-        self, path: Path, size: int, sums: npt.NDArray[np.uint32], block: int, found: int
-    ) -> UserError:
-        begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
-        return UserError(
+    def _require_block(
+        self,
+        sidecar: Sidecar,
+        path: Path,
+        data: npt.NDArray[np.uint8],
+        sums: npt.NDArray[np.uint32],
+        block: int,
+    ) -> None:
+        """Refuses a block of a file whose checksum is not the one in the sidecar."""
+        begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(data))
+        found = crc32(data[begin:end].data)
+        if found == sums[block]:
+            return
+        raise sidecar.blame() or UserError(
             f"{path} is damaged between bytes {begin} and {end}: their checksum should be {sums[block]:08x}, found "
             f"{found:08x}; copy the files again or prepare the data again{self._resealed()}"
         )

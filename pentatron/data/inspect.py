@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.checksums import block_sums_of_file
 from pentatron.data.atomic import replaced
-from pentatron.data.checksums import BLOCK_BYTES, sums_of_file
 from pentatron.data.indexed import CHECK_BLOCK, IndexedDataset
-from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
+from pentatron.data.sidecar import (
+    BLOCK_BYTES,
+    Facts,
+    TokenizerIdentity,
+    sidecar_path,
+    stored_sums,
+    write_sidecar,
+)
 from pentatron.data.tokenizer import Tokenizer, identify
 from pentatron.errors import UserError
 
@@ -92,7 +99,8 @@ def seal(prefix: Path | str, report: Report = lambda done: None) -> Facts:
         dataset.bin_path.stat().st_size,
         dataset.idx_path.stat().st_size,
     )
-    sums, index_sums = sums_of_file(dataset.bin_path, report), sums_of_file(dataset.idx_path)
+    sums = stored_sums(block_sums_of_file(dataset.bin_path, BLOCK_BYTES, tell=report))
+    index_sums = stored_sums(block_sums_of_file(dataset.idx_path, BLOCK_BYTES))
     target = sidecar_path(prefix)
     with replaced(target) as file:
         write_sidecar(file, facts, io.BytesIO(sums), index_sums)

@@ -10,11 +10,19 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.checksums import BlockSums, SummedFile
 from pentatron.data.atomic import TEMPORARY_SUFFIX, commit, mark_in_use, remove_leftovers
-from pentatron.data.checksums import BLOCK_BYTES, SUM, BlockSums, SummedFile
 from pentatron.data.indexed import CHECK_BLOCK, DTYPES, HEADER, MAGIC, VERSION
 from pentatron.data.pair_names import pair_paths
-from pentatron.data.sidecar import Facts, TokenizerIdentity, sidecar_path, write_sidecar
+from pentatron.data.sidecar import (
+    BLOCK_BYTES,
+    SUM,
+    Facts,
+    TokenizerIdentity,
+    sidecar_path,
+    stored_sums,
+    write_sidecar,
+)
 from pentatron.errors import UserError
 
 BUFFER = 1 << 20
@@ -36,7 +44,7 @@ class PairInProgress:
         begun = state or {"bin": 0, "sequences": 0, "documents": 0, "largest": -1, "running": 0, "filled": 0}
         self.bytes, self.sequences, self.documents = begun["bin"], begun["sequences"], begun["documents"]
         self.largest = begun["largest"]
-        self._sums = BlockSums(begun["running"], begun["filled"])
+        self._sums = BlockSums(BLOCK_BYTES, begun["running"], begun["filled"])
         self._files: dict[str, BinaryIO] = {}
         # Temporary files of ours that are open, and so locked, until they are discarded.
         self._held: list[int] = []
@@ -83,7 +91,7 @@ class PairInProgress:
         """Whole documents: their tokens, the length of each sequence, how many sequences each has, the largest token."""
         self._files["bin"].write(tokens)
         self._sums.update(tokens)
-        self._files["sums"].write(self._sums.take_finished())
+        self._files["sums"].write(stored_sums(self._sums.take_finished()))
         self._files["lengths"].write(lengths.astype("<i4").tobytes())
         self._files["ends"].write((self.sequences + np.cumsum(counts, dtype="<i8")).tobytes())
         self.bytes += memoryview(tokens).nbytes
@@ -107,11 +115,12 @@ class PairInProgress:
 
     def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> Facts:
         """Writes index and sidecar beside the tokens, still under temporary names."""
-        self._files["sums"].write(self._sums.take_last())
+        self._files["sums"].write(stored_sums(self._sums.take_last()))
         self.close()
         with self.path("idx").open("wb", buffering=BUFFER) as file:
             self._hold("idx")
-            index = SummedFile(file)
+            index_sums = BlockSums(BLOCK_BYTES)
+            index = SummedFile(file, index_sums)
             self._write_index(index)
         facts = Facts(
             str(self.dtype),
@@ -126,7 +135,7 @@ class PairInProgress:
         )
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._hold("meta")
-            write_sidecar(file, facts, sums, index.sums.take_last())
+            write_sidecar(file, facts, sums, stored_sums(index_sums.take_last()))
         return facts
 
     def close(self) -> None:

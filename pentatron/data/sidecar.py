@@ -7,7 +7,7 @@ Programs that do not know it read the pair as before.
 """
 
 import json
-import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,11 +15,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.checksums import crc32, crc32_of_stream
 from pentatron.config.parsing import parse_json
-from pentatron.data.checksums import BLOCK_BYTES, SUM, block_count
 from pentatron.errors import UserError
 
 FORMAT = "pentatron data 1"
+# Small, so that reading one sample checks little more than the sample (decision 0031).
+BLOCK_BYTES = 1 << 16
+SUM = np.dtype("<u4")
 LONGEST_HEADER = 1 << 20
 
 
@@ -60,7 +63,7 @@ class Sidecar:
 
     def blame(self) -> UserError | None:
         """The sentence for checksums that are damaged themselves; asked only when one does not fit."""
-        found = zlib.crc32(self.idx_sums.data, zlib.crc32(self.bin_sums.data))
+        found = crc32(self.idx_sums.data, crc32(self.bin_sums.data))
         if found == self.sums_crc32:
             return None
         begin = self.path.stat().st_size - SUM.itemsize * (len(self.bin_sums) + len(self.idx_sums))
@@ -71,9 +74,18 @@ def sidecar_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.meta")
 
 
+def block_count(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
+
+
+def stored_sums(sums: Iterable[int]) -> bytes:
+    """Checksums of blocks as they lie in a sidecar."""
+    return np.fromiter(sums, SUM).tobytes()
+
+
 def write_sidecar(file: BinaryIO, facts: Facts, bin_sums: BinaryIO, idx_sums: bytes) -> None:
     """`bin_sums` is read twice: the checksums of a large corpus need not fit into memory twice."""
-    table = zlib.crc32(idx_sums, _crc_of(bin_sums))
+    table = crc32(idx_sums, crc32_of_stream(bin_sums))
     bin_sums.seek(0)
     said = {
         "format": FORMAT,
@@ -83,7 +95,7 @@ def write_sidecar(file: BinaryIO, facts: Facts, bin_sums: BinaryIO, idx_sums: by
         **asdict(facts),
     }
     line = json.dumps(said, sort_keys=True).encode()
-    file.write(b"%s\n%08x\n" % (line, zlib.crc32(line)))
+    file.write(b"%s\n%08x\n" % (line, crc32(line)))
     while data := bin_sums.read(BLOCK_BYTES):
         file.write(data)
     file.write(idx_sums)
@@ -99,7 +111,7 @@ def read_sidecar(prefix: Path | str) -> Sidecar | None:
         line = file.readline(LONGEST_HEADER)
         sum_line = file.readline(16)
         begin = file.tell()
-    if not line.endswith(b"\n") or sum_line != b"%08x\n" % zlib.crc32(line[:-1]):
+    if not line.endswith(b"\n") or sum_line != b"%08x\n" % crc32(line[:-1]):
         raise _damaged(path, 0, "its first line does not have the checksum of its second")
     try:
         facts, sums_crc32 = _facts(path, line)
@@ -133,13 +145,6 @@ def _facts(path: Path, line: bytes) -> tuple[Facts, int]:
     if not all(type(getattr(facts, name)) is int and getattr(facts, name) >= -1 for name in counts):
         raise ValueError("a count is no number")
     return facts, int(said["sums_crc32"])
-
-
-def _crc_of(file: BinaryIO) -> int:
-    running = 0
-    while data := file.read(BLOCK_BYTES):
-        running = zlib.crc32(data, running)
-    return running
 
 
 def _damaged(path: Path, offset: int, what: str) -> UserError:

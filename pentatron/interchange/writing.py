@@ -13,13 +13,13 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.sums import SHA256
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
+from pentatron.checksums import SHA256, SummedFile
 from pentatron.interchange.torch_dist import COMMON, FORMAT, INDEX
 from pentatron.parallel.pieces import Shape
 from pentatron.parallel.values import sendable
@@ -50,27 +50,24 @@ class HashedFile:
     """A new file that is hashed while it is written, and on the disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
+        self.path, self._digest = path, hashlib.sha256()
         self._failure: OSError | None = None
-        self._file: BinaryIO = path.open("xb")
+        self._file = path.open("xb")
+        self._summed = SummedFile(self._file, self._digest)
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
         try:
-            self._file.write(view)
+            return self._summed.write(data)
         except OSError as error:
             self._failure = error
             raise
-        self._digest.update(view)
-        self.bytes += len(view)
-        return len(view)
 
     def flush(self) -> None:
         """Nothing is kept back here; torch asks for it after each tensor."""
 
     def save(self, value: Any) -> tuple[int, int]:
         """Adds what torch.save makes of a value: (first byte, bytes)."""
-        before = self.bytes
+        before = self._summed.bytes
         try:
             torch.save(value, self)  # type: ignore[arg-type]
         except RuntimeError:
@@ -78,13 +75,13 @@ class HashedFile:
             if self._failure is not None:
                 raise self._failure from None
             raise
-        return before, self.bytes - before
+        return before, self._summed.bytes - before
 
     def finish(self) -> FileRecord:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileRecord(self.path.name, self.bytes, self._digest.hexdigest(), 0, SHA256)
+        return FileRecord(self.path.name, self._summed.bytes, self._digest.hexdigest(), 0, SHA256)
 
     def __enter__(self) -> "HashedFile":
         return self

@@ -38,13 +38,13 @@ def test_damage_that_another_rank_finds_sends_all_to_the_step_before(tmp_path: P
         shutil.copy(tmp_path / "step-00000001" / SHARDS[3], tmp_path / "step-00000002" / SHARDS[3])
     dist.barrier()
     hashed: list[str] = []
-    honest = manifest_module.sum_of_file
+    honest = manifest_module.digest_of_file
 
     def noting(path: Path, *how: Any) -> str:
         hashed.append(path.name)
         return honest(path, *how)
 
-    manifest_module.sum_of_file = noting  # type: ignore[assignment]
+    manifest_module.digest_of_file = noting  # type: ignore[assignment]
     found, complaints = find(tmp_path, group)
     assert found is not None and found.manifest.step == 1, "every rank goes on from the same step"
     assert len(complaints) == 2

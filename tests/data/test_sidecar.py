@@ -5,17 +5,17 @@ import struct
 import threading
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pentatron.data import indexed
-from pentatron.data.checksums import BLOCK_BYTES, BlockSums
+from pentatron.checksums import BlockSums
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import describe, document_lengths, refuse_other_tokenizer, seal, verify
 from pentatron.data.merge import merge
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.sidecar import TokenizerIdentity, read_sidecar
+from pentatron.data.sidecar import BLOCK_BYTES, TokenizerIdentity, read_sidecar, stored_sums
 from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, identify
 from tests.data.fuzzed_pairs import try_many
 
@@ -43,11 +43,11 @@ def test_sums_do_not_depend_on_how_the_bytes_came() -> None:
     data = os.urandom(3 * BLOCK_BYTES + 17)
     expected = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
     for step in (1000, BLOCK_BYTES, 2 * BLOCK_BYTES + 1, len(data)):
-        sums, taken = BlockSums(), b""
+        sums, taken = BlockSums(BLOCK_BYTES), b""
         for at in range(0, len(data), step):
             sums.update(data[at : at + step])
-            taken += sums.take_finished()
-        assert struct.unpack("<4I", taken + sums.take_last()) == tuple(expected)
+            taken += stored_sums(sums.take_finished())
+        assert struct.unpack("<4I", taken + stored_sums(sums.take_last())) == tuple(expected)
 
 
 def test_content_is_compared_at_first_touch_and_only_there(prefix: Path) -> None:
@@ -62,14 +62,14 @@ def test_content_is_compared_at_first_touch_and_only_there(prefix: Path) -> None
 
 def test_a_block_is_compared_once(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = indexed.first_wrong_block
+    real = IndexedDataset._require_block
 
-    def counting(data: object, sums: object, blocks: range) -> object:
-        seen.extend(blocks)
-        return real(data, sums, blocks)  # type: ignore[arg-type]
+    def counting(self: IndexedDataset, *given: Any) -> None:
+        seen.append(given[-1])
+        real(self, *given)
 
     dataset = IndexedDataset(prefix)
-    monkeypatch.setattr(indexed, "first_wrong_block", counting)
+    monkeypatch.setattr(IndexedDataset, "_require_block", counting)
     for _ in range(3):
         dataset.get(1, 5, 100)
         dataset.read(LENGTH - 1, LENGTH + 1)
