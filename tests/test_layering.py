@@ -11,6 +11,7 @@ LEVELS = {
     # Modules that every package may import.
     "checksums": -1,
     "errors": -1,
+    "files": -1,
     "text": -1,
     "layout": 0,
     "config": 1,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pentatron.bench import plot_results
 from pentatron.errors import UserError
+from pentatron.files import numbered, rename
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,6 @@ class ResultsFolder:
                 f"{self.path} holds other files than a benchmark's, so it is not moved aside; name another folder with --out"
             )
         whole = self.path.resolve()
-        number = 1
-        while (aside := whole.with_name(f"{whole.name}.{number}")).exists():
-            number += 1
-        whole.rename(aside)
+        aside = numbered(whole, ".")
+        rename(whole, aside)
         return aside

@@ -1,6 +1,7 @@
 """The rows of a sweep: `summary.csv`, and the table on the terminal."""
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pentatron.bench.candidates import Candidate
 from pentatron.bench.measure import Measured
 from pentatron.config.counted import in_digits
 from pentatron.config.run import RunConfig
+from pentatron.files import write_file
 from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 
 Status = Literal["ok", "failed", "refused", "not run"]
@@ -108,12 +110,11 @@ def _rounded(number: float | None, digits: int) -> float | None:
 
 def write_summary(file: Path, rows: Sequence[Row]) -> None:
     """Written anew after every layout: what was measured is there whatever happens next."""
-    fresh = file.with_name(f".{file.name}.new")
-    with fresh.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row.cells() for row in rows)
-    fresh.replace(file)
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.cells() for row in rows)
+    write_file(file, out.getvalue().encode())
 
 
 # --- the table ---

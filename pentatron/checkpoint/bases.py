@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.config.free_name import free_name
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import make_folder, write_file
 from pentatron.errors import UserError
+from pentatron.files import free_name, make_folder, rename, write_file
 
 FILE_NAME = "began-from.json"
 _BEFORE = ".before"
@@ -64,7 +63,7 @@ def _write(folder: Path, steps: Iterable[str], origin: Path | None) -> None:
 def keep_base(step: Path) -> Path:
     """Gives a step of an earlier run another name, as one of the same number is about to be saved; returns where it now lies."""
     kept = free_name(step.with_name(f"{step.name}{_BEFORE}"))
-    step.rename(kept)
+    rename(step, kept)
     record = read_record(step.parent)
     if record is not None and step.name in record.steps:
         origin = kept.absolute() if record.origin == step.absolute() else record.origin
@@ -78,4 +77,4 @@ def restore_bases(folder: Path) -> None:
     for name in bases:
         kept = [p for p in sorted(folder.glob(f"{name}{_BEFORE}*")) if p.name not in bases]
         if kept and not (folder / name).exists():
-            kept[-1].rename(folder / name)
+            rename(kept[-1], folder / name)

@@ -1,16 +1,17 @@
 """Which steps may go, and how they go: the one rule of a run's own retention and of `pentatron checkpoint prune`."""
 
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentatron.files import hidden_name, rename
+
 # The second is the name of a step in the format torch_dist.
 _NUMBER = re.compile(r"(?:step-(\d{8,})(?:-again\d+)?|iter_(\d{7,}))")
 
-_REPLACED = ".replaced-"
+_REPLACED = "replaced-"
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ def number_of(step: Path) -> int | None:
 
 def hidden_while_replaced(step: Path) -> Path:
     """The name of a step that makes way for another save of it."""
-    return step.with_name(f"{_REPLACED}{step.name}.{secrets.token_hex(4)}")
+    return hidden_name(step.with_name(f"{_REPLACED}{step.name}"))
 
 
 def restore_replaced(folder: Path) -> None:
     """A step that made way for a save that never came takes its place again."""
-    for hidden in folder.glob(f"{_REPLACED}*"):
-        step = folder / hidden.name.removeprefix(_REPLACED).rpartition(".")[0]
+    for hidden in folder.glob(f".{_REPLACED}*"):
+        step = folder / hidden.name.removeprefix(f".{_REPLACED}").rpartition(".")[0]
         if not step.exists():
-            hidden.rename(step)
+            rename(hidden, step)
 
 
 def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
@@ -58,8 +59,8 @@ def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
     restore_replaced(folder)
     for step in steps:
         # Hidden first: a deletion cut short must not leave half a step under a step's name.
-        step.rename(folder / f".{step.name}.{secrets.token_hex(4)}")
-    for leftover in (path for kind in (".step-*", ".iter_*", f"{_REPLACED}*") for path in folder.glob(kind)):
+        rename(step, hidden_name(step))
+    for leftover in (path for kind in (".step-*", ".iter_*", f".{_REPLACED}*") for path in folder.glob(kind)):
         if leftover.is_symlink():
             leftover.unlink()
         else:

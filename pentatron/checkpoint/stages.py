@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pentatron.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from pentatron.checkpoint.parts import Verdict, Written
 from pentatron.checkpoint.verifying import Obstacle, problem_of_share
-from pentatron.data.atomic import sync_folder
 from pentatron.errors import FolderLost, UserError
+from pentatron.files import sync_folder
 from pentatron.parallel.collectives import Group, gather_objects, largest
 from pentatron.parallel.pieces import Fragment
 

@@ -6,7 +6,6 @@ folder into place and then moves the `latest` pointer. Whatever is killed in bet
 
 import contextlib
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,9 @@ from pentatron.checkpoint.manifest import (
 from pentatron.checkpoint.parts import Verdict, Written, manifest_of, own_fragments, write_part
 from pentatron.checkpoint.retention import Retention, remove_steps, restore_replaced
 from pentatron.checkpoint.stages import Save, Stages
-from pentatron.checkpoint.tensor_file import write_text
 from pentatron.checkpoint.verifying import Check
-from pentatron.config.free_name import free_name
-from pentatron.data.atomic import sync_folder
 from pentatron.errors import FolderLost, NotSaved
+from pentatron.files import free_name, hidden_name, rename, sync_folder, write_new
 from pentatron.parallel.collectives import Group, broadcast_object
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.values import sendable
@@ -132,7 +129,7 @@ class CheckpointStore:
 
     def temporary(self, step: int) -> Path:
         """A name for a step that is being written; the folder is not made yet."""
-        return self.folder / f".{step_name(step)}.{secrets.token_hex(4)}"
+        return hidden_name(self.folder / step_name(step))
 
     def _agree_on_temporary(self, step: int, group: Group) -> Path:
         """A fresh folder made by rank 0; if it could not be made, every rank hears why."""
@@ -171,21 +168,21 @@ class CheckpointStore:
 
     def place(self, temporary: Path, manifest: Manifest) -> Path:
         """Gives a step whose files are written its manifest and its name: it is there. `sync_folder` then makes it last."""
-        write_text(temporary / FILE_NAME, manifest.to_json())
+        write_new(temporary / FILE_NAME, manifest.to_json())
         sync_folder(temporary)
         self.guard(True)
         # Last of all, as an earlier save of the same step may make way for it.
         final = self._free_step(manifest.step)
         self._verified.discard(final.name)
-        temporary.rename(final)
+        rename(temporary, final)
         return final
 
     def point_to(self, step: Path) -> None:
         """For people and their scripts; nothing reads it unless the user names it. The second file is the one that Megatron's users look for."""
         for name, text in (("latest", f"{step.name}\n"), (TRACKER, str(_order(step)[0]))):
-            pointer = self.folder / f".latest.{secrets.token_hex(4)}"
-            write_text(pointer, text)
-            pointer.replace(self.folder / name)
+            pointer = hidden_name(self.folder / "latest")
+            write_new(pointer, text)
+            rename(pointer, self.folder / name)
         sync_folder(self.folder)
 
     def _free_step(self, step: int) -> Path:
@@ -241,7 +238,7 @@ class CheckpointStore:
     def set_aside(self, step: Path) -> Path:
         """Renames a damaged step, so that nobody takes it for a good one; where it now lies."""
         aside = free_name(step.with_name(f"{step.name}{_DAMAGED}"))
-        step.rename(aside)
+        rename(step, aside)
         return aside
 
     def _candidates(self) -> list[Path]:

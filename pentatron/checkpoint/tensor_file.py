@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pentatron.checksums import CRC32, ThreadedBlockSums, crc32_of_range
 from pentatron.config.parsing import parse_json
+from pentatron.files import sync, sync_data
 from pentatron.parallel.pieces import Shape, region
 from pentatron.parallel.values import sendable
 
@@ -147,7 +148,7 @@ class _Writer:
                 parts[0] = memoryview(parts[0])[written:]
         if self._unflushed >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
             self._check_flush()
-            self._flush, self._unflushed = self._flushing.submit(os.fdatasync, self.file.fileno()), 0
+            self._flush, self._unflushed = self._flushing.submit(sync_data, self.file.fileno()), 0
 
     def _check_flush(self) -> None:
         if self._flush is not None:
@@ -203,7 +204,7 @@ def write_blocks(
             digest = writer.finish()
         finally:
             writer.close()
-        os.fsync(file.fileno())
+        sync(file)
     # Of each tensor, so that damage can be named more exactly than by the file.
     found = {} if writer.blocks is None else writer.blocks.tensors
     sums = {name: f"{found.get(name, 0):08x}" for name in ordered} if hashed else {}
@@ -261,11 +262,3 @@ def piece_sums(path: Path) -> dict[str, str]:
                 start = max(0, 8 + length + first)
                 found[name] = f"{crc32_of_range(file.fileno(), start, last - first):08x}"
         return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a new file and flushes it to disk."""
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

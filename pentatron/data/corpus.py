@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import TEMPORARY_SUFFIX, write_file
 from pentatron.data.indexed import token_dtype
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sidecar import sidecar_path
 from pentatron.data.tokenizer import FileTokenizer, identify, train_bpe
 from pentatron.errors import UserError
+from pentatron.files import TEMPORARY_SUFFIX, write_file
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, the bytes done and the bytes in all."""

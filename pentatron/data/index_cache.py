@@ -9,7 +9,6 @@ whole or not at all, carries a checksum, and is never needed: whoever cannot rea
 import hashlib
 import json
 import math
-import secrets
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy.typing as npt
 
 from pentatron.checksums import crc32
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import replaced
+from pentatron.files import replaced, shared_suffix
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -89,7 +88,7 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     header = json.dumps({"arrays": described, "bytes": offset, "crc32": checksum}).encode()
     header += b" " * (-(len(MAGIC) + _OF_HEADER.size + len(header)) % _ALIGNMENT)
     # Machines that share the folder may write the same file at the same time: the name must be nobody else's.
-    with replaced(path, secrets.token_hex(8)) as file:
+    with replaced(path, shared_suffix()) as file:
         file.write(MAGIC + _OF_HEADER.pack(len(header), crc32(header)) + header)
         written = 0
         for array in arrays.values():

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checksums import block_sums_of_file
-from pentatron.data.atomic import replaced
 from pentatron.data.indexed import CHECK_BLOCK, IndexedDataset
 from pentatron.data.sidecar import (
     BLOCK_BYTES,
@@ -22,6 +21,7 @@ from pentatron.data.sidecar import (
 )
 from pentatron.data.tokenizer import Tokenizer, identify
 from pentatron.errors import UserError
+from pentatron.files import replaced
 
 BAR = 40
 Report = Callable[[int], None]

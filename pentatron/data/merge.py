@@ -1,17 +1,16 @@
 """Several pairs as one, document after document."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from pentatron.data.atomic import TEMPORARY_SUFFIX
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.pair_writer import PairInProgress, publish, remove_leftovers_of_pair
 from pentatron.data.sidecar import Facts, TokenizerIdentity
 from pentatron.errors import UserError
+from pentatron.files import temporary_suffix
 
 # Documents copied at a time.
 STEP = 1 << 14
@@ -30,7 +29,7 @@ def merge(
     if pair_paths(output)[1].exists() and not overwrite:
         raise UserError(f"{pair_paths(output)[1]} exists already; add --overwrite to replace it")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    suffix = f".{os.getpid()}{TEMPORARY_SUFFIX}"
+    suffix = temporary_suffix()
     pair = PairInProgress(Path(output), sources[0].dtype, suffix)
     try:
         for source in sources:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checksums import BlockSums, SummedFile
-from pentatron.data.atomic import TEMPORARY_SUFFIX, commit, mark_in_use, remove_leftovers
 from pentatron.data.indexed import CHECK_BLOCK, DTYPES, HEADER, MAGIC, VERSION
 from pentatron.data.pair_names import pair_paths
 from pentatron.data.sidecar import (
@@ -24,6 +23,7 @@ from pentatron.data.sidecar import (
     write_sidecar,
 )
 from pentatron.errors import UserError
+from pentatron.files import commit, lock, remove_leftovers, sync, temporary_suffix
 
 BUFFER = 1 << 20
 PARTS = ("bin", "lengths", "ends", "sums")
@@ -102,8 +102,7 @@ class PairInProgress:
     def sync(self) -> dict[str, int]:
         """Everything appended so far reaches the disk."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         return {
             "bin": self.bytes,
             "sequences": self.sequences,
@@ -146,7 +145,7 @@ class PairInProgress:
         """Keeps other processes from taking a temporary file for the leftover of a killed one."""
         if self._suffix:
             self._held.append(os.open(self.path(part), os.O_RDWR))
-            mark_in_use(self._held[-1])
+            lock(self._held[-1])
 
     def discard(self) -> None:
         """Removes what is left under temporary names, also where the disk takes no more data."""
@@ -209,7 +208,7 @@ class IndexedDatasetWriter:
         self.prefix = Path(prefix)
         self.dtype, _ = _stored(dtype)
         self.tokenizer = tokenizer
-        self._suffix = f".{os.getpid()}{TEMPORARY_SUFFIX}"
+        self._suffix = temporary_suffix()
         self._pair: PairInProgress | None = None
 
     def __enter__(self) -> Self:

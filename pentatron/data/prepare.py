@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import write_file
 from pentatron.data.encode import EncodedChunk, Recipe
 from pentatron.data.indexed import token_dtype
 from pentatron.data.inputs import Chunk, Place, is_json, read_chunks
@@ -26,6 +25,7 @@ from pentatron.data.sidecar import TokenizerIdentity, read_sidecar
 from pentatron.data.tokenizer import identify
 from pentatron.data.workers import Workers
 from pentatron.errors import UserError
+from pentatron.files import write_file
 
 # Raise this when the same text and settings give other tokens than before.
 VERSION = 2

@@ -16,9 +16,10 @@ from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, verify_files
 from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.streaming import in_files
-from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks, write_text
+from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks
 from pentatron.config.parsing import parse_json
 from pentatron.errors import UserError
+from pentatron.files import write_new
 from pentatron.hf.architecture import config_of
 from pentatron.hf.convert import reads_theirs
 from pentatron.hf.dtypes import common_dtype, require_room
@@ -67,7 +68,7 @@ def export_step(
         with StepReader(found.folder, found.manifest) as step, _sums_compared(found, options.check):
             read = progress.counting(reads_theirs(links, _weights_of(step), outlines))
             _write_shards(made, outlines, read, options.shard_bytes)
-        write_text(made / CONFIG, _json(config))
+        write_new(made / CONFIG, _json(config))
         copy_files((path for path in small_files(carried, options.tokenizer) if path.name != CONFIG), made)
         seconds = progress.seconds
         if judge is not None:
@@ -192,7 +193,7 @@ def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, sha
         }
         weights = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
         index = {"metadata": metadata, "weight_map": weights}
-        write_text(folder / INDEX, _json(index))
+        write_new(folder / INDEX, _json(index))
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -3,14 +3,13 @@
 import fnmatch
 import importlib.util
 import json
-import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pentatron.data.atomic import sync_folder, write_file
 from pentatron.data.tokenizer import FileTokenizer
 from pentatron.errors import UserError
+from pentatron.files import hidden_name, hidden_names, rename, sync_folder, write_file
 from pentatron.hf.folder import CONFIG
 
 # Beside the steps.
@@ -101,14 +100,14 @@ def carry_files(source: Path, checkpoints: Path) -> None:
             f"--save"
         )
     # Under another name until it is complete: a copy cut short must not be taken for the whole.
-    for leftover in checkpoints.glob(f".{FOLDER_NAME}.{'[0-9a-f]' * 8}"):
+    for leftover in hidden_names(wanted):
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary = checkpoints / f".{FOLDER_NAME}.{secrets.token_hex(4)}"
+    temporary = hidden_name(wanted)
     copy_files(files, temporary)
     if wanted.exists():
         # Of a start that got no further than this.
         shutil.rmtree(wanted)
-    temporary.rename(wanted)
+    rename(temporary, wanted)
     sync_folder(checkpoints)
 
 

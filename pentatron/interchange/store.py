@@ -23,6 +23,7 @@ from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
 from pentatron.checkpoint.torch_file import rectangle_key, saved_place
 from pentatron.config.run import RunConfig
+from pentatron.files import rename
 from pentatron.interchange.common import common_state
 from pentatron.interchange.index import KEPT, MASTER, STATE
 from pentatron.interchange.links import VOCABULARY, Link, is_stacked, their_shapes, written_links
@@ -216,7 +217,7 @@ class TorchDistStore(CheckpointStore):
         if not final.exists():
             return final
         if (final / FILE_NAME).is_file():
-            final.rename(hidden_while_replaced(final))
+            rename(final, hidden_while_replaced(final))
         else:
             keep_base(final)
         return final

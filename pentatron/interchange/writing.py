@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import pickle
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
 from pentatron.checksums import SHA256, SummedFile
+from pentatron.files import sync
 from pentatron.interchange.torch_dist import COMMON, FORMAT, INDEX
 from pentatron.parallel.pieces import Shape
 from pentatron.parallel.values import sendable
@@ -78,8 +78,7 @@ class HashedFile:
         return before, self._summed.bytes - before
 
     def finish(self) -> FileRecord:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file)
         self._file.close()
         return FileRecord(self.path.name, self._summed.bytes, self._digest.hexdigest(), 0, SHA256)
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pentatron.files import rename
 from pentatron.launch.processes import Process
 
 # How a rank's account of its end is called in the job's folder, what faulthandler wrote when it crashed, and that it works or came to its end.
@@ -90,7 +91,7 @@ def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
     path = record_path(job, rank)
     half = path.with_suffix(".part")
     half.write_text(json.dumps({"kind": kind, "text": text, "at": at}), encoding="utf-8")
-    half.rename(path)
+    rename(half, path)
 
 
 def begin_work(job: Path, rank: int) -> None:
@@ -100,7 +101,7 @@ def begin_work(job: Path, rank: int) -> None:
 
 def end_work(job: Path, rank: int) -> None:
     """Records that a rank came to the end of its work."""
-    (job / _WORKING.format(rank=rank)).rename(job / _DONE.format(rank=rank))
+    rename(job / _WORKING.format(rank=rank), job / _DONE.format(rank=rank))
 
 
 def unfinished(processes: Sequence[Process], job: Path) -> list[Failure]:

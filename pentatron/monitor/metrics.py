@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.free_name import numbered
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import write_file
+from pentatron.files import numbered, rename, write_file
 from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import StepReport
 
@@ -53,7 +52,7 @@ class MetricsFile(Recorder):
         rows = read_metrics(path)
         if rows.damaged:
             kept_as = numbered(path, ".damaged-")
-            path.rename(kept_as)
+            rename(path, kept_as)
             tell(f"note: {damaged_lines(rows.damaged)}; the file as it was is {kept_as.name}")
         write_file(path, "".join(_line(row) for row in rows if row["step"] <= resumed_step).encode())
         self._file = AppendedFile(path, tell)

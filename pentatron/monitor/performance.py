@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentatron.data.atomic import write_file
+from pentatron.files import write_file
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 

@@ -2,13 +2,13 @@
 
 import io
 import math
-import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 from pentatron.config.printable import one_line
 from pentatron.config.redaction import redacted
+from pentatron.files import sync
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 
@@ -30,8 +30,7 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
         file.seek(max(0, file.seek(0, io.SEEK_END) - 1))
         begin = "" if file.read(1) in (b"", b"\n") else "\n"
         file.write((begin + "\t".join(line) + "\n").encode(errors="backslashreplace"))
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
 
 
 class ProgressFile(Recorder):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.parsing import parse_json
-from pentatron.data.atomic import write_file
+from pentatron.files import write_file
 
 FILE_NAME = "job.json"
 

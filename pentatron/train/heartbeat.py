@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pentatron.files import sync
 from pentatron.parallel.whereabouts import Call, Whereabouts
 
 # The last step, the one it began from and whether the run's folder is ours: the training thread writes them itself, so that they are exact also for a rank
@@ -115,7 +116,7 @@ class Heart:
         with suppress(OSError):
             os.pwrite(self._file, text, 0 if self.synced else _EXACT_BYTES)
             if self.synced:
-                os.fsync(self._file)
+                sync(self._file)
             self.is_heard = True
 
     def _run(self) -> None:

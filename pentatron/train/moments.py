@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from pentatron.data.atomic import write_file
+from pentatron.files import write_file
 
 
 class Moments:

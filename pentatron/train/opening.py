@@ -13,12 +13,11 @@ from pathlib import Path
 from pentatron.checkpoint.lock import FILE_NAME as LOCK
 from pentatron.checkpoint.lock import FolderLock, folder_lock
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.free_name import numbered
 from pentatron.config.run import RunConfig
 from pentatron.config.saved_config import places_in_run, saved_values
 from pentatron.config.start import Start, is_inside
-from pentatron.data.atomic import sync_folder
 from pentatron.errors import FolderLost, UserError
+from pentatron.files import numbered, rename, sync_folder
 from pentatron.monitor.display import Display
 from pentatron.train.attempts import FILE_NAME as JOB
 from pentatron.train.attempts import Attempt, recorded_foreign, recorded_job, write_job
@@ -125,7 +124,7 @@ def open_folders(
             display.say(line)
     if (damage := damaged_config(folder.config)) is not None:
         kept = numbered(folder.config, ".damaged-")
-        folder.config.rename(kept)
+        rename(folder.config, kept)
         display.say(
             f"note: {folder.config} is damaged ({damage}); it was renamed to {kept.name}, and is written again"
         )
@@ -301,13 +300,13 @@ def _move_aside(found: Iterable[Contents]) -> Iterable[str]:
             for path in contents.made:
                 target = aside / path.relative_to(contents.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                path.rename(target)
+                rename(path, target)
                 moved.append((path, target))
             for place in {aside.parent, *(side.parent for pair in moved for side in pair)}:
                 sync_folder(place)
         except OSError as error:
             for path, target in reversed(moved):
-                target.rename(path)
+                rename(target, path)
             with contextlib.suppress(OSError):
                 aside.rmdir()
             raise UserError(

@@ -8,8 +8,8 @@ import torch
 from pentatron.config.batch_sizes import size_problem
 from pentatron.config.counted import in_digits
 from pentatron.config.run import RunConfig
-from pentatron.data.atomic import write_file
 from pentatron.errors import UserError, file_sentence
+from pentatron.files import write_file
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World

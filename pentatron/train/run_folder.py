@@ -11,8 +11,8 @@ from pentatron.config.redaction import redacted_value
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
 from pentatron.config.saved_config import HEADER
-from pentatron.data.atomic import make_folder, write_file
 from pentatron.errors import UserError
+from pentatron.files import make_folder, numbered, rename, write_file
 
 # A later run that reads the saved configuration must not end up in this run's folder.
 _OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save"})
@@ -70,11 +70,9 @@ class RunFolder:
 
     def set_metrics_aside(self) -> Path:
         """Those of other training in this folder: its steps have the numbers that now come again."""
-        number = 1
-        while (aside := self.metrics.with_name(f"metrics.{number}.jsonl")).exists():
-            number += 1
+        aside = numbered(self.metrics.with_suffix(""), ".", self.metrics.suffix)
         if self.metrics.exists():
-            self.metrics.rename(aside)
+            rename(self.metrics, aside)
         return aside
 
     def holds_metrics_of_another(self, resolved: Resolved) -> bool:

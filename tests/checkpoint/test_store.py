@@ -20,6 +20,7 @@ from pentatron.checkpoint.find import read_step
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.errors import FolderLost, UserError
+from pentatron.files import rename
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment
 from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tensors, whole
@@ -210,15 +211,20 @@ def save_and_die(folder: Path, where: str) -> None:
         path.write_bytes(b"half")
         die()
 
+    def before_pointer(path: Path, target: Path) -> None:
+        if path.name.startswith(".latest."):
+            die()
+        rename(path, target)
+
     match where.removeprefix("again "):
         case "in a shard":
             parts_module.write_tensors = partly  # type: ignore[assignment]
         case "before manifest":
-            store_module.write_text = die
+            store_module.write_new = die
         case "before rename":
             Path.rename = die  # type: ignore[method-assign,assignment]
         case "before pointer":
-            Path.replace = die  # type: ignore[method-assign,assignment]
+            store_module.rename = before_pointer
     save(CheckpointStore(folder, keep=None), 1 if where.startswith("again") else 2)
 
 

@@ -157,5 +157,5 @@ def try_one(seed: int, folder: Path) -> str:
 
 def try_many(first: int, count: int, folder: Path) -> Counter[str]:
     # Nobody pulls the plug here, and waiting for the disk would be most of the time.
-    with mock.patch("pentatron.data.atomic.os.fsync"):
+    with mock.patch("pentatron.files.os.fsync"):
         return Counter(try_one(seed, folder) for seed in range(first, first + count))

@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_done_without(tmp_path: Path
 def test_a_killed_writer_leaves_nothing_under_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pentatron.data.atomic.commit", lambda *paths: 1 / 0)
+    monkeypatch.setattr("pentatron.files.commit", lambda *paths: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_arrays(tmp_path / "x.order", ARRAYS)
     assert not list(tmp_path.iterdir())

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentatron.data.atomic import remove_leftovers, replaced, write_file
 from pentatron.data.inspect import seal
 from pentatron.data.merge import merge
 from pentatron.data.pair_writer import ALL_PARTS, IndexedDatasetWriter, PairInProgress
+from pentatron.files import remove_leftovers, replaced, write_file
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_files_that_another_process_is_writing_stay(pair: Path, tmp_path: Path) 
     begun.discard()
     assert temporary_files(folder) == []
     # The same of one file, seen from a process of its own.
-    program = f"from pathlib import Path; from pentatron.data.atomic import remove_leftovers; remove_leftovers(Path({str(folder / 'x')!r}))"
+    program = f"from pathlib import Path; from pentatron.files import remove_leftovers; remove_leftovers(Path({str(folder / 'x')!r}))"
     with replaced(folder / "x") as file:
         file.write(b"whole")
         subprocess.run([sys.executable, "-c", program], check=True)

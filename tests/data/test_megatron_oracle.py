@@ -31,7 +31,7 @@ TYPES = ("uint8", "int16", "int32", "int64", "uint16")
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
     """Neither for the disk nor for the collection of garbage that theirs asks for after every file."""
-    with mock.patch("pentatron.data.atomic.os.fsync"), mock.patch("gc.collect"):
+    with mock.patch("pentatron.files.os.fsync"), mock.patch("gc.collect"):
         yield
 
 

@@ -69,7 +69,7 @@ def test_a_step_saved_again_takes_the_place_of_the_first_only_when_it_is_whole(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "write_text", full)
+        patched.setattr(store_module, "write_new", full)
         with pytest.raises(UserError, match=r"could not be saved.*earlier checkpoints are intact"):
             save(store, 1)
     assert newest(store) == (1, []) and (first / "__0_0.distcp").read_bytes() == content

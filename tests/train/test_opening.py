@@ -290,10 +290,10 @@ def test_half_a_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
 
 
 def test_folders_that_a_run_makes_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pentatron.data.atomic as atomic
+    import pentatron.files as files
 
     synced: list[Path] = []
-    monkeypatch.setattr(atomic, "sync_folder", synced.append)
+    monkeypatch.setattr(files, "sync_folder", synced.append)
     with opened(tmp_path / "new" / "run"):
         pass
     assert synced[:3] == [tmp_path, tmp_path / "new", tmp_path / "new" / "run"]
