@@ -263,10 +263,10 @@ class _Start:
         """Loads a step to go on from it; returns where the run stands, what has changed, and what the log says besides."""
         state = TrainState.from_json(found.manifest.run_state)
         if not state.ordered_for:
-            # Checkpoints that do not say so had their order built for the length of their run.
+            # Saved by a program that orders its samples itself: taken as ordered for the length of its run.
             saved = Settings.defaults(**saved_settings(found))
             state.ordered_for = [max(1, saved.train_iters) * saved.global_batch_size]
-        # One that does not say which schedule it followed had that of its settings.
+        # A checkpoint of Megatron-LM may lack parts of its schedule: that of its settings is taken.
         state.schedule = state.schedule or saved_schedule(saved_settings(found))
 
         changes: list[str] = []

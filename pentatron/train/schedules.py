@@ -99,7 +99,7 @@ def _plain(value: Any) -> str:
 
 
 def saved_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a checkpoint that does not say it: what its settings mean. A setting younger than it had its default."""
+    """The schedule that the settings of a checkpoint describe; settings it does not name have their defaults."""
     values = {name: settings.get(name, item.default) for name, item in table().items()}
     return Schedule.of(RunConfig.of(Settings(values))).to_json()
 
