@@ -12,7 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "pentatron"
 # Mappings with names of settings as keys that hold something else than values of settings.
 OTHER_MAPPINGS = {
     "wrong": "sentences about settings that cannot be used",
-    "batch": "tensors of a batch",
+    "other": "another line of results",
+    "row": "one line of metrics.jsonl, or of the results of a benchmark",
+    "content": "the sections of a manifest",
+    "tokenizer": "a tokenizer as a data file describes it",
+    "tokenizer_config": "tokenizer_config.json",
+    "schedule": "the schedule in a checkpoint",
+    "common": "the common state in a checkpoint of Megatron-LM",
 }
 # Foreign configurations: `config.json` of Hugging Face and the arguments of Megatron-LM share names with our settings.
 FOREIGN = {"config", "args", "arguments", "theirs", "written", "content"}
@@ -31,6 +37,9 @@ def string_keys(path: Path, source: str) -> Iterator[str]:
             mapping, key = node.func.value, node.args[0] if node.args else None
         if not (isinstance(key, ast.Constant) and key.value in table()):
             continue
+        if isinstance(mapping, ast.Call) and getattr(mapping.func, "id", "") == "table":
+            # A declaration, not a value.
+            continue
         name = getattr(mapping, "attr", getattr(mapping, "id", ""))
         if name in OTHER_MAPPINGS or (translates and name in FOREIGN):
             continue
@@ -43,7 +52,11 @@ def assertions(path: Path, source: str) -> Iterator[str]:
         if not isinstance(node, ast.Assert):
             continue
         for part in ast.walk(node.test):
-            if isinstance(part, ast.Attribute) and part.attr in table() and not isinstance(part.value, ast.Call):
+            if (
+                isinstance(part, ast.Attribute)
+                and part.attr in table()
+                and not isinstance(part.value, ast.Call)
+            ):
                 yield f"{path.relative_to(PACKAGE)}:{node.lineno} assert … {part.attr}"
 
 

@@ -99,13 +99,13 @@ def read(summary: Path) -> tuple[list[Row], int]:
 
 def subtitle(rows: Sequence[Row]) -> str:
     """Where and how the numbers came about."""
-    first = rows[0]
-    count = int(first["processes"])
-    batches = sorted({int(row["global_batch_size"]) for row in rows})
+    row = rows[0]
+    count = int(row["processes"])
+    batches = sorted({int(other["global_batch_size"]) for other in rows})
     batch = f"{batches[0]}" if len(batches) == 1 else f"{batches[0]} to {batches[-1]}"
     return (
-        f"{count} process{'es' if count > 1 else ''} on {first['device']}, {first['precision']}; "
-        f"{batch} × {first['seq_length']} tokens a step"
+        f"{count} process{'es' if count > 1 else ''} on {row['device']}, {row['precision']}; "
+        f"{batch} × {row['seq_length']} tokens a step"
     )
 
 

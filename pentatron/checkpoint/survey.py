@@ -11,6 +11,7 @@ from pentatron.checkpoint.find import followed, is_step, pointed_at, steps_at
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 
 # What a step has beside weights without being able to go on from it.
@@ -81,16 +82,16 @@ def is_resumable(manifest: Manifest) -> bool:
     """Whether training can go on from it, rather than begin with its weights. Plain gradient descent remembers nothing."""
     if any(not name.startswith(_NO_OPTIMIZER) for name in manifest.tensors):
         return True
-    plain_descent = manifest.config.get("optim", {}).get("optimizer") == "sgd"
+    plain_descent = Settings.of_sections(manifest.config).optimizer == "sgd"
     return plain_descent and not manifest.run_state.get("weights_only", False)
 
 
 def layout_words(config: Mapping[str, Any]) -> str:
     """`tp2 pp2 dp2 zero1`, `one process`."""
-    parallel = config.get("parallel", {})
-    sizes = [f"{short}{parallel[name]}" for short, name in _SIZES if (parallel.get(name) or 1) != 1]
-    if sizes and parallel.get("zero_stage"):
-        sizes.append(f"zero{parallel['zero_stage']}")
+    saved = Settings.of_sections(config)
+    sizes = [f"{short}{getattr(saved, name)}" for short, name in _SIZES if (getattr(saved, name) or 1) != 1]
+    if sizes and saved.zero_stage:
+        sizes.append(f"zero{saved.zero_stage}")
     return " ".join(sizes) or "one process"
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from pentatron.checksums import CRC32, SHA256
 from pentatron.config.parsing import parse_document
 from pentatron.config.printable import one_line
+from pentatron.config.run import table
+from pentatron.config.settings import Settings
 
 # Sizes that must be above 0 where they are given.
 _COUNTS = (
@@ -99,39 +101,38 @@ def implausible(
     A model is built before its tensors are read. Each size times those it is multiplied with is the size of some tensor, so it must not
     be more than all of them have. `stacked`: one tensor may hold a parameter of all layers.
     """
+    # What is not saved is no size at all, rather than the default.
+    saved = Settings({**dict.fromkeys(table()), **settings})
     for name in _COUNTS:
-        if settings.get(name) is not None and settings[name] < 1:
-            return f"{name} {settings[name]}, and it must be above 0"
+        if (count := getattr(saved, name)) is not None and count < 1:
+            return f"{name} {count}, and it must be above 0"
     elements = sum(math.prod(shape) for shape in tensors.values())
-    layers = settings.get("num_layers") or 0
+    layers = saved.num_layers or 0
     if not stacked and layers > len(tensors):
         return f"num_layers {layers}, and there are {len(tensors)} tensors"
-    for names in (("num_layers", "hidden_size"), *_products(settings)):
-        sizes = [settings.get(name) or 1 for name in names]
+    for names in (("num_layers", "hidden_size"), *_products(saved)):
+        sizes = [getattr(saved, name) or 1 for name in names]
         if math.prod(sizes) > elements:
             said = " × ".join(f"{name} {size}" for name, size in zip(names, sizes))
             return f"{said}, and all tensors have {elements} elements"
-    padding = (settings.get("padded_vocab_size") or 0) - (settings.get("vocab_size") or 0)
-    if padding > _MOST_PADDING:
-        return (
-            f"padded_vocab_size {settings['padded_vocab_size']} for vocab_size {settings.get('vocab_size')}"
-        )
-    if (settings.get("max_position_embeddings") or 0) > _MOST_POSITIONS:
-        return f"max_position_embeddings {settings['max_position_embeddings']}"
+    if (saved.padded_vocab_size or 0) - (saved.vocab_size or 0) > _MOST_PADDING:
+        return f"padded_vocab_size {saved.padded_vocab_size} for vocab_size {saved.vocab_size}"
+    if (saved.max_position_embeddings or 0) > _MOST_POSITIONS:
+        return f"max_position_embeddings {saved.max_position_embeddings}"
     return None
 
 
-def _products(settings: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def _products(saved: Settings) -> Iterator[tuple[str, ...]]:
     """Names of sizes whose product is that of a tensor, or of a part of one."""
     width = "hidden_size"
     yield "vocab_size", width
     # Of queries, keys and values; the rotary frequencies are no more than the width of one head.
     for heads in ("num_attention_heads", "num_query_groups"):
         yield heads, "kv_channels", width
-    if settings.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+    if saved.position_embedding_type in (None, "learned_absolute"):
         yield "max_position_embeddings", width
-    if settings.get("num_experts"):
+    if saved.num_experts:
         yield "num_experts", "moe_ffn_hidden_size", width
         yield "moe_shared_expert_intermediate_size", width
-    if not settings.get("num_experts") or settings.get("moe_layer_freq", "1") != "1":
+    if not saved.num_experts or saved.moe_layer_freq not in (None, "1"):
         yield "ffn_hidden_size", width

@@ -95,6 +95,11 @@ class Settings(
         }
         return Settings({**declared, **values})
 
+    @classmethod
+    def of_sections(cls, saved: Mapping[str, Mapping[str, Any]]) -> "Settings":
+        """Settings saved by section. One that is not among them has its default."""
+        return cls.defaults(**{name: value for section in saved.values() for name, value in section.items()})
+
     def assign(self, source: str, **values: Any) -> None:
         """Sets settings to values of one origin."""
         if unknown := values.keys() - set(self._names):

@@ -272,7 +272,8 @@ def find_chat_template(folder: Path) -> tuple[str, Path] | None:
     if file.is_file():
         return file.read_text(encoding="utf-8"), file
     config = folder / CONFIG_FILE
-    written = _object(config).get("chat_template")
+    tokenizer_config = _object(config)
+    written = tokenizer_config.get("chat_template")
     if isinstance(written, list):
         named = {entry.get("name"): entry.get("template") for entry in written if isinstance(entry, dict)}
         if DEFAULT_NAME not in named:

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from pentatron.config.settings import Settings
 from pentatron.plan.activations import layer
 from pentatron.plan.devices import in_words
 from pentatron.plan.held import moments, total_parameters, whole
@@ -127,19 +128,18 @@ def _alone(search: Search, shape: Shape) -> Shape:
     """The model on one GPU, without any remedy but those that the user asked for."""
     one = whole(shape)
     config = one.config
-    kept = search.kept
+    asked = Settings.defaults(**search.kept)
     memory = (
         config.memory
-        if "recompute_granularity" in kept
+        if "recompute_granularity" in search.kept
         else dataclasses.replace(config.memory, recompute_granularity=None)
     )
-    offload = kept.get("optimizer_cpu_offload", False)
     return Shape(
         dataclasses.replace(
             config,
             memory=memory,
-            parallel=dataclasses.replace(config.parallel, optimizer_cpu_offload=offload),
-            train=dataclasses.replace(config.train, micro_batch_size=kept.get("micro_batch_size", 1)),
+            parallel=dataclasses.replace(config.parallel, optimizer_cpu_offload=asked.optimizer_cpu_offload),
+            train=dataclasses.replace(config.train, micro_batch_size=asked.micro_batch_size or 1),
         ),
         on_gpu=one.on_gpu,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from pentatron.config.draft import Draft
 from pentatron.config.resolve import resolve
 from pentatron.config.run import RunConfig, table
-from pentatron.config.settings import Facts
+from pentatron.config.settings import Facts, Settings
 from pentatron.errors import ConfigError
 from pentatron.layout.divisors import divisors
 from pentatron.plan.devices import GIB, Device
@@ -221,7 +221,7 @@ class Search:
             chosen |= {"sequence_parallel": True}
             chosen |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
         if self.world // sizes.tensor // sizes.pipeline > 1:
-            chosen |= _overlapped(self.kept.get("zero_stage", 1))
+            chosen |= _overlapped(self._zero_stage(1))
         chosen = {**chosen, "micro_batch_size": 1, **self.kept}
         draft = self._without_layout()
         for name, value in chosen.items():
@@ -260,7 +260,7 @@ class Search:
             layout = self._layout(base.alike(_changed(base.config, settings)), settings)
             found.append(layout)
             # What follows is slower, but for the choice between recompute and dividing more.
-            if layout.fits and remedy.get("recompute_granularity") is None:
+            if layout.fits and Settings.defaults(**remedy).recompute_granularity is None:
                 break
         return min(found, key=_rank)
 
@@ -272,14 +272,18 @@ class Search:
         for stage, recompute, offload in _REMEDIES:
             if stage > 1 and not divided and not offload:
                 continue
-            settings = _overlapped(self.kept.get("zero_stage", stage)) if divided else {}
+            settings = _overlapped(self._zero_stage(stage)) if divided else {}
             settings |= {"recompute_granularity": recompute} if recompute is not None else {}
             settings |= {"optimizer_cpu_offload": True} if offload else {}
             settings |= self.kept
-            shards = settings.get("zero_stage") == 3
-            if settings not in found and not (shards and settings.get("optimizer_cpu_offload")):
+            made = Settings.defaults(**settings)
+            if settings not in found and not (made.zero_stage == 3 and made.optimizer_cpu_offload):
                 found.append(settings)
         return found or [dict(self.kept)]
+
+    def _zero_stage(self, otherwise: int) -> int:
+        """The stage that the user asked for."""
+        return self.draft.zero_stage if "zero_stage" in self.kept else otherwise
 
     def _is_sound(self, layout: Layout) -> bool:
         """Asks the rules once more, with everything that was chosen."""
@@ -334,13 +338,13 @@ def _overlapped(stage: int) -> dict[str, Any]:
 
 def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """The configuration with other remedies, as resolving it anew would make it."""
-    values = dict(settings)
-    if values.get("recompute_granularity") != config.memory.recompute_granularity:
-        of_kind: dict[str, dict[str, Any]] = {
+    values, kind = dict(settings), Settings.defaults(**settings).recompute_granularity
+    if kind != config.memory.recompute_granularity:
+        of_kind: dict[str | None, dict[str, Any]] = {
             "selective": {"recompute_modules": ("core_attn",)},
             "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
         }
-        values = {**of_kind.get(values.get("recompute_granularity", ""), {}), **values}
+        values = {**of_kind.get(kind, {}), **values}
     parts = {}
     for section in ("parallel", "memory", "train"):
         part = getattr(config, section)

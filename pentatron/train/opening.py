@@ -15,6 +15,7 @@ from pentatron.checkpoint.lock import FolderLock, folder_lock
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.run import RunConfig
 from pentatron.config.saved_config import places_in_run, saved_values
+from pentatron.config.settings import Settings
 from pentatron.config.start import Start, is_inside
 from pentatron.errors import FolderLost, UserError
 from pentatron.files import numbered, rename, sync_folder
@@ -224,7 +225,7 @@ def _written_to(folder: Path) -> list[Path]:
         return []
     values = saved_values(config.read_text(encoding="utf-8", errors="replace"))
     places = [folder / place for place in places_in_run(str(config), values).values() if place != "."]
-    places += [folder / "wandb"] if values.get("wandb_project") else []
+    places += [folder / "wandb"] if Settings.defaults(**values).wandb_project else []
     return [place for place in places if place.exists() and not place.is_symlink()]
 
 

@@ -53,13 +53,13 @@ class Schedule:
         return cls(learning_rate(config), weight_decay(config))
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "Schedule":
+    def from_json(cls, schedule: Mapping[str, Any]) -> "Schedule":
         try:
-            for values in (saved["learning_rate"], saved["weight_decay"]):
+            for values in (schedule["learning_rate"], schedule["weight_decay"]):
                 for name, value in values.items():
                     if not (value in _STYLES[name] if name in _STYLES else is_number(value) and value >= 0):
                         raise ValueError(f"{name} is {value!r:.60}")
-            found = cls(LearningRate(**saved["learning_rate"]), WeightDecay(**saved["weight_decay"]))
+            found = cls(LearningRate(**schedule["learning_rate"]), WeightDecay(**schedule["weight_decay"]))
             rate, decay = found.learning_rate, found.weight_decay
             for style, length in ((rate.style, rate.decay_samples), (decay.style, decay.samples)):
                 if style != "constant" and length == 0:

@@ -14,6 +14,7 @@ from pentatron.checkpoint.manifest import Manifest
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.parsing import parse_json
+from pentatron.config.settings import Settings
 from pentatron.config.training import DataConfig
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.errors import UserError
@@ -152,7 +153,7 @@ def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Where the tokenizer lies that a step was trained with; None where nothing is there, or no file was needed."""
-    named = config.get("data", {}).get("tokenizer_model")
+    named = Settings.of_sections(config).tokenizer_model
     places = [*_kept_tokenizers(folder, config), *([Path(named)] if named else [])]
     return next((place for place in places if place.exists()), None)
 
@@ -162,7 +163,7 @@ def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | N
         if path.exists():
             return FileTokenizer(path)
     data = _section(DataConfig, _tuples(config.get("data", {})))
-    return configured_tokenizer(data, config["model"]["vocab_size"])
+    return configured_tokenizer(data, Settings.of_sections(config).vocab_size)
 
 
 def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:

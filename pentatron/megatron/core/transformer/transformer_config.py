@@ -93,9 +93,9 @@ def _shared(config: TransformerConfig, section: type) -> dict[str, Any]:
         value = found[name]
         found[name] = (value,) if isinstance(value, str | float | int) else tuple(value)
     if "moe_layer_freq" in found:
-        found["moe_layer_freq"] = str(found["moe_layer_freq"]).replace(" ", "")
+        found |= {"moe_layer_freq": str(config.moe_layer_freq).replace(" ", "")}
     if "window_size" in found:
-        found["window_size"] = tuple(found["window_size"] or ())
+        found |= {"window_size": tuple(config.window_size or ())}
     return found
 
 
