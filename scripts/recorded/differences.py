@@ -1,0 +1,41 @@
+"""Compares two recordings: every kind of difference once, with the files in which it occurs."""
+
+import difflib
+from collections import defaultdict
+from pathlib import Path
+
+SHOWN_LINES, SHOWN_KINDS = 30, 40
+
+
+def compare(first: Path, second: Path) -> int:
+    """Prints what differs; 1 if anything does."""
+    files = [
+        {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        for root in (first, second)
+    ]
+    for root, names in ((first, files[0] - files[1]), (second, files[1] - files[0])):
+        for name in sorted(names)[:SHOWN_KINDS]:
+            print(f"only in {root}: {name}")
+        if len(names) > SHOWN_KINDS:
+            print(f"only in {root}: {len(names) - SHOWN_KINDS} more")
+    kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in sorted(files[0] & files[1]):
+        before, after = ((root / name).read_text(encoding="utf-8").splitlines() for root in (first, second))
+        if before != after:
+            lines = [*difflib.unified_diff(before, after, lineterm="", n=0)][2:]
+            kinds[tuple(line for line in lines if not line.startswith("@@"))].append(name)
+    ordered = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+    for lines, names in ordered[:SHOWN_KINDS]:
+        also = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(f"\n{names[0]}{also}")
+        print("\n".join(f"  {line}" for line in lines[:SHOWN_LINES]))
+        if len(lines) > SHOWN_LINES:
+            print(f"  ... {len(lines) - SHOWN_LINES} more lines")
+    if len(ordered) > SHOWN_KINDS:
+        print(f"\n... and {len(ordered) - SHOWN_KINDS} more kinds of differences; diff -r shows all")
+    differing = sum(map(len, kinds.values()))
+    alone = len(files[0] ^ files[1])
+    print(
+        f"\n{len(files[0] & files[1])} outputs in both, {differing} differ ({len(kinds)} kinds), {alone} in one only"
+    )
+    return int(differing + alone > 0)
