@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pentatron.bench.candidates import Candidate
+from pentatron.text import in_gib
 
 # No device holds more, whatever the model.
 LARGEST = 65536
@@ -95,7 +96,7 @@ def lines(trials: Sequence[Trial]) -> list[str]:
     """A table, by size."""
     shown = [f"{'micro-batch':>11}  {'memory':>9}  {'tokens/s':>9}"]
     for trial in sorted(trials, key=lambda trial: trial.size):
-        memory = "-" if trial.memory is None else f"{trial.memory / 2**30:.2f} GiB"
+        memory = "-" if trial.memory is None else f"{in_gib(trial.memory)} GiB"
         rate = "-" if trial.rate is None else f"{trial.rate:,.0f}"
         shown.append(f"{trial.size:>11}  {memory:>9}  {rate:>9}  {trial.reason}".rstrip())
     return shown

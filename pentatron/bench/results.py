@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pentatron.bench.candidates import Candidate
 from pentatron.bench.measure import Measured
-from pentatron.config.counted import in_digits
 from pentatron.config.run import RunConfig
 from pentatron.files import write_file
 from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
+from pentatron.text import in_digits, in_mib
 
 Status = Literal["ok", "failed", "refused", "not run"]
 
@@ -139,7 +139,7 @@ class Table:
             f"{m.samples_per_second:>9,.1f}",
             f"{m.tokens_per_second:>9,.0f}",
             f"{_seconds(m.step_seconds):>8}",
-            f"{max(m.memory_bytes) / _MIB:>8,.0f}",
+            f"{in_mib(max(m.memory_bytes), '>8,.0f')}",
             f"{_percent(m.communication_share):>6}",
             *([f"{'-' if m.utilisation is None else f'{m.utilisation:.0f}%':>5}"] if self.on_gpu else []),
             f"{'-' if row.teraflops is None else in_digits(row.teraflops):>8}",
@@ -165,7 +165,7 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
     leanest, least = min(good, key=lambda pair: max(pair[1].memory_bytes))
     found = [
         f"fastest: {fastest.candidate.name} with {its.tokens_per_second:,.0f} tokens/s",
-        f"least memory: {leanest.candidate.name} with {max(least.memory_bytes) / _MIB:,.0f} MiB on its fullest rank",
+        f"least memory: {leanest.candidate.name} with {in_mib(max(least.memory_bytes))} MiB on its fullest rank",
     ]
     shares = [(row, m.communication_share) for row, m in good if m.communication_share is not None]
     above = [row.candidate.name for row, share in shares if share > MOST_COMMUNICATION]

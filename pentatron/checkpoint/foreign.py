@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pentatron.config.counted import counted
+from pentatron.text import counted
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

@@ -31,6 +31,7 @@ from pentatron.files import free_name, hidden_name, rename, sync_folder, write_n
 from pentatron.parallel.collectives import Group, broadcast_object
 from pentatron.parallel.pieces import Fragment
 from pentatron.parallel.values import sendable
+from pentatron.text import in_mib
 
 # Where users of Megatron-LM look for the number of the last step.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -153,9 +154,9 @@ class CheckpointStore:
 
     def _not_saved(self, step: int, reason: str) -> NotSaved:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
-        free = shutil.disk_usage(existing).free / 2**20
+        free = shutil.disk_usage(existing).free
         return NotSaved(
-            f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {free:.0f} MiB free)",
+            f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {in_mib(free, '.0f')} MiB free)",
             "earlier checkpoints are intact, and once this is mended training can go on from the newest",
         )
 

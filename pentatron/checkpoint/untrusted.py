@@ -13,6 +13,7 @@ from pentatron.config.parsing import parse_document
 from pentatron.config.printable import one_line
 from pentatron.config.run import table
 from pentatron.config.settings import Settings
+from pentatron.text import binary_size, one_line
 
 # Sizes that must be above 0 where they are given.
 _COUNTS = (
@@ -38,7 +39,7 @@ def read_json(path: Path) -> Any:
     if path.exists() and not path.is_file():
         raise ValueError("it is no plain file")
     if path.stat().st_size > _LARGEST_MANIFEST:
-        raise ValueError(f"it is larger than {_LARGEST_MANIFEST >> 20} MiB")
+        raise ValueError(f"it is larger than {binary_size(_LARGEST_MANIFEST)}")
     return parse_document(path.read_text(encoding="utf-8"))
 
 

@@ -24,6 +24,7 @@ from pentatron.config.flags import is_flag, normal, parse_flags
 from pentatron.config.resolve import gather
 from pentatron.config.run import table
 from pentatron.errors import UserError
+from pentatron.text import plural
 
 USAGE = f"""usage: pentatron bench [--nproc-per-node N] [--variants V ...] [--steps N] [--out FOLDER] [--setting value ...]
 
@@ -184,12 +185,12 @@ def _show(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
 def _introduction(sweep: Sweep, count: int) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = [
-        f"{count} layout{'s' if count > 1 else ''} of {sweep.processes} process{'es' if sweep.processes > 1 else ''} on {sweep.device}, "
+        f"{count} {plural(count, 'layout')} of {sweep.processes} {plural(sweep.processes, 'process')} on {sweep.device}, "
         f"{sweep.warmup} + {sweep.steps} steps each"
     ]
     if not sweep.on_gpu:
         lines.append(
-            f"note: no GPU is used, so the processes share {cores} CPU core{'s' if cores > 1 else ''}; the numbers compare "
+            f"note: no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}; the numbers compare "
             f"layouts here and say nothing about a GPU"
         )
     else:

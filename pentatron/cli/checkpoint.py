@@ -13,9 +13,9 @@ from pentatron.cli.file_errors import file_errors_told
 from pentatron.cli.help import section_help
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import remark, say
-from pentatron.config.counted import counted
 from pentatron.config.flags import did_you_mean, is_flag, parse_flags
 from pentatron.errors import UserError
+from pentatron.text import counted, decimal_size
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.checking import Problem
@@ -122,7 +122,7 @@ def _verify(words: Sequence[str]) -> int:
                 problems = check_sums(folder, manifest, threads, _counting(progress))
                 if options["numbers"] and not problems:
                     problems = check_numbers(folder, manifest, _counting(progress))
-                done = f"{counted(len(manifest.files), 'file')}, {total / 1e6:,.1f} MB"
+                done = f"{counted(len(manifest.files), 'file')}, {decimal_size(total)}"
                 if not problems and not options["json"]:
                     also = ", every number finite" if options["numbers"] else ""
                     display.say(f"{folder}: ok ({done}, {counted(len(manifest.tensors), 'tensor')}{also})")
@@ -242,7 +242,7 @@ def _run_reshard(source: Path, out: Path, words: Sequence[str], own: dict[str, A
         display.close()
     before, now = layout_words(found.manifest.config), layout_words(config.nested())
     say(
-        f"{made.step}: {before} as {now}, {counted(made.tensors, 'tensor')} in {counted(made.files, 'file')}, {made.bytes / 1e6:,.1f} MB in "
+        f"{made.step}: {before} as {now}, {counted(made.tensors, 'tensor')} in {counted(made.files, 'file')}, {decimal_size(made.bytes)} in "
         f"{made.seconds:.1f} s, bit by bit what {found.folder} holds (any layout loads either)"
     )
     return 0

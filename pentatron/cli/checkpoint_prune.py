@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
 from pentatron.cli.terminal import say
-from pentatron.config.counted import counted
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
+from pentatron.text import counted, decimal_size
 
 # What the trainer calls the same.
 _AS_IN_A_RUN = {"keep-checkpoints": "keep", "save-retain-interval": "keep-every"}
@@ -60,10 +60,10 @@ def prune(words: Sequence[str]) -> int:
         say(f"note: {problem.sentence}; it is not counted, and stays")
     word = "would remove" if options["dry-run"] else "removed"
     for step, size in sizes.items():
-        say(f"{word} {step.name}: {size / 1e6:,.1f} MB")
+        say(f"{word} {step.name}: {decimal_size(size)}")
     stays = [*planned.bases, *planned.kept]
     say(
-        f"{steps}: {word} {counted(len(sizes), 'step')}, {total / 1e6:,.1f} MB; {len(stays)} stay{'s' * (len(stays) == 1)}, and {planned.verified.name} is verified"
+        f"{steps}: {word} {counted(len(sizes), 'step')}, {decimal_size(total)}; {len(stays)} stay{'s' * (len(stays) == 1)}, and {planned.verified.name} is verified"
     )
     return 0
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
 from pentatron.cli.terminal import say
-from pentatron.config.counted import counted
 from pentatron.errors import UserError
+from pentatron.text import counted, decimal_size
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.manifest import Manifest
@@ -78,13 +78,29 @@ def _table(found: "Sequence[StepFacts]") -> list[str]:
         manifest = facts.manifest
         if manifest is None:
             rows.append(
-                (facts.folder.name, _when(facts.saved_at), _size(facts.bytes), "?", "?", "?", facts.state)
+                (
+                    facts.folder.name,
+                    _when(facts.saved_at),
+                    decimal_size(facts.bytes),
+                    "?",
+                    "?",
+                    "?",
+                    facts.state,
+                )
             )
             continue
         holds = "resumable" if is_resumable(manifest) else "weights only"
         layout, files = layout_words(manifest.config), str(len(manifest.files))
         rows.append(
-            (facts.folder.name, _when(facts.saved_at), _size(facts.bytes), files, layout, holds, facts.state)
+            (
+                facts.folder.name,
+                _when(facts.saved_at),
+                decimal_size(facts.bytes),
+                files,
+                layout,
+                holds,
+                facts.state,
+            )
         )
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [
@@ -93,7 +109,7 @@ def _table(found: "Sequence[StepFacts]") -> list[str]:
     total = sum(facts.bytes for facts in found)
     problems = [f"{facts.folder.name}: {facts.problem}" for facts in found if facts.problem]
     note = "sizes and structure are checked here; `pentatron checkpoint verify` compares every checksum"
-    return [*lines, "", f"{counted(len(found), 'step')}, {_size(total)}; {note}", *problems]
+    return [*lines, "", f"{counted(len(found), 'step')}, {decimal_size(total)}; {note}", *problems]
 
 
 def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> Iterator[str]:
@@ -106,7 +122,7 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
     manifest = facts.manifest
     rows = {
         "step": str(manifest.step),
-        "saved": f"{_when(facts.saved_at)}, {_size(facts.bytes)} in {counted(len(manifest.files), 'file')}",
+        "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {counted(len(manifest.files), 'file')}",
         "holds": "what training goes on from" if is_resumable(manifest) else "weights only",
         "model": _model(manifest),
         "layout": layout_words(manifest.config),
@@ -123,7 +139,7 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
     names = list(manifest.files)
     for name in names[:_SHOWN_FILES]:
         record = manifest.files[name]
-        yield f"  {name:<28} {_size(record.bytes):>12}  {counted(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
+        yield f"  {name:<28} {decimal_size(record.bytes):>12}  {counted(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
     if len(names) > _SHOWN_FILES:
         yield f"  and {len(names) - _SHOWN_FILES} more (--json has all)"
     kinds: dict[str, int] = {}
@@ -284,7 +300,3 @@ def _step_data(facts: "StepFacts", pattern: str | None, with_statistics: bool) -
 
 def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

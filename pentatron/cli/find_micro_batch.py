@@ -17,8 +17,8 @@ from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
 from pentatron.launch.host_memory import host_memory
 from pentatron.layout.divisors import divisors
-from pentatron.plan.devices import in_words
 from pentatron.plan.memory import memory_of
+from pentatron.text import binary_size, plural
 
 # Of what is free, as `pentatron train` judges it before it starts.
 _USABLE = 0.95
@@ -48,7 +48,7 @@ def find_micro_batch(sweep: Sweep, batch_is_given: bool) -> int:
     if not sweep.on_gpu:
         # A process that asks a machine for all of its memory harms everything else that runs there.
         say(
-            f"note: no GPU is used, so nothing is tried: this is what `pentatron plan` foresees, for {in_words(room)} of free memory a process"
+            f"note: no GPU is used, so nothing is tried: this is what `pentatron plan` foresees, for {binary_size(room)} of free memory a process"
         )
         return _conclude(hunt, estimates)
     say(f"foreseen by `pentatron plan`: {'not even the smallest' if foreseen is None else foreseen.size}")
@@ -131,7 +131,7 @@ class _Hunt:
 
     def introduction(self) -> str:
         sweep = self.sweep
-        count = f"{sweep.processes} process{'es' if sweep.processes > 1 else ''}"
+        count = f"{sweep.processes} {plural(sweep.processes, 'process')}"
         batch = (
             "with the batch of a step that was given"
             if self.batch_is_given
@@ -171,7 +171,7 @@ class _Hunt:
             return Trial(size, False, reason=reason)
         needed = memory_of(prepared.resolved.config, self.sweep.on_gpu).largest.total
         fits = needed <= _USABLE * room
-        return Trial(size, fits, needed, reason="" if fits else f"{in_words(needed)} are foreseen")
+        return Trial(size, fits, needed, reason="" if fits else f"{binary_size(needed)} are foreseen")
 
     def attempt(self, size: int) -> Trial:
         """Some real steps in processes that end."""

@@ -7,6 +7,7 @@ from pentatron.config.draft import Draft
 from pentatron.config.resolve import foreseen
 from pentatron.config.settings import KEPT, Facts, Settings, unset
 from pentatron.layout.divisors import divisors
+from pentatron.text import plural
 
 # Ways to say how much a rank does, from which the batch of a step follows.
 _BY_RANK = ("rank_batch_size", "micro_batch_size", "gradient_accumulation_steps", "num_microbatches")
@@ -34,7 +35,7 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
         micro = max(d for d in divisors(total // data or 1) if d <= before.micro_batch_size)
         draft.derive(f"{KEPT} {origin}", micro_batch_size=micro)
     draft.derive(f"{KEPT} {origin}", global_batch_size=total)
-    had = f"{ranks} data-parallel rank{'s' if ranks != 1 else ''}"
+    had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
     draft.notices.append(
         f"the run keeps its {total} samples a step, which it had on {had}; on {data}, what is said of a rank would make "
         f"{now.global_batch_size} (--global-batch-size changes it)"

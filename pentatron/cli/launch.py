@@ -13,9 +13,9 @@ from pentatron.cli.options import read_options
 from pentatron.cli.prepare import prepare
 from pentatron.cli.terminal import say
 from pentatron.config.counted import counted
+from pentatron.config.draft import Facts
 from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
-from pentatron.config.redaction import redacted
 from pentatron.config.run import RunConfig
 from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError, UserError
@@ -25,6 +25,7 @@ from pentatron.launch.script import WRITTEN_BY
 from pentatron.launch.slurm import batch_script
 from pentatron.launch.torchrun import node_script
 from pentatron.launch.variables import Variable, variables_of_a_job
+from pentatron.text import counted, plural, redacted
 
 USAGE = """usage: pentatron launch slurm    --nodes N --gpus-per-node G [options] [--submit] [--setting value ...]
        pentatron launch torchrun --nodes N --gpus-per-node G [options] [--setting value ...]
@@ -186,7 +187,7 @@ def _arrange(
 
 def _equation(job: Job, config: RunConfig) -> str:
     grid = config.grid
-    nodes = f"{job.nodes} node{'s' if job.nodes > 1 else ''} × {job.processes} = {job.world_size} processes"
+    nodes = f"{job.nodes} {plural(job.nodes, 'node')} × {job.processes} = {job.world_size} processes"
     sizes = f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
     return f"{nodes} = {sizes}"
 

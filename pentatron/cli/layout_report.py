@@ -12,6 +12,7 @@ from pentatron.config.stages import costs_of
 from pentatron.layout.actions import Placement
 from pentatron.layout.check import Checked, check
 from pentatron.layout.ranks import Axis, Grid
+from pentatron.text import plural
 
 _MEANINGS: dict[Axis, str] = {
     "tensor": "share every layer: parts of one matrix product, summed after it",
@@ -96,11 +97,11 @@ class Report:
     @property
     def schedule_in_words(self) -> str:
         stages = self.placement.stages
-        where = f"{self.grid.pipeline} pipeline rank{'s' if self.grid.pipeline > 1 else ''}"
+        where = f"{self.grid.pipeline} {plural(self.grid.pipeline, 'pipeline rank')}"
         if stages > self.grid.pipeline:
             where += f" with {self.config.virtual_stages} stages each"
         count = self.config.accumulation
-        return f"{self.kind}: {count} micro-batch{'es' if count > 1 else ''} on {where}"
+        return f"{self.kind}: {count} {plural(count, 'micro-batch')} on {where}"
 
     def machine(self, rank: int) -> int | None:
         return None if self.per_machine is None else rank // self.per_machine
@@ -119,7 +120,7 @@ def as_text(report: Report, everything: bool) -> str:
 def _equation(report: Report) -> str:
     grid = report.grid
     lines = [
-        f"{grid.world_size} process{'es' if grid.world_size > 1 else ''} = {grid.tensor} tensor × "
+        f"{grid.world_size} {plural(grid.world_size, 'process')} = {grid.tensor} tensor × "
         f"{grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
     ]
     if report.has_experts:
@@ -226,8 +227,8 @@ def _recompute(report: Report) -> list[str]:
             runs = report.config.recomputed(part)
             again = "  ".join(_layers(run) for run in runs) or "none"
             rest = len(part.layers) - sum(map(len, runs))
-            inputs = f"keeps {len(runs)} input{'s' if len(runs) != 1 else ''}"
-            whole = f" and all of {rest} layer{'s' if rest != 1 else ''}" if rest else ""
+            inputs = f"keeps {len(runs)} {plural(len(runs), 'input')}"
+            whole = f" and all of {rest} {plural(rest, 'layer')}" if rest else ""
             lines.append(f"    stage {stage:>2}  {again}: {inputs}{whole}")
     if any(report.checked.deferred):
         lines.append(

@@ -13,15 +13,15 @@ from typing import Any
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import paint, say
-from pentatron.config.counted import counted
 from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
 from pentatron.config.schedule import plan_of
 from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 from pentatron.monitor.following import Followed, Follower
-from pentatron.monitor.report import FAILED, duration
+from pentatron.monitor.report import FAILED
 from pentatron.monitor.view import Run, Screen, seconds_a_step, status_line, view
+from pentatron.text import counted, duration
 
 USAGE = """usage: pentatron monitor [RUN_DIR] [--interval SECONDS] [--once]
 

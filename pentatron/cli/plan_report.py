@@ -6,15 +6,14 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.cli.plan_words import command_block, words_of
-from pentatron.config.counted import in_digits
 from pentatron.plan.advice import TRADE_OFFS, Advice, advise
-from pentatron.plan.devices import in_words
 from pentatron.plan.experts import by_expert_size
 from pentatron.plan.footprint import footprint_line
 from pentatron.plan.held import total_parameters
 from pentatron.plan.memory import RankMemory
 from pentatron.plan.search import SIZES, Layout, Search, usable
 from pentatron.plan.shape import Shape
+from pentatron.text import binary_size, parameter_count, seconds_text
 
 _BAR = 20
 _MOST_RANKS = 8
@@ -95,13 +94,13 @@ def _model(report: Report) -> str:
     groups = (
         f" in {model.num_query_groups} groups" if model.num_query_groups != model.num_attention_heads else ""
     )
-    count = f"{_billions(parameters)} parameters" + (
-        f", {_billions(active)} of them for each token" if active < parameters else ""
+    count = f"{parameter_count(parameters)} parameters" + (
+        f", {parameter_count(active)} of them for each token" if active < parameters else ""
     )
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
     return "\n".join(
         [
-            f"{report.model} on {search.world} × {search.device.name}, {in_words(search.device.memory)} each",
+            f"{report.model} on {search.world} × {search.device.name}, {binary_size(search.device.memory)} each",
             "",
             f"  model  {count}: {model.num_layers} layers, {model.hidden_size} wide, "
             f"{model.num_attention_heads} heads{groups}{experts}, {model.vocab_size} words",
@@ -109,13 +108,6 @@ def _model(report: Report) -> str:
             f"{flops:.4g} FLOPs, {flops / tokens:.3g} a token",
         ]
     )
-
-
-def _billions(count: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{in_digits(count / size, 4)} {unit}"
-    return f"{count:.0f}"
 
 
 def _tree(report: Report) -> str:
@@ -131,12 +123,12 @@ def _tree(report: Report) -> str:
 
 def _list(report: Report) -> str:
     fitting = [layout for layout in report.layouts if layout.fits]
-    room = in_words(usable(report.search.device))
+    room = binary_size(usable(report.search.device))
     if fitting:
         title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)} divisions), the fastest first"
     else:
         host = report.search.host_memory
-        own = "" if host is None else f", and a machine {in_words(host)} of its own"
+        own = "" if host is None else f", and a machine {binary_size(host)} of its own"
         title = f"No layout fits: a GPU has room for {room}{own}. The smallest are"
     if not report.layouts:
         return f"No other layout of {report.search.world} GPUs is possible with {_flags(report.search.kept)}"
@@ -205,8 +197,8 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool,
     return (
         f"  {number:>3} "
         + "".join(f"{size:>5}" for size in sizes)
-        + f"{zero:>{width}}  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {in_words(total):>12}  "
-        + f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  {_seconds(layout.estimate.seconds):>7}  "
+        + f"{zero:>{width}}  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {binary_size(total):>12}  "
+        + f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  {seconds_text(layout.estimate.seconds):>7}  "
         + f"{speed:>12,.0f}  {utilisation:>3.0%}"
     )
 
@@ -217,12 +209,6 @@ def speed_of(layout: Layout) -> tuple[float, float]:
     devices, seconds = layout.shape.grid.world_size, estimate.seconds
     tokens = config.train.global_batch_size * config.model.seq_length / seconds / devices
     return tokens, estimate.flops / seconds / devices / layout.device.peak(layout.shape.width)
-
-
-def _seconds(seconds: float) -> str:
-    if not seconds:
-        return "0 s"
-    return f"{in_digits(seconds * 1000)} ms" if seconds < 1 else f"{in_digits(seconds)} s"
 
 
 def _bar(share: float) -> str:
@@ -252,10 +238,10 @@ def _verdict(layout: Layout) -> str:
     if layout.lacks_host_memory:
         assert layout.host_memory is not None
         return (
-            f"does NOT fit: {_in_host(layout)} needs {in_words(layout.host_of_a_machine)} of a machine's memory, which is "
-            f"{in_words(layout.host_memory)}"
+            f"does NOT fit: {_in_host(layout)} needs {binary_size(layout.host_of_a_machine)} of a machine's memory, which is "
+            f"{binary_size(layout.host_memory)}"
         )
-    return f"does NOT fit: there is room for {in_words(usable(layout.device))}"
+    return f"does NOT fit: there is room for {binary_size(usable(layout.device))}"
 
 
 def parts_of(rank: RankMemory) -> dict[str, int]:
@@ -283,33 +269,35 @@ def _memory(layout: Layout) -> Iterator[str]:
     meanings = _PARTS | {"optimizer": _optimizer(layout)}
     for name, meaning in meanings.items():
         if any(part[name] for part in parts):
-            yield f"  {name:<16}" + "".join(f"{in_words(part[name]):>10}" for part in parts) + f"  {meaning}"
+            yield (
+                f"  {name:<16}" + "".join(f"{binary_size(part[name]):>10}" for part in parts) + f"  {meaning}"
+            )
     spared = [ranks[rank].spared for rank in shown]
     if any(spared):
-        minus = "".join(f"{f'-{in_words(count)}' if count else '':>10}" for count in spared)
+        minus = "".join(f"{f'-{binary_size(count)}' if count else '':>10}" for count in spared)
         yield f"  {'not at once':<16}{minus}  gradients come while activations go"
     totals = [ranks[rank].total for rank in shown]
     yield (
         f"  {'together':<16}"
-        + "".join(f"{in_words(total):>10}" for total in totals)
+        + "".join(f"{binary_size(total):>10}" for total in totals)
         + (
-            f"  {_bar(max(r.total for r in ranks) / layout.device.memory)} of {in_words(layout.device.memory)}"
+            f"  {_bar(max(r.total for r in ranks) / layout.device.memory)} of {binary_size(layout.device.memory)}"
         )
     )
     if (recorded := layout.if_recorded) is not None:
         yield (
-            f"  {'with graphs':<16}{in_words(recorded.total):>10}  small layers are recorded as CUDA graphs, where that leaves room; "
+            f"  {'with graphs':<16}{binary_size(recorded.total):>10}  small layers are recorded as CUDA graphs, where that leaves room; "
             f"--cuda-graphs off does without"
         )
     if layout.memory.host:
-        machine = in_words(layout.host_of_a_machine)
+        machine = binary_size(layout.host_of_a_machine)
         compared = (
-            f"of {in_words(layout.host_memory)}"
+            f"of {binary_size(layout.host_memory)}"
             if layout.host_memory is not None
             else "not compared with what it has: --host-memory GB"
         )
         what = _in_host(layout)
-        yield f"  in host memory  {in_words(layout.memory.host):>10}  {what} of each GPU, {machine} in a machine ({compared})"
+        yield f"  in host memory  {binary_size(layout.memory.host):>10}  {what} of each GPU, {machine} in a machine ({compared})"
 
 
 def _in_host(layout: Layout) -> str:
@@ -341,7 +329,7 @@ def _traffic(layout: Layout) -> Iterator[str]:
     for axis, count in found.items():
         stage = layout.config.parallel.zero_stage
         meaning = TRADE_OFFS[f"ZeRO {stage}" if axis == "data" and stage else axis]
-        yield f"  {_AXES[axis]:<16}{in_words(count):>10}{_seconds(getattr(sending, axis)):>12}  {meaning}"
+        yield f"  {_AXES[axis]:<16}{binary_size(count):>10}{seconds_text(getattr(sending, axis)):>12}  {meaning}"
 
 
 def _pipeline(layout: Layout) -> Iterator[str]:
@@ -354,8 +342,8 @@ def _pipeline(layout: Layout) -> Iterator[str]:
         )
     speed, utilisation = speed_of(layout)
     yield (
-        f"  time of a step   {_seconds(estimate.seconds)}: computing {_seconds(estimate.computing)}, waiting "
-        f"{_seconds(estimate.waiting)}, sending {_seconds(estimate.sending.total)}; {speed:,.0f} tokens/s/GPU, MFU {utilisation:.0%}"
+        f"  time of a step   {seconds_text(estimate.seconds)}: computing {seconds_text(estimate.computing)}, waiting "
+        f"{seconds_text(estimate.waiting)}, sending {seconds_text(estimate.sending.total)}; {speed:,.0f} tokens/s/GPU, MFU {utilisation:.0%}"
     )
     yield f"  Megatron-LM's    {footprint_line(config)}"
 
@@ -366,7 +354,7 @@ def _experts(report: Report) -> str:
         return ""
     lines = ["Expert parallelism in this layout, all else equal", ""]
     lines += [
-        f"  EP {size:<4} {in_words(total):>9} a GPU, of which experts' weights {in_words(own)}"
+        f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(own)}"
         for size, total, own in rows
     ]
     return "\n".join(lines)

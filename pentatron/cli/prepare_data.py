@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.options import read_options
 from pentatron.cli.terminal import complain, say
-from pentatron.config.counted import counted, in_digits
 from pentatron.errors import ConfigError, UserError
 from pentatron.monitor.terminal import outlive_output
+from pentatron.text import abbreviated, counted, plural
 
 if TYPE_CHECKING:
     from pentatron.data.prepare import Counts, Job, Outcome
@@ -192,13 +192,13 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
         say(
             f"{counted(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
-            f"({speed:,.0f} tokens/s, {job.workers} worker{'s' if job.workers > 1 else ''})"
+            f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')})"
             f"{', going on after an interruption' if outcome.resumed else ''}"
         )
         if counts.blank_lines:
-            say(f"{_lines(counts.blank_lines, 'blank')} left out")
+            say(f"{counted(counts.blank_lines, 'blank line')} left out")
         if counts.bad_lines:
-            say(f"{_lines(counts.bad_lines, 'bad')} left out, the first:")
+            say(f"{counted(counts.bad_lines, 'bad line')} left out, the first:")
             for line in outcome.bad:
                 say(f"  {line}")
     for prefix in job.outputs:
@@ -212,10 +212,6 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
             f"{mean:,.1f} on average"
         )
         say("\n".join(lengths.lines()))
-
-
-def _lines(count: int, kind: str) -> str:
-    return f"{count:,} {kind} line{'' if count == 1 else 's'}"
 
 
 # --- progress ---
@@ -286,7 +282,7 @@ class _Bar(_Lines):
         if self._before < 0:
             self._before = counts.tokens
         speed = (counts.tokens - self._before) / max(time.monotonic() - self._started, 1e-9)
-        facts = f"{counts.documents:,} documents, {_short(counts.tokens)} tokens, {_short(speed)}/s"
+        facts = f"{counts.documents:,} documents, {abbreviated(counts.tokens)} tokens, {abbreviated(speed)}/s"
         self._progress.update(self._task, completed=counts.read, total=total, facts=facts)
 
     def close(self) -> None:
@@ -297,14 +293,6 @@ def _facts(counts: "Counts", tokens_before: int, seconds: float) -> str:
     shown = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
     since = counts.tokens - tokens_before
     return f"{shown}, {since / max(seconds, 1e-9):,.0f} tokens/s" if since else shown
-
-
-def _short(number: float) -> str:
-    """Few enough characters for a terminal of eighty."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{in_digits(number / size)} {unit}"
-    return f"{number:.0f}"
 
 
 def _open_progress(log_interval: int) -> _Lines:

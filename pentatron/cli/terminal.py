@@ -2,7 +2,7 @@
 
 import sys
 
-from pentatron.config.printable import spoken
+from pentatron.text import spoken
 
 
 def say(text: str) -> None:

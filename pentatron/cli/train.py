@@ -36,6 +36,7 @@ from pentatron.launch.watch import STACKS
 from pentatron.monitor.terminal import outlive_output
 from pentatron.parallel.meeting import waiting_aloud, what_is_waited_for
 from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.text import plural
 from pentatron.train.heartbeat import beating
 from pentatron.train.interrupt import watched_here
 from pentatron.train.run_folder import RunFolder
@@ -224,7 +225,7 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     variables = prepare_for_workers(config.launch.threads_per_process)
     inherited = f" with {', '.join(variables)}" if variables else ""
     limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
-    say(f"starting {ranks} process{'es' if ranks > 1 else ''}{inherited} ...")
+    say(f"starting {ranks} {plural(ranks, 'process')}{inherited} ...")
     with listening(watched_here()) as told:
 
         def attempt(restart: int) -> "Ended":

@@ -16,6 +16,7 @@ from pentatron.config.entry import LAYOUT
 from pentatron.config.rules import not_available
 from pentatron.config.run import RunConfig
 from pentatron.errors import ConfigError, UserError
+from pentatron.text import plural
 
 if TYPE_CHECKING:
     from pentatron.train.verify import Verdict
@@ -100,7 +101,7 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
     tell = (lambda text: None) if quiet else say
     tell(f"{in_words(config)}\n\none process ...")
     reference = run_reference(config)
-    tell(f"{world} process{'es' if world > 1 else ''} in the layout ...")
+    tell(f"{world} {plural(world, 'process')} in the layout ...")
     with scratch_folder("verify") as folder:
         if world == 1:
             run_rank(config, single_process(torch.device("cpu")), folder)

@@ -7,12 +7,12 @@ file may be one that a run has saved, with what was derived beside what it was d
 from collections.abc import Sequence
 from typing import Any
 
-from pentatron.config.counted import counted
 from pentatron.config.draft import Draft
 from pentatron.config.schedule import plan_of
 from pentatron.config.setting import flag_of
 from pentatron.config.settings import unset
 from pentatron.layout.batch_plan import BatchPlan
+from pentatron.text import counted
 
 
 def plan_so_far(draft: Draft) -> BatchPlan | None:

@@ -10,7 +10,6 @@ from pentatron.config.model import KernelConfig, MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
 from pentatron.config.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.config.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
-from pentatron.config.redaction import redacted_value
 from pentatron.config.schedule import Spans, plan_of, spans_of
 from pentatron.config.setting import Setting, settings_of
 from pentatron.config.settings import Settings
@@ -22,6 +21,7 @@ from pentatron.layout.batch import accumulation_steps
 from pentatron.layout.batch_plan import BatchPlan
 from pentatron.layout.ranks import Grid
 from pentatron.layout.stages import StagePart, recomputed_runs, stage_parts
+from pentatron.text import redacted_value
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.config.parsing import parse_json
-from pentatron.config.printable import one_line
 from pentatron.errors import UserError
+from pentatron.text import binary_size, one_line
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -253,7 +253,7 @@ def _reason(status: int, limits: Limits) -> str:
 
 
 def _more_memory(limits: Limits) -> str:
-    return f"takes more than {limits.memory_bytes >> 20} MiB of memory for one conversation"
+    return f"takes more than {binary_size(limits.memory_bytes)} of memory for one conversation"
 
 
 _SANDBOX = _Sandbox()

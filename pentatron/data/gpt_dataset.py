@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.counted import counted
 from pentatron.data.boundaries import Boundaries, Sample
 from pentatron.data.index_cache import Arrays, IndexCache, digest_of
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.sampling import SPLIT_NAMES, SampleIndex, build_sample_index, parse_split, split_ranges
 from pentatron.errors import UserError
+from pentatron.text import counted
 
 
 class TokenSource(Protocol):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from pentatron.errors import UserError
+from pentatron.text import binary_size
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 TEXT_ENDINGS = (".txt", ".text", ".md")
@@ -148,7 +149,7 @@ def _chunks_of(
 
 
 def _too_long(path: Path, cut: str, line: int, longest: int) -> str:
-    most = f"{longest >> 20} MiB"
+    most = binary_size(longest)
     if cut == "file":
         return (
             f"{path} is longer than {most}, which is too much for one document; cut it into several with --text-documents line or "

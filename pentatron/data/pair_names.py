@@ -4,6 +4,8 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+from pentatron.text import plural
+
 
 def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
     """The `.bin` and `.idx` of a prefix; a prefix may itself contain dots."""
@@ -16,7 +18,7 @@ def missing_pairs(prefixes: Sequence[Path | str]) -> str:
     if not gone:
         return ""
     files = ", ".join(str(path) for path in gone.values())
-    return f"no data file{'s' if len(gone) > 1 else ''} {files}; {_meant(Path(next(iter(gone))))}"
+    return f"no {plural(len(gone), 'data file')} {files}; {_meant(Path(next(iter(gone))))}"
 
 
 def _missing(prefix: Path | str) -> Path | None:

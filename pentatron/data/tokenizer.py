@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pentatron.config.parsing import parse_json
-from pentatron.config.printable import one_line
 from pentatron.data.plain_tokenizers import (
     BYTE_VALUES,
     PROBE,
@@ -20,6 +19,7 @@ from pentatron.data.plain_tokenizers import (
 )
 from pentatron.data.sidecar import TokenizerIdentity
 from pentatron.errors import UserError
+from pentatron.text import one_line
 
 if TYPE_CHECKING:
     import tokenizers

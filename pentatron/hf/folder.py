@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.checkpoint.untrusted import read_json
-from pentatron.config.printable import one_line
 from pentatron.errors import UserError
 from pentatron.parallel.pieces import Shape
+from pentatron.text import one_line
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

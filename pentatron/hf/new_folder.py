@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pentatron.errors import UserError
 from pentatron.files import remove_leftover_folders, whole_folder
-from pentatron.hf.progress import size_text
+from pentatron.text import decimal_size, in_mib
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             reason = f"{error.filename or wanted}: {error.strerror or error}"
             raise UserError(
-                f"{wanted} could not be written ({reason}; {_free(final) / 2**20:,.0f} MiB free); nothing was left behind"
+                f"{wanted} could not be written ({reason}; {in_mib(_free(final))} MiB free); nothing was left behind"
             ) from None
         raise
 
@@ -49,7 +49,7 @@ def _require_space(final: Path, needs_bytes: int) -> None:
     free = _free(final)
     if free < needs_bytes:
         raise UserError(
-            f"{final} would take {size_text(needs_bytes)} and {size_text(free)} are free there; make room, or choose "
+            f"{final} would take {decimal_size(needs_bytes)} and {decimal_size(free)} are free there; make room, or choose "
             f"another disk"
         )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from pentatron.checkpoint.tensor_file import Read
 from pentatron.monitor.display import Display
 from pentatron.parallel.pieces import Shape
+from pentatron.text import decimal_rate, decimal_size
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Summary:
 
     def sentence(self) -> str:
         return (
-            f"{self.parameters:,} parameters in {self.tensors} tensors, {size_text(self.bytes)}, in {self.seconds:.1f} s "
-            f"({_rate(self.bytes, self.seconds)})"
+            f"{self.parameters:,} parameters in {self.tensors} tensors, {decimal_size(self.bytes)}, in {self.seconds:.1f} s "
+            f"({decimal_rate(self.bytes, self.seconds)})"
         )
 
 
@@ -47,12 +48,4 @@ class Progress:
 
     def add(self, count: int) -> None:
         self.done += count
-        self.display.work(self.what, self.done, self.total, _rate(self.done, self.seconds))
-
-
-def size_text(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
-def _rate(count: int, seconds: float) -> str:
-    return f"{count / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
+        self.display.work(self.what, self.done, self.total, decimal_rate(self.done, self.seconds))

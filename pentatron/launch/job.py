@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pentatron.config.printable import one_line
 from pentatron.launch.variables import Variable
+from pentatron.text import one_line
 
 _WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
 _DAY = 24 * 3600

@@ -15,7 +15,7 @@ from pathlib import Path
 from pentatron.launch.host_memory import host_memory
 from pentatron.launch.variables import CONNECTIONS, OF_NCCL, interface_problem
 from pentatron.monitor.peaks import peak_of
-from pentatron.plan.devices import in_words
+from pentatron.text import binary_size
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _OLDEST_PYTHON, _OLDEST_TORCH = (3, 11), (2, 11)
@@ -119,7 +119,7 @@ def _gpus() -> list[Finding]:
         about = torch.cuda.get_device_properties(number)
         found.append(
             Finding(
-                "GPUs", f"GPU {number}", f"{about.name}, {in_words(about.total_memory)}{_peak(about.name)}"
+                "GPUs", f"GPU {number}", f"{about.name}, {binary_size(about.total_memory)}{_peak(about.name)}"
             )
         )
     return found
@@ -144,7 +144,7 @@ def _hardware(folder: Path) -> list[Finding]:
             Finding(
                 "hardware",
                 "memory",
-                f"{in_words(memory)} of {in_words(host[0])} free",
+                f"{binary_size(memory)} of {binary_size(host[0])} free",
                 NOTE if little else OK,
                 "end other programs first" if little else "",
             )
@@ -161,7 +161,7 @@ def _hardware(folder: Path) -> list[Finding]:
                 Finding(
                     "hardware",
                     name,
-                    f"{in_words(free)} free{where}",
+                    f"{binary_size(free)} free{where}",
                     NOTE if little else OK,
                     advice if little else "",
                 )

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pentatron.config.redaction import redacted
 from pentatron.launch.job import Job
 from pentatron.parallel.meeting import SECRET
+from pentatron.text import redacted
 
 WRITTEN_BY = "# Written by: "
 # SIGUSR1 and SIGUSR2, which schedulers send as warnings, would end torchrun and leave its workers behind.

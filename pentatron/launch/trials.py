@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pentatron.launch.machine import OK, PROBLEM, Finding
 from pentatron.launch.processes import python_command
 from pentatron.parallel.meeting import loopback_variables
+from pentatron.text import plural
 
 _PATIENCE = 90
 
@@ -72,9 +73,7 @@ def all_reduce(backend: str, size: int, environment: Mapping[str, str]) -> Findi
         reason = wrong.strip().splitlines()[-1] if wrong.strip() else "a process died"
         return Finding("trials", name, reason, PROBLEM, _advice(backend))
     slowest = max(float(out.split()[-1]) for out, _ in ended)
-    return Finding(
-        "trials", name, f"{size} process{'es' if size > 1 else ''}, 1 MiB in {slowest * 1e3:.1f} ms", OK
-    )
+    return Finding("trials", name, f"{size} {plural(size, 'process')}, 1 MiB in {slowest * 1e3:.1f} ms", OK)
 
 
 def _advice(backend: str) -> str:

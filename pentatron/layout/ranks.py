@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pentatron.text import plural
+
 # The dense axes; the sparse axes, which cut the same ranks of a stage another way; and what follows from them:
 # `replicas` hold the same weights and see other tokens (data × context), `kv` are neighbours on the tensor axis
 # that hold the same key/value head, `embedding` are the first and the last stage, which share a tied embedding,
@@ -169,4 +171,4 @@ def world_size_problem(world_size: int, tensor: int, pipeline: int, context: int
 def ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) > 6:
         return f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))}"

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pentatron.text import plural
+
 Item = TypeVar("Item")
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -77,7 +79,7 @@ def split_layers(
 
 def too_few_layers(num_layers: int, stages: int) -> str:
     return (
-        f"{num_layers} layer{'s' if num_layers != 1 else ''} cannot fill {stages} stages; "
+        f"{num_layers} {plural(num_layers, 'layer')} cannot fill {stages} stages; "
         f"use {stages} layers or more, or fewer stages"
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.config.printable import one_line
+from pentatron.text import one_line
 
 _COLUMN = 48
 _RULE = "-" * 24

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-from pentatron.config.printable import one_line
+from pentatron.text import one_line
 
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 46

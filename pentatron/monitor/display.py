@@ -4,8 +4,8 @@ import sys
 import time
 from typing import Any, Protocol, TextIO
 
-from pentatron.config.printable import spoken
-from pentatron.monitor.report import StepReport, duration, short_line
+from pentatron.monitor.report import StepReport, short_line
+from pentatron.text import duration, in_mib, spoken
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -103,7 +103,7 @@ class LiveBar:
     def step(self, report: StepReport, eta_seconds: float) -> None:
         facts = (
             f"{report.step}/{report.total_steps} loss [green]{report.loss:.4f}[/] lr {report.learning_rate:.1e} "
-            f"{report.tokens_per_second:,.0f} tok/s {report.memory_bytes / 2**20:,.0f} MiB "
+            f"{report.tokens_per_second:,.0f} tok/s {in_mib(report.memory_bytes)} MiB "
             f"left [cyan]{duration(eta_seconds)}[/]"
         )
         self._show("training", report.step, report.total_steps, facts)

@@ -3,6 +3,7 @@
 from datetime import datetime
 
 from pentatron.monitor.report import StepReport
+from pentatron.text import in_mib
 
 
 class LogLines:
@@ -55,7 +56,7 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
     ]
     if last.peak_teraflops:
         fields.append(f"MFU: {100 * _teraflops(reports) / last.peak_teraflops:.1f} %")
-    fields.append(f"memory (MiB): {last.memory_bytes / 2**20:.0f}")
+    fields.append(f"memory (MiB): {in_mib(last.memory_bytes, '.0f')}")
     if last.experts is not None:
         fields.append(f"busiest expert: {last.experts.imbalance:.2f} x mean")
         fields.append(f"idle experts: {last.experts.idle}")

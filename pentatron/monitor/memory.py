@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from pentatron.text import in_mib
+
 
 def memory_bytes(device: torch.device) -> int:
     """The peak so far: of the GPU's allocator on a GPU, of the process's resident memory otherwise."""
@@ -46,7 +48,7 @@ def _resident() -> int:
 
 def memory_line(rank: int, steps: int, figures: Mapping[str, int]) -> str:
     """Megatron's line on a rank's memory; on a CPU it is the process's resident memory."""
-    parts = " | ".join(f"{name}: {value / 2**20:.1f}" for name, value in figures.items())
+    parts = " | ".join(f"{name}: {in_mib(value, '.1f')}" for name, value in figures.items())
     return f"[Rank {rank}] (after {steps} iterations) memory (MB) | {parts}"
 
 

@@ -11,6 +11,7 @@ from pentatron.config.redaction import redacted
 from pentatron.files import sync
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
+from pentatron.text import one_line, redacted
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 STARTED, _SAVED = "Starting job", "Saved checkpoint"

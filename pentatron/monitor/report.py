@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pentatron.monitor.ranks import RankReport
+from pentatron.text import duration, in_mib
 
 # Megatron's names for the losses of routers.
 _NAMES = {
@@ -91,7 +92,7 @@ def short_line(report: StepReport, eta_seconds: float) -> str:
     """One step for people, where there is no terminal to draw a bar in."""
     return (
         f"step {report.step:>5}/{report.total_steps}  loss {report.loss:7.4f}  lr {report.learning_rate:.2e}  "
-        f"{report.tokens_per_second:7.0f} tokens/s  {report.memory_bytes / 2**20:5.0f} MiB  "
+        f"{report.tokens_per_second:7.0f} tokens/s  {in_mib(report.memory_bytes, '5.0f')} MiB  "
         f"left {duration(eta_seconds)}"
     )
 
@@ -99,9 +100,3 @@ def short_line(report: StepReport, eta_seconds: float) -> str:
 def perplexity(loss: float) -> float:
     """Of a large loss it says no more than the loss, and its digits fill the line: there it stays what it is."""
     return math.exp(min(_LARGEST_EXPONENT, loss))
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.redaction import redacted
 from pentatron.errors import UserError
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.scalars import Choices, of_evaluation, scalars
+from pentatron.text import redacted
 
 
 class TensorBoard(Recorder):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from pentatron.config.counted import in_digits
+from pentatron.text import in_digits
 
 Point = tuple[float, float]
 

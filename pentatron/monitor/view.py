@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pentatron.config.counted import in_digits
-from pentatron.config.printable import one_line, printable
 from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.monitor.following import Followed
 from pentatron.monitor.metrics import damaged_lines
-from pentatron.monitor.report import duration
 from pentatron.monitor.terminal_curve import draw_curve
+from pentatron.text import duration, in_digits, in_mib, one_line, printable
 
-_MIB = 2**20
 # A rank is called slow from this multiple of the median on.
 _SLOW = 1.2
 _MOST_RANKS = 16
@@ -153,16 +150,16 @@ def _sum(ranks: Sequence[dict[str, Any]], name: str) -> float:
 def _ranks(seen: Followed, screen: Screen) -> list[str]:
     """A line for every rank, or for those that matter: the busiest and the fullest."""
     if not seen.ranks:
-        return [f"memory        {_memory(seen.recent[-1]) / _MIB:,.0f} MiB (rank 0)"]
+        return [f"memory        {in_mib(_memory(seen.recent[-1]))} MiB (rank 0)"]
     ranks = [row["ranks"] for row in seen.ranks]
-    memory = [max(of_rank) / _MIB for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
+    memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
-        return [f"memory        {memory[0]:,.0f} MiB"]
+        return [f"memory        {in_mib(memory[0])} MiB"]
     busy, waiting = _usual(ranks, "busy_seconds"), _waiting(ranks)
     if not busy:
         fullest = max(range(len(memory)), key=memory.__getitem__)
         return [
-            f"memory        {memory[fullest]:,.0f} MiB on rank {fullest}, {min(memory):,.0f} on the emptiest"
+            f"memory        {in_mib(memory[fullest])} MiB on rank {fullest}, {in_mib(min(memory))} on the emptiest"
         ]
     if min(len(busy), len(waiting)) < len(memory):
         # A line of the file does not tell of every rank.
@@ -178,7 +175,9 @@ def _ranks(seen: Followed, screen: Screen) -> list[str]:
         bar = full * max(1, round(_BAR * busy[rank] / (max(busy) or 1)))
         is_slow = rank == slowest and busy[rank] > _SLOW * median
         bar = f"{screen.paint(bar, 'bad' if is_slow else 'good')}{' ' * (_BAR - len(bar))}"
-        numbers = f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}   {memory[rank]:10,.0f}"
+        numbers = (
+            f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}   {in_mib(memory[rank], '10,.0f')}"
+        )
         slower = f"{busy[rank] / median:.1f} × the median" if median else "the others do not wait"
         tail = screen.paint(f"  slowest: {slower}", "bad") if is_slow else ""
         lines.append(f"  {rank:>5}       {bar}{numbers}{tail}")
@@ -203,7 +202,7 @@ def status_line(run: Run, seen: Followed) -> str:
     last = seen.recent[-1]
     return (
         f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last.get('tokens_per_second', 0):,.0f} tokens/s  "
-        f"{_memory(last) / _MIB:,.0f} MiB  left {left}"
+        f"{in_mib(_memory(last))} MiB  left {left}"
     )
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.redaction import redacted
 from pentatron.errors import UserError
 from pentatron.monitor.recorder import Recorder, RecorderDown
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.scalars import Choices, of_evaluation, scalars
+from pentatron.text import redacted
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pentatron.errors import UserError
+from pentatron.text import plural
 
 _PAUSE = 0.3
 # A name that is unknown for this long will not become known; a machine may take much longer to come up.
@@ -109,7 +110,7 @@ def what_is_waited_for(rank: int, ranks: int, has_launcher: bool) -> str | None:
     """
     if rank == 0 and ranks > 1:
         others = ranks - 1
-        return f"still waiting for the {others} other process{'es' if others > 1 else ''} of this run; are all of them started?"
+        return f"still waiting for the {others} other {plural(others, 'process')} of this run; are all of them started?"
     if rank == 1 and not has_launcher:
         return (
             "still waiting, and something listens where rank 0 is to be; if rank 0 has ended, that is another program: end this process "

@@ -24,6 +24,7 @@ from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Shape
 from pentatron.parallel.whereabouts import Call
 from pentatron.parallel.world import World
+from pentatron.text import plural
 
 # What a message carries, whichever end speaks of it: whether it is a gradient, the stage it comes from, the micro-batch.
 Parcel = tuple[bool, int, int]
@@ -78,7 +79,7 @@ class Announced:
     checksum: int
 
     def __str__(self) -> str:
-        return f"{self.messages} activation{'s' if self.messages != 1 else ''} of {self.elements} elements in all"
+        return f"{self.messages} {plural(self.messages, 'activation')} of {self.elements} elements in all"
 
 
 def announced(shapes: Sequence[Shape], dtype: torch.dtype) -> Announced:

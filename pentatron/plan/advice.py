@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from pentatron.config.settings import Settings
 from pentatron.plan.activations import layer
-from pentatron.plan.devices import in_words
 from pentatron.plan.held import moments, total_parameters, whole
 from pentatron.plan.memory import RankMemory, largest_of
 from pentatron.plan.search import Layout, Search, usable
 from pentatron.plan.shape import Shape
+from pentatron.text import binary_size
 
 BILLION = 1e9
 _DEEP = 30
@@ -112,7 +112,7 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
         Answer("Does it fit one GPU?", _fits_one(alone, usable(device), fitting, search.world)),
         Answer(
             "Does a single layer fit one GPU?",
-            f"{'yes' if layer_fits else 'no'}, it takes {in_words(layer_bytes)}: "
+            f"{'yes' if layer_fits else 'no'}, it takes {binary_size(layer_bytes)}: "
             + ("tensor parallelism is not a must" if layer_fits else "tensor parallelism is a must"),
         ),
         Answer(
@@ -149,8 +149,8 @@ def _fits_one(alone: RankMemory, room: float, fitting: list[Layout], world: int)
     """`fitting`: the layouts without tensor and pipeline parallelism that fit."""
     held = alone.held.on_device
     needed = (
-        f"weights, gradients and optimizer take {in_words(held)}, "
-        f"activations and buffers of a micro-batch {in_words(alone.total - held)}"
+        f"weights, gradients and optimizer take {binary_size(held)}, "
+        f"activations and buffers of a micro-batch {binary_size(alone.total - held)}"
     )
     if alone.total <= room:
         return f"yes, {needed}: data parallelism is enough"

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from pentatron.config.counted import in_digits
 from pentatron.errors import UserError
 from pentatron.monitor.peaks import Peak, peak_of
 
@@ -70,11 +69,3 @@ def device_named(name: str) -> Device:
             f"--gpu {name} is not known here{number}; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"
         )
     return found
-
-
-def in_words(count: float) -> str:
-    """Bytes with three digits or so: `71.3 GiB`."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{in_digits(count / size)} {unit}"
-    return f"{count:.0f} B"

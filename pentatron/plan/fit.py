@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pentatron.config.run import RunConfig
-from pentatron.plan.devices import in_words
 from pentatron.plan.held import Held
 from pentatron.plan.launches import recorded
 from pentatron.plan.memory import RankMemory, memory_of
+from pentatron.text import binary_size, in_mib
 
 # Above this share of what is free, memory may run out: the allocator's gaps and the libraries need the rest.
 _TIGHT = 0.95
@@ -43,13 +43,17 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
         return None
     # Layers of the user's own may hold less than the configured ones.
     impossible = impossible and not config.model.spec
-    where = f"a process has {in_words(room.total)} of {room.kind} memory, {in_words(room.free)} of it free"
+    where = (
+        f"a process has {binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free"
+    )
     says = "cannot fit" if impossible else "may not fit"
     what = (
-        f"weights, gradients and optimizer alone take {in_words(held)}" if impossible else in_parts(planned)
+        f"weights, gradients and optimizer alone take {binary_size(held)}"
+        if impossible
+        else in_parts(planned)
     )
     return Verdict(
-        f"this run {says}: it needs about {in_words(needed)} for each process, and {where} ({what}); "
+        f"this run {says}: it needs about {binary_size(needed)} for each process, and {where} ({what}); "
         f"{remedies(config, planned)}; `pentatron plan` lists layouts that fit",
         impossible,
     )
@@ -66,7 +70,7 @@ def judge_host(config: RunConfig, room: Room) -> Verdict | None:
     ways += ["saving without --async-save"] if held.saving else []
     return Verdict(
         f"this run {'cannot' if impossible else 'may not'} fit: {' and '.join(_in_host(held))} in host memory for each process, and a "
-        f"process has {in_words(room.total)} of it, {in_words(room.free)} free; "
+        f"process has {binary_size(room.total)} of it, {binary_size(room.free)} free; "
         f"try {', '.join([*ways, 'fewer processes on a machine', 'a smaller model'])}; `pentatron plan` lists layouts that fit",
         impossible,
     )
@@ -74,9 +78,9 @@ def judge_host(config: RunConfig, room: Room) -> Verdict | None:
 
 def _in_host(held: Held) -> Iterator[str]:
     if held.host:
-        yield f"--optimizer-cpu-offload keeps {in_words(held.host)} of master weights and moments"
+        yield f"--optimizer-cpu-offload keeps {binary_size(held.host)} of master weights and moments"
     if held.saving:
-        yield f"--async-save {'' if held.host else 'keeps '}a copy of {in_words(held.saving)} to write from"
+        yield f"--async-save {'' if held.host else 'keeps '}a copy of {binary_size(held.saving)} to write from"
 
 
 def _held(planned: RankMemory, room: Room) -> int:
@@ -93,13 +97,13 @@ def in_parts(planned: RankMemory) -> str:
         "buffers and working space": planned.buffers + planned.working,
         "beside CUDA graphs": planned.graphs,
     }
-    return ", ".join(f"{name} {in_words(count)}" for name, count in parts.items() if count)
+    return ", ".join(f"{name} {binary_size(count)}" for name, count in parts.items() if count)
 
 
 def planned_line(config: RunConfig, on_gpu: bool) -> str:
     """For the log, beside what is measured: what each pipeline rank was to need."""
     memory = memory_of(config, on_gpu)
-    totals = [f"{rank.total / 2**20:.1f}" for rank in memory.ranks]
+    totals = [in_mib(rank.total, ".1f") for rank in memory.ranks]
     return f"planned memory by pipeline rank (MB): {', '.join(totals)} ({in_parts(memory.largest)} at most)"
 
 
@@ -111,7 +115,7 @@ def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_grap
     config = recorded(config) if has_graphs else config
     planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
     return (
-        f"out of {kind} memory ({reason}); this rank was to need about {in_words(planned.total)}: {in_parts(planned)}. "
+        f"out of {kind} memory ({reason}); this rank was to need about {binary_size(planned.total)}: {in_parts(planned)}. "
         f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
     )
 

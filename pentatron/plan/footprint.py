@@ -7,8 +7,8 @@ It is coarser than `pentatron.plan.memory`, which follows what the layers here k
 from dataclasses import dataclass
 
 from pentatron.config.run import RunConfig
+from pentatron.text import in_mib
 
-_MEGABYTE = 2**20
 _WHOLE, _DIVIDED, _OF_OPTIMIZER = 18, 6, 12
 # What Megatron adds to its formula without sequence parallelism.
 _SPARE = 1.05
@@ -39,8 +39,8 @@ def footprint_line(config: RunConfig, micro_batches: int | None = None) -> str:
     """The line that Megatron-LM prints after its first iterations."""
     found = footprint(config, micro_batches)
     return (
-        f"Theoretical memory footprints: weight and optimizer={found.weight_and_optimizer / _MEGABYTE:.2f} MB, "
-        f"activation={found.activation / _MEGABYTE:.2f} MB, total={found.total / _MEGABYTE:.2f} MB"
+        f"Theoretical memory footprints: weight and optimizer={in_mib(found.weight_and_optimizer, '.2f')} MB, "
+        f"activation={in_mib(found.activation, '.2f')} MB, total={in_mib(found.total, '.2f')} MB"
     )
 
 

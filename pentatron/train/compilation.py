@@ -16,6 +16,7 @@ from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
 from pentatron.nn.compiled import Compiled, compile_layers
 from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.text import plural
 
 _NOTHING = Compiled(0, ())
 # Of torch's logger: a function has more versions than it allows, or cannot be compiled; it runs as it is then.
@@ -74,7 +75,7 @@ class Compilation:
         """Once, after the first step."""
         if self.compiled.layers and not self._took_told:
             self._took_told = True
-            layers = f"{self.compiled.layers} layer{'s' if self.compiled.layers > 1 else ''}"
+            layers = f"{self.compiled.layers} {plural(self.compiled.layers, 'layer')}"
             yield f"compiled {layers} in {self.seconds:.1f} s; the first step took {step_seconds:.1f} s with it"
 
     def give_up(self, message: str) -> None:

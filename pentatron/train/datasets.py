@@ -27,6 +27,7 @@ from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.text import decimal_size
 from pentatron.train.corpus import prepare_corpus
 from pentatron.train.data_identity import DataIdentity, FileIdentity, require_same_data
 from pentatron.train.sft import build_conversations
@@ -120,7 +121,7 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
     if data.corpus is not None:
         prepared = prepare_corpus(config, world, data_folder, display)
         display.say(
-            f"corpus: Python's standard library, {prepared.documents} files, {prepared.bytes / 1e6:.1f} MB, "
+            f"corpus: Python's standard library, {prepared.documents} files, {decimal_size(prepared.bytes)}, "
             f"{prepared.tokens:,} tokens, vocabulary {config.model.vocab_size}"
         )
         tokenizer = FileTokenizer(prepared.tokenizer_path)

@@ -12,7 +12,7 @@ from pentatron.errors import UserError
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects, on_some_ranks
 from pentatron.parallel.world import World
-from pentatron.plan.devices import in_words
+from pentatron.text import binary_size
 from pentatron.train.parallel_model import ParallelModel
 from pentatron.train.random_state import random_state
 from pentatron.train.state import TrainState
@@ -68,7 +68,7 @@ def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int, step
     free = free_bytes(store.folder)
     if free < size:
         raise UserError(
-            f"a checkpoint takes {in_words(size)} and {store.folder} has {in_words(free)} free, so nothing could be saved; make room, "
+            f"a checkpoint takes {binary_size(size)} and {store.folder} has {binary_size(free)} free, so nothing could be saved; make room, "
             f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
         )
     keep, retained = config.checkpoint.keep_checkpoints, _retained(config, step)
@@ -79,8 +79,8 @@ def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int, step
     kept = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
     kept += f", and {retained} for good" if retained else ""
     return [
-        f"a checkpoint takes {in_words(size)}, and {at_once} more will lie in {store.folder} at a time ({kept}): {in_words(at_once * size)}, of "
-        f"which {in_words(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
+        f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({kept}): {binary_size(at_once * size)}, of "
+        f"which {binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
     ]
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pentatron import __version__
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World
+from pentatron.text import plural
 from pentatron.train.state import TrainState
 
 
@@ -32,7 +33,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
         "deterministic kernels alone" if v else "kernels that need not be deterministic"
     ),
     "backend": lambda v: _listed(v, " ") if v else "no communication",
-    "machines": lambda v: f"{_listed(v, ' ')} machine{'' if v == 1 else 's'}",
+    "machines": lambda v: f"{_listed(v, ' ')} {plural(v, 'machine')}",
 }
 
 

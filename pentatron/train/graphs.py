@@ -29,6 +29,7 @@ from pentatron.parallel.gradients import Holder
 from pentatron.parallel.pieces import Shape
 from pentatron.plan.launches import launches_hold_up
 from pentatron.plan.memory import beside_graphs
+from pentatron.text import binary_size
 
 # Of the memory that is free, what a recording may take.
 _ROOM = 0.8
@@ -80,7 +81,7 @@ class CudaGraphs:
         if self._pool is not None or needed + self.beside <= _ROOM * free:
             return ""
         return (
-            f"it would hold {needed / 2**30:.1f} GiB, the run needs {self.beside / 2**30:.1f} GiB beside it, and {free / 2**30:.1f} GiB "
+            f"it would hold {binary_size(needed)}, the run needs {binary_size(self.beside)} beside it, and {binary_size(free)} "
             f"are free"
         )
 
@@ -256,7 +257,7 @@ class Recording:
         many = "a CUDA graph" if graphs == 1 else f"{graphs} CUDA graphs"
         self._news = [
             f"forward and backward of a micro-batch are replayed from now on, recorded as {many} in {self._seconds:.1f} s "
-            f"with {held / 2**30:.1f} GiB of their own"
+            f"with {binary_size(held)} of their own"
         ]
 
     def _give_up(self, problem: str, ends: bool) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from pentatron.config.printable import spoken
 from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.monitor.log_lines import LogLines
 from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.monitor.terminal import output_error
+from pentatron.text import spoken
 
 _TERMINAL = "the terminal"
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from pentatron.config.batch_sizes import size_problem
-from pentatron.config.counted import in_digits
 from pentatron.config.run import RunConfig
 from pentatron.errors import UserError, file_sentence
 from pentatron.files import write_file
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World
+from pentatron.text import abbreviated, plural
 from pentatron.train.continue_text import open_continuation
 from pentatron.train.datasets import Datasets
 from pentatron.train.output import Output
@@ -28,8 +28,8 @@ def describe(config: RunConfig, world: World, parameters: int) -> str:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     size = world.everyone.size
     return (
-        f"model: {_count(parameters)} parameters, {config.model.num_layers} layers; "
-        f"{size} process{'es' if size > 1 else ''} ({_axes(config)}) on {device}, {config.precision.described}; "
+        f"model: {abbreviated(parameters)} parameters, {config.model.num_layers} layers; "
+        f"{size} {plural(size, 'process')} ({_axes(config)}) on {device}, {config.precision.described}; "
         f"{_sizes(config, lambda size: size)} × {config.model.seq_length} tokens a step"
     )
 
@@ -73,13 +73,6 @@ def _sizes(config: RunConfig, number_of: Callable[[int], int]) -> str:
     sizes = [size for size in every if size_problem(config, size) is None]
     smallest, largest = number_of(min(sizes)), number_of(max(sizes))
     return str(largest) if smallest == largest else f"{smallest} to {largest}"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{in_digits(number / size)} {unit}"
-    return str(number)
 
 
 def draw_curve(folder: RunFolder) -> None:

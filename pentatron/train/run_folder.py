@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.config.printable import one_line
-from pentatron.config.redaction import redacted_value
 from pentatron.config.resolve import Resolved
 from pentatron.config.run import RunConfig, table
 from pentatron.config.saved_config import HEADER
 from pentatron.errors import UserError
 from pentatron.files import make_folder, numbered, rename, write_file
+from pentatron.text import one_line, redacted_value
 
 # A later run that reads the saved configuration must not end up in this run's folder.
 _OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save"})

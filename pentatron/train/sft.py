@@ -19,6 +19,7 @@ from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
+from pentatron.text import plural
 
 if TYPE_CHECKING:
     from pentatron.data.chat_template import ChatTemplate
@@ -219,7 +220,7 @@ def _report(name: str, rows: "SFTDataset", conversations: int) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {plural(number, what)}"
 
 
 def _nothing_left(path: Path, split: str, part: range, rows: "SFTDataset") -> str:

@@ -3,7 +3,7 @@ import io
 import pytest
 
 from pentatron.monitor.display import LiveBar, PlainLines, open_display
-from pentatron.monitor.report import duration
+from pentatron.text import duration
 from tests.monitor.test_log_lines import REPORT
 
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
 from pentatron.cli.environment import Worker, meeting_point
-from pentatron.config.redaction import HIDDEN, redacted
 from pentatron.errors import UserError
 from pentatron.launch.local import listener_for_workers
 from pentatron.layout.ranks import Grid
@@ -38,6 +37,7 @@ from pentatron.parallel.meeting import (
 )
 from pentatron.parallel.values import ForgedMessage, decode, encode, sealed
 from pentatron.parallel.world import open_world
+from pentatron.text import HIDDEN, redacted
 from tests.harness import distributed
 from tests.harness.forked import Forked
 from tests.parallel.test_meeting import free_port
