@@ -13,6 +13,8 @@ LEVELS = {
     "errors": -1,
     "files": -1,
     "text": -1,
+    # The table of GPUs.
+    "devices": 0,
     "layout": 0,
     "config": 1,
     "kernels": 1,

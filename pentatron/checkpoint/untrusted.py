@@ -10,7 +10,6 @@ from typing import Any
 
 from pentatron.checksums import CRC32, SHA256
 from pentatron.config.parsing import parse_document
-from pentatron.config.printable import one_line
 from pentatron.config.run import table
 from pentatron.config.settings import Settings
 from pentatron.text import binary_size, one_line

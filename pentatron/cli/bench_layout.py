@@ -82,8 +82,8 @@ class Progress:
 def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progress | None) -> Row:
     from pentatron.bench.processes import free_port
     from pentatron.cli.bench_rank import Job, reason_of_failure, work
+    from pentatron.devices import chip_of
     from pentatron.models.flops import step_flops
-    from pentatron.monitor.peaks import peak_of
 
     words, prepared, reason = prepared_layout(sweep, layout)
     row = Row(layout, "refused", sweep.processes, command_of(sweep, layout, prepared), reason)
@@ -112,6 +112,6 @@ def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progres
         return dataclasses.replace(row, status="failed", reason=str(error))
     flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
     teraflops = flops / found.step_seconds / sweep.processes / 1e12
-    peak = peak_of(sweep.device)
-    mfu = teraflops / peak.of(config.precision.name != "fp32") if peak else None
+    chip = chip_of(sweep.device)
+    mfu = teraflops / chip.teraflops(config.precision.name != "fp32") if chip else None
     return dataclasses.replace(row, status="ok", reason="", measured=found, teraflops=teraflops, mfu=mfu)

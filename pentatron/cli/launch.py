@@ -12,8 +12,6 @@ from typing import Any
 from pentatron.cli.options import read_options
 from pentatron.cli.prepare import prepare
 from pentatron.cli.terminal import say
-from pentatron.config.counted import counted
-from pentatron.config.draft import Facts
 from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
 from pentatron.config.run import RunConfig

@@ -23,9 +23,9 @@ from pentatron.config.parsing import parse_json
 from pentatron.config.presets import presets
 from pentatron.config.resolve import foreseen, gather
 from pentatron.config.settings import Facts, unset
+from pentatron.devices import GIB, Device, device_named
 from pentatron.errors import UserError
 from pentatron.layout.divisors import divisors
-from pentatron.plan.devices import GIB, Device, device_named
 from pentatron.plan.search import LAYOUT, Search
 from pentatron.plan.timing import EFFICIENCY
 
@@ -259,7 +259,7 @@ def _require_model(folder: str) -> None:
 
 def _complete(draft: Draft, device: Device, world: int) -> list[str]:
     """Settles what a plan needs and nobody said; returns what was settled."""
-    if draft.fp8_format is not None and not device.has_fp8:
+    if draft.fp8_format is not None and not device.chip.fp8:
         raise UserError(
             f"--fp8 {draft.fp8_format} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
             "leave it out"
@@ -279,9 +279,9 @@ def _complete(draft: Draft, device: Device, world: int) -> list[str]:
         draft.assign("flag --global-batch-size", global_batch_size=batch)
         assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
     if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16")):
-        half = "bf16" if device.has_bf16 else "fp16"
+        half = "bf16" if device.chip.bf16 else "fp16"
         draft.assign(f"flag --{half}", **{half: True})
-        assumed.append(f"{half} (--{half})" + ("" if device.has_bf16 else f", as {device.name} has no bf16"))
+        assumed.append(f"{half} (--{half})" + ("" if device.chip.bf16 else f", as {device.name} has no bf16"))
     if unset(draft.vocab_size) and unset(draft.padded_vocab_size):
         draft.assign("flag --vocab-size", vocab_size=32768)
         assumed.append("32768 words (--vocab-size)")
@@ -289,6 +289,6 @@ def _complete(draft: Draft, device: Device, world: int) -> list[str]:
 
 
 def _about(draft: Draft, device: Device) -> list[str]:
-    if draft.bf16 and not device.has_bf16:
+    if draft.bf16 and not device.chip.bf16:
         return [f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"]
     return []

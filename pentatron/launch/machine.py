@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentatron.devices import chip_of
 from pentatron.launch.host_memory import host_memory
 from pentatron.launch.variables import CONNECTIONS, OF_NCCL, interface_problem
-from pentatron.monitor.peaks import peak_of
 from pentatron.text import binary_size
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -127,7 +127,7 @@ def _gpus() -> list[Finding]:
 
 def _peak(name: str) -> str:
     """The maker's figure, for a GPU that is known here."""
-    known = peak_of(name)
+    known = chip_of(name)
     return f", {known.half:.0f} TFLOP/s in half precision by its maker" if known is not None else ""
 
 

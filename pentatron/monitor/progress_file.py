@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from pentatron.config.printable import one_line
-from pentatron.config.redaction import redacted
 from pentatron.files import sync
 from pentatron.monitor.recorder import Recorder
 from pentatron.monitor.report import StepReport

@@ -11,9 +11,9 @@ from pentatron.config.draft import Draft
 from pentatron.config.resolve import resolve
 from pentatron.config.run import RunConfig, table
 from pentatron.config.settings import Facts, Settings
+from pentatron.devices import GIB, Device
 from pentatron.errors import ConfigError
 from pentatron.layout.divisors import divisors
-from pentatron.plan.devices import GIB, Device
 from pentatron.plan.held import held
 from pentatron.plan.launches import recorded, would_record
 from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape

@@ -9,9 +9,9 @@ and with the overlap flags what data parallelism sends is hidden behind backward
 from dataclasses import dataclass
 
 from pentatron.config.stages import costs_of
+from pentatron.devices import Device
 from pentatron.layout.check import check
 from pentatron.models.flops import step_flops
-from pentatron.plan.devices import Device
 from pentatron.plan.shape import Shape
 from pentatron.plan.traffic import Traffic, traffic_of
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from pentatron.config.graph_rules import WANTED, not_recordable
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import TENSORS, Batch
+from pentatron.devices import chip_of
 from pentatron.errors import UserError
-from pentatron.monitor.peaks import peak_of
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.executor import StageProgram
@@ -325,8 +325,8 @@ def record_steps(config: RunConfig, device: torch.device, configured: bool) -> R
                 f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
             )
         return Recording(CudaGraphs(device), required=True, draws=draws)
-    found = peak_of(torch.cuda.get_device_name(device))
-    peak = None if found is None else found.of(config.precision.name != "fp32")
+    found = chip_of(torch.cuda.get_device_name(device))
+    peak = None if found is None else found.teraflops(config.precision.name != "fp32")
     if not launches_hold_up(config, peak):
         return Recording()
     if reason:

@@ -11,10 +11,10 @@ import torch
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
+from pentatron.devices import chip_of
 from pentatron.errors import AgreedError, BadNumbers
 from pentatron.models.flops import step_flops
 from pentatron.monitor.memory import memory_bytes, memory_scalars
-from pentatron.monitor.peaks import peak_of
 from pentatron.monitor.ranks import RankReport
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
@@ -341,5 +341,5 @@ class Trainer:
 
 def _peak_teraflops(world: World, precision: str) -> float | None:
     """What this device does at best in that precision, if it is known."""
-    peak = peak_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    return peak.of(precision != "fp32") if peak else None
+    chip = chip_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    return chip.teraflops(precision != "fp32") if chip else None

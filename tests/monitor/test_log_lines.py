@@ -1,10 +1,7 @@
 import dataclasses
 from datetime import datetime
 
-import pytest
-
 from pentatron.monitor.log_lines import LogLines, log_line
-from pentatron.monitor.peaks import peak_of
 from pentatron.monitor.report import StepReport
 
 NOW = datetime(2025, 2, 20, 11, 18, 36, 5)
@@ -65,24 +62,3 @@ def test_samples_left_out_and_the_utilisation_are_told_where_they_exist() -> Non
     line = log_line([report(1, skipped_samples=8, peak_teraflops=989.0)], NOW, False)
     assert "consumed samples:           28 | skipped samples:            8 | elapsed" in line
     assert "| MFU: 1.2 % |" in line
-
-
-@pytest.mark.parametrize(
-    ("name", "half"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("Tesla T4", 65),
-        ("NVIDIA L40S", 362),
-    ],
-)
-def test_dense_peaks_are_found_by_the_drivers_name(name: str, half: float) -> None:
-    found = peak_of(name)
-    assert found is not None and found.half == half
-
-
-def test_an_unknown_device_has_no_peak() -> None:
-    assert peak_of("Some CPU with H2000 in its name") is None

@@ -1,0 +1,111 @@
+"""Figures of GPUs as their makers print them: what utilisations are measured against and plans are made with."""
+
+from dataclasses import dataclass
+
+from pentatron.errors import UserError
+
+GIB = 2**30
+_TERA, _GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Dense TFLOP/s in half precision and in fp32, and the formats that matrices can be multiplied in beside fp16.
+
+    Data sheets print twice as much for sparse matrices.
+    """
+
+    half: float
+    full: float
+    bf16: bool = True
+    fp8: bool = False
+
+    def teraflops(self, half_precision: bool) -> float:
+        return self.half if half_precision else self.full
+
+
+# A name that contains another one comes before it: they are looked for in this order.
+_CHIPS = {
+    "GB200": Chip(2500, 80, fp8=True),
+    "B200": Chip(2250, 75, fp8=True),
+    "GH200": Chip(989, 67, fp8=True),
+    "H200": Chip(989, 67, fp8=True),
+    "H100 PCIe": Chip(756, 51, fp8=True),
+    "H100 NVL": Chip(835, 60, fp8=True),
+    "H100": Chip(989, 67, fp8=True),
+    "H800": Chip(989, 67, fp8=True),
+    "H20": Chip(148, 44, fp8=True),
+    "A100": Chip(312, 19.5),
+    "A800": Chip(312, 19.5),
+    "A10G": Chip(70, 35),
+    "A10": Chip(125, 31.2),
+    "L40S": Chip(362, 91.6, fp8=True),
+    "L40": Chip(181, 90.5, fp8=True),
+    "L4": Chip(121, 30.3, fp8=True),
+    "V100": Chip(125, 15.7, bf16=False),
+    "T4": Chip(65, 8.1, bf16=False),
+    "RTX 4090": Chip(165.2, 82.6, fp8=True),
+    "RTX 3090": Chip(71, 35.6),
+}
+
+
+def chip_of(device_name: str) -> Chip | None:
+    """The chip of a device by the name its driver gives it; None if it is not in the table, or is a CPU."""
+    words = f" {device_name.replace('-', ' ')} "
+    return next((chip for name, chip in _CHIPS.items() if f" {name} " in words), None)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that layouts are planned for.
+
+    `link`: bytes a second, one way, to a neighbour in the same machine; `network`: to one in another machine.
+    """
+
+    name: str
+    chip: Chip
+    memory: int
+    link: float
+    network: float
+    is_gpu: bool = True
+
+    def peak(self, bytes_of_a_number: int) -> float:
+        """Operations a second."""
+        return self.chip.teraflops(bytes_of_a_number == 2) * _TERA
+
+
+def _device(
+    name: str, gigabytes: float, link: float, network: float = 50, processor: Chip | None = None
+) -> Device:
+    chip = processor or chip_of(name)
+    assert chip is not None, f"{name} must be in the table of chips"
+    is_gpu = processor is None
+    return Device(name, chip, int(gigabytes * GIB), link * _GIGA, network * _GIGA, is_gpu)
+
+
+# Memory as the driver reports it; links and networks in gigabytes a second.
+DEVICES = {
+    "b200": _device("B200", 178, 900),
+    "h200": _device("H200", 139.8, 450),
+    "h100": _device("H100", 79.1, 450),
+    "h800": _device("H800", 79.1, 200),
+    "h20": _device("H20", 95.5, 450),
+    "a100": _device("A100 80 GB", 79.1, 300, 25),
+    "a100-40": _device("A100 40 GB", 39.4, 300, 25),
+    "a800": _device("A800", 79.1, 200, 25),
+    "l40s": _device("L40S", 44.4, 32, 12.5),
+    "v100": _device("V100 32 GB", 31.7, 150, 12.5),
+    "rtx4090": _device("RTX 4090", 23.6, 32, 12.5),
+    "rtx3090": _device("RTX 3090", 23.6, 32, 12.5),
+    "cpu": _device("CPU process", 8, 5, 1, processor=Chip(0.05, 0.1)),
+}
+
+
+def device_named(name: str) -> Device:
+    found = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
+    if found is None:
+        number = f" (a number of GPUs is --gpus {name})" if name.isdecimal() else ""
+        raise UserError(
+            f"--gpu {name} is not known here{number}; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"
+        )
+    return found
