@@ -1,13 +1,12 @@
 """`pentatron bench`: every layout of a number of processes, measured one after the other."""
 
 import dataclasses
-import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pentatron.bench import plot_results
 from pentatron.bench.candidates import VARIANTS, Candidate, candidates
@@ -17,30 +16,53 @@ from pentatron.bench.sizes import default_sizes
 from pentatron.cli.bench_layout import HOW_TO_MEASURE, Progress, Sweep, measured_layout, prepared_layout
 from pentatron.cli.environment import find_worker
 from pentatron.cli.find_micro_batch import find_micro_batch
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
 from pentatron.cli.terminal import say
 from pentatron.config.entry import TRAIN
-from pentatron.config.flags import is_flag, normal, parse_flags
+from pentatron.config.limits import ABOVE_ZERO, ONE_OR_MORE, ZERO_OR_MORE
 from pentatron.config.resolve import gather
 from pentatron.config.run import table
 from pentatron.errors import UserError
 from pentatron.text import plural
 
-USAGE = f"""usage: pentatron bench [--nproc-per-node N] [--variants V ...] [--steps N] [--out FOLDER] [--setting value ...]
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    variants: tuple[str, ...] = option(
+        (),
+        f"also try: {', '.join(VARIANTS)} (ZeRO stages, sequence parallel, orders of the pipeline)",
+        value="V ...",
+    )
+    steps: int = option(4, "steps that are measured", limit=ONE_OR_MORE)
+    warmup: int = option(2, "steps before them that are not", limit=ZERO_OR_MORE)
+    out: str = option(
+        "benchmark_results", "results; an earlier folder of that name is moved aside", value="FOLDER"
+    )
+    layout_timeout: float = option(600.0, "seconds a layout may take", value="S", limit=ABOVE_ZERO)
+    list: bool = option(False, "show the layouts and run none")
+    find_micro_batch: bool = option(
+        False,
+        "instead of layouts: the largest micro-batch that fits, by real steps of the layout that is given; what was tried is in "
+        "FOLDER/micro_batch.json as well",
+    )
+
+    def problems(self) -> Iterable[str]:
+        if self.find_micro_batch and (self.list or self.variants):
+            yield (
+                "--find-micro-batch tries one layout; leave --list and --variants out, or look for layouts without it"
+            )
+
+
+USAGE = f"""usage: pentatron bench [--nproc-per-node N] {synopsis(BenchOptions)} [--setting value ...]
 
 Trains every layout that N processes allow (data, tensor, context and pipeline parallel, and expert parallel for a model with
 experts) for a few steps, each as `pentatron train` does it, and writes a table here and in FOLDER/summary.csv. A layout that fails or
 that the rules refuse is listed with the reason. Without a model a small one is made up; all settings of `pentatron
 train` are understood. A size that is given (--tp_size 2) holds for all layouts.
 
-  --nproc-per-node N   processes of a layout (one per GPU; 2 without GPU)
-  --variants V ...     also try: {", ".join(VARIANTS)} (ZeRO stages, sequence parallel, orders of the pipeline)
-  --steps N            steps that are measured (4), after --warmup N that are not (2)
-  --out FOLDER         results (benchmark_results); an earlier folder of that name is moved aside
-  --layout-timeout S   seconds a layout may take (600)
-  --list               show the layouts and run none
-  --find-micro-batch   instead of layouts: the largest micro-batch that fits, by real steps of the layout that is given; what was
-                       tried is in FOLDER/micro_batch.json as well
+{options_help(BenchOptions)}
+
+--nproc-per-node N says how many processes a layout has (one per GPU; 2 without GPU).
 
 Communication is the time a rank stands still for others: in collectives that no computation hides, and for messages of the
 pipeline, its bubble included. On a CPU the calls are timed, on a GPU the stream that computes, by events; summary.csv has both
@@ -50,16 +72,7 @@ parts. Rates are of the median step, memory is of the rank that takes most.
   pentatron bench --nproc-per-node 8 --preset llama3-8b --seq-length 4096 --variants zero sp
   pentatron bench --find-micro-batch --preset qwen2.5-1.5b --seq-length 4096
 """
-_OPTIONS: dict[str, Any] = {
-    "variants": ("",),
-    "steps": 4,
-    "warmup": 2,
-    "out": "benchmark_results",
-    "layout-timeout": 600.0,
-    "list": False,
-    "find-micro-batch": False,
-}
-_BENCH = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, own=tuple(_OPTIONS))
+_BENCH = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, own=flags_of(BenchOptions))
 _AXES = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",
@@ -79,40 +92,19 @@ def bench_command(words: Sequence[str]) -> int:
         return 0
     if find_worker(os.environ) is not None:
         raise UserError("pentatron bench starts its processes itself; run it without a launcher")
-    own, settings = _divided(words)
-    # A misspelt flag comes first: it may be the one that was meant.
-    parse_flags(settings, _BENCH)
-    options, _ = read_options(own, _OPTIONS, "pentatron bench")
-    if options["steps"] < 1 or options["warmup"] < 0 or not 0 < options["layout-timeout"] < math.inf:
-        raise UserError("--steps must be 1 or more, --warmup 0 or more and --layout-timeout above 0")
+    options, settings = read_among(BenchOptions, words, _BENCH)
     sweep, experts, fixed = _sweep(settings, options)
-    if options["find-micro-batch"]:
-        if options["list"] or any(options["variants"]):
-            raise UserError(
-                "--find-micro-batch tries one layout; leave --list and --variants out, or look for layouts without it"
-            )
+    if options.find_micro_batch:
         return find_micro_batch(sweep, _batch_is_given(settings))
-    variants = [name for word in options["variants"] for name in word.split(",") if name]
+    variants = [name for word in options.variants for name in word.split(",") if name]
     layouts = candidates(sweep.processes, experts, fixed, variants)
     if not layouts:
         raise UserError(
             f"no layout of {sweep.processes} processes has the sizes that were given; leave some of them out"
         )
-    if options["list"]:
+    if options.list:
         return _show(sweep, layouts)
     return _run(sweep, layouts)
-
-
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of our own options, and those of the settings."""
-    own: list[str] = []
-    settings: list[str] = []
-    target = settings
-    for word in words:
-        if is_flag(word):
-            target = own if normal(word) in _OPTIONS else settings
-        target.append(word)
-    return own, settings
 
 
 def _batch_is_given(settings: Sequence[str]) -> bool:
@@ -122,7 +114,7 @@ def _batch_is_given(settings: Sequence[str]) -> bool:
     return any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
 
 
-def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int | None, dict[str, int]]:
+def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[Sweep, int | None, dict[str, int]]:
     """Also the number of experts, and the axes whose size was given."""
     import torch
 
@@ -142,7 +134,7 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
         del sizes["vocab_size"]
     if any(draft.given(name) for name in _OTHER_BATCHES):
         del sizes["global_batch_size"]
-    total = options["warmup"] + options["steps"]
+    total = options.warmup + options.steps
     entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **HOW_TO_MEASURE})
     device = _name_of_gpu() if gpus else "CPU"
     started = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
@@ -154,10 +146,10 @@ def _sweep(settings: Sequence[str], options: dict[str, Any]) -> tuple[Sweep, int
         entry,
         processes,
         device,
-        options["steps"],
-        options["warmup"],
-        options["layout-timeout"],
-        ResultsFolder(Path(options["out"])),
+        options.steps,
+        options.warmup,
+        options.layout_timeout,
+        ResultsFolder(Path(options.out)),
     )
     return sweep, draft.num_experts, fixed
 

@@ -1,19 +1,22 @@
 """`pentatron checkpoint`: looking at steps, checking, comparing, rewriting and removing them."""
 
-import json
+import dataclasses
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pentatron.cli.convert import until_stopped
 from pentatron.cli.file_errors import file_errors_told
 from pentatron.cli.help import section_help
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, flags_of, option, options_help, read, read_among, synopsis
+from pentatron.cli.report_output import say_json
 from pentatron.cli.terminal import remark, say
-from pentatron.config.flags import did_you_mean, is_flag, parse_flags
+from pentatron.config.flags import did_you_mean, is_flag
+from pentatron.config.limits import ZERO_OR_MORE, Limit
 from pentatron.errors import UserError
 from pentatron.text import counted, decimal_size
 
@@ -22,39 +25,92 @@ if TYPE_CHECKING:
     from pentatron.checksums import Tell
     from pentatron.hf.progress import Progress
 
-USAGE = """usage: pentatron checkpoint COMMAND [...]
+_BAR = ("auto", "on", "off")
+
+
+@dataclass(frozen=True)
+class InspectOptions(Options):
+    tensors: str | None = option(
+        None, "its tensors, or those whose names match the pattern", value="PATTERN", alone="*"
+    )
+    stats: bool = option(False, "also the smallest, largest and mean number of each, and its norm")
+    json: bool = option(False, "the same for machines")
+
+
+@dataclass(frozen=True)
+class VerifyOptions(Options):
+    numbers: bool = option(False, "also whether every number is one")
+    threads: int | None = option(None, "threads that compute checksums", limit=ZERO_OR_MORE)
+    json: bool = option(False, "the same for machines")
+    progress_bar: str = option("auto", "", choices=_BAR)
+
+
+@dataclass(frozen=True)
+class DiffOptions(Options):
+    weights_only: bool = option(False, "no state of the optimizer and of the run")
+    tolerance: float = option(
+        0.0,
+        "relative difference that is none",
+        limit=Limit(lambda share: share >= 0, "a part of a number, 0 or more"),
+    )
+    json: bool = option(False, "the same for machines")
+    progress_bar: str = option("auto", "", choices=_BAR)
+
+
+@dataclass(frozen=True)
+class ReshardOptions(Options):
+    no_check: bool = option(False, "do not compare the checksums of STEP first")
+    progress_bar: str = option("auto", "live progress bar", choices=_BAR)
+
+
+@dataclass(frozen=True)
+class PruneOptions(Options):
+    """Two of them have the names that the trainer gives them as well."""
+
+    keep: int = option(0, "how many of the newest stay", unlisted="--keep-checkpoints")
+    keep_every: int | None = option(
+        None,
+        "every such step stays as well",
+        value="M",
+        unlisted="--save-retain-interval",
+        limit=ZERO_OR_MORE,
+    )
+    dry_run: bool = option(False, "remove nothing")
+    json: bool = option(False, "the same for machines")
+
+
+USAGE = f"""usage: pentatron checkpoint COMMAND [...]
 
 A PATH is a run, the folder of its checkpoints, or one step of them, saved in any layout. Nothing is ever unpickled.
 
-  inspect PATH [--tensors [PATTERN]] [--stats] [--json]
+  inspect PATH {synopsis(InspectOptions)}
                               the steps of a run; of one step, its model, layout, state, files and tensors
-  verify PATH ... [--numbers] [--threads N] [--json]
+  verify PATH ... {synopsis(VerifyOptions)}
                               every checksum, and whether every number is one; ends with code 1 if anything is wrong
-  diff A B [--weights-only] [--tolerance X] [--json]
+  diff A B {synopsis(DiffOptions)}
                               settings, state and tensors of two steps; ends with code 1 if they differ; either may be a
                               Hugging Face folder, then weights are compared
   reshard STEP OUT [--tensor-model-parallel-size N ...]
                               the same step in the files that another layout would have written
-  prune PATH --keep N [--keep-every M] [--dry-run]
+  prune PATH {synopsis(PruneOptions)}
                               remove old steps, by the rule of a run's own retention (--keep-checkpoints N,
                               --save-retain-interval M)
 
 `--progress-bar auto|on|off` goes with verify, diff and reshard.
 """
-RESHARD_USAGE = """usage: pentatron checkpoint reshard STEP OUT [--setting value ...]
+RESHARD_USAGE = f"""usage: pentatron checkpoint reshard STEP OUT [--setting value ...]
 
 Writes the files that a run in another layout would have written: more of them for many readers, or fewer. Any layout loads any
 step as it is, so nothing needs this to go on training. Sizes that are not named are 1; --world-size N says how many processes
 there are, if not just those of one copy. OUT is compared with STEP, bit by bit, before it appears.
 
-  --no-check        do not compare the checksums of STEP first
-  --progress-bar auto|on|off
+{options_help(ReshardOptions)}
 
   pentatron checkpoint reshard runs/mine/checkpoints/step-00001000 resharded --tensor-model-parallel-size 4 --zero-stage 1
 
 The settings of a layout:
 """
-_PROGRESS = {"progress-bar": "auto"}
+T = TypeVar("T", bound=Options)
 
 
 def checkpoint_command(words: Sequence[str]) -> int:
@@ -82,18 +138,11 @@ def _run(words: Sequence[str]) -> int:
 
 
 def read_checkpoint_options(
-    words: Sequence[str],
-    defaults: dict[str, Any],
-    least: int,
-    most: int | None,
-    example: str,
-    also: Mapping[str, str] | None = None,
-) -> tuple[dict[str, Any], list[str]]:
-    options, plain = read_options(words, defaults, "pentatron checkpoint", also)
+    cls: type[T], words: Sequence[str], least: int, most: int | None, example: str
+) -> tuple[T, list[str]]:
+    options, plain = read(cls, words, "pentatron checkpoint")
     if len(plain) < least or (most is not None and len(plain) > most):
         raise UserError(f"say which checkpoint: pentatron checkpoint {example}")
-    if options.get("progress-bar", "auto") not in ("auto", "on", "off"):
-        raise UserError(f"--progress-bar {options['progress-bar']}: choose one of auto, on, off")
     return options, plain
 
 
@@ -104,38 +153,37 @@ def _inspect(words: Sequence[str]) -> int:
 
 
 def _verify(words: Sequence[str]) -> int:
-    defaults = {**_PROGRESS, "numbers": False, "threads": 0, "json": False}
-    options, paths = read_checkpoint_options(words, defaults, 1, None, "verify PATH")
+    options, paths = read_checkpoint_options(VerifyOptions, words, 1, None, "verify PATH")
     from pentatron.checkpoint.checking import check_numbers, check_sums, open_manifest
     from pentatron.monitor.display import Silent, open_display
 
     folders = [folder for path in paths for folder in step_folders(Path(path))]
-    threads = options["threads"] or min(8, os.cpu_count() or 1)
-    display = Silent() if options["json"] else open_display(options["progress-bar"])
+    threads = options.threads or min(8, os.cpu_count() or 1)
+    display = Silent() if options.json else open_display(options.progress_bar)
     judged: list[dict[str, Any]] = []
     try:
         for folder in folders:
             manifest, problems = open_manifest(folder)
             if manifest is not None:
                 total = sum(record.bytes for record in manifest.files.values())
-                progress = _progress(display, f"verifying {folder.name}", total * (1 + options["numbers"]))
+                progress = _progress(display, f"verifying {folder.name}", total * (1 + options.numbers))
                 problems = check_sums(folder, manifest, threads, _counting(progress))
-                if options["numbers"] and not problems:
+                if options.numbers and not problems:
                     problems = check_numbers(folder, manifest, _counting(progress))
                 done = f"{counted(len(manifest.files), 'file')}, {decimal_size(total)}"
-                if not problems and not options["json"]:
-                    also = ", every number finite" if options["numbers"] else ""
+                if not problems and not options.json:
+                    also = ", every number finite" if options.numbers else ""
                     display.say(f"{folder}: ok ({done}, {counted(len(manifest.tensors), 'tensor')}{also})")
             if problems and not folder.exists():
                 remark(f"{folder} was removed while this command ran, as a run does with old steps")
                 continue
-            for problem in problems if not options["json"] else ():
+            for problem in problems if not options.json else ():
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")
             judged.append(_verdict(folder, problems))
     finally:
         display.close()
-    if options["json"]:
-        say(json.dumps(judged, indent=1))
+    if options.json:
+        say_json(judged)
     return 1 if any(not one["ok"] for one in judged) else 0
 
 
@@ -201,41 +249,26 @@ def _reshard(words: Sequence[str]) -> int:
     from pentatron.train.resharding import ENTRY
 
     plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
-    rest, own = _own_options(words[len(plain) :])
-    parse_flags(rest, ENTRY)
+    entry = dataclasses.replace(ENTRY, own=flags_of(ReshardOptions))
+    own, rest = read_among(ReshardOptions, words[len(plain) :], entry)
     if len(plain) < 2:
         raise UserError("say what to rewrite, and where, first: pentatron checkpoint reshard STEP OUT [...]")
     source, out = Path(plain[0]), Path(plain[1])
     return until_stopped(out, lambda: _run_reshard(source, out, rest, own))
 
 
-def _own_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The flags of the layout, and ours among them."""
-    own: dict[str, Any] = {"no-check": False, **_PROGRESS}
-    rest = list(words)
-    if "--no-check" in rest:
-        rest.remove("--no-check")
-        own["no-check"] = True
-    place = next((i for i, word in enumerate(rest) if word.startswith("--progress-bar")), None)
-    if place is not None:
-        taken = rest[place : place + (1 if "=" in rest[place] else 2)]
-        del rest[place : place + len(taken)]
-        own |= read_checkpoint_options(taken, _PROGRESS, 0, 0, "reshard STEP OUT")[0]
-    return rest, own
-
-
-def _run_reshard(source: Path, out: Path, words: Sequence[str], own: dict[str, Any]) -> int:
+def _run_reshard(source: Path, out: Path, words: Sequence[str], own: ReshardOptions) -> int:
     from pentatron.checkpoint.find import find_step
     from pentatron.checkpoint.manifest import verify_files
     from pentatron.checkpoint.survey import layout_words
     from pentatron.monitor.display import open_display
     from pentatron.train.resharding import layout_for, reshard
 
-    found, complaints = find_step(source, None if own["no-check"] else verify_files)
+    found, complaints = find_step(source, None if own.no_check else verify_files)
     config = layout_for(found, words)
     for complaint in complaints:
         say(f"note: {complaint}; {found.folder.name} is taken")
-    display = open_display(own["progress-bar"])
+    display = open_display(own.progress_bar)
     try:
         made = reshard(found, out, config, display)
     finally:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
-from pentatron.cli.terminal import remark, say
-from pentatron.errors import UserError
+from pentatron.cli.checkpoint import DiffOptions, nothing_at, read_checkpoint_options
+from pentatron.cli.report_output import show
+from pentatron.cli.terminal import remark
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.compare import Difference, Side
@@ -30,11 +30,21 @@ class _Opened:
     step: "Found | None" = None
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """What was found. `told` are settings, states and names by kind; `beyond` are the tensors that differ by more than tolerated."""
+
+    paths: Sequence[str]
+    same: bool
+    told: dict[str, list[Any]]
+    differing: "Sequence[Difference]"
+    beyond: "Sequence[Difference]"
+    compared: int
+    tolerance: float
+
+
 def diff(words: Sequence[str]) -> int:
-    defaults = {"progress-bar": "auto", "weights-only": False, "tolerance": 0.0, "json": False}
-    options, paths = read_checkpoint_options(words, defaults, 2, 2, "diff A B")
-    if options["tolerance"] < 0:
-        raise UserError(f"--tolerance {options['tolerance']}: it is a part of a number, 0 or more")
+    options, paths = read_checkpoint_options(DiffOptions, words, 2, 2, "diff A B")
     from pentatron.checkpoint.compare import compare_tensor, differing_values
     from pentatron.checkpoint.digest import NO_STATE
     from pentatron.checkpoint.load import WEIGHTS
@@ -43,14 +53,14 @@ def diff(words: Sequence[str]) -> int:
 
     with contextlib.ExitStack() as closing:
         ours, theirs = (_open(Path(path), closing) for path in paths)
-        weights_only = options["weights-only"] or ours.is_huggingface or theirs.is_huggingface
+        weights_only = options.weights_only or ours.is_huggingface or theirs.is_huggingface
         names = [
             [n for n in one.side.outlines if n.startswith(WEIGHTS) or not weights_only]
             for one in (ours, theirs)
         ]
         common = [name for name in names[0] if name in theirs.side.outlines]
         total = sum(one.side.outlines[name].bytes for name in common for one in (ours, theirs))
-        display = Silent() if options["json"] else open_display(options["progress-bar"])
+        display = Silent() if options.json else open_display(options.progress_bar)
         closing.callback(display.close)
         progress = Progress(display, "comparing", total)
         found = [compare_tensor(name, ours.side, theirs.side, progress.add) for name in common]
@@ -61,16 +71,14 @@ def diff(words: Sequence[str]) -> int:
         "only in A": sorted(set(names[0]) - set(names[1])),
         "only in B": sorted(set(names[1]) - set(names[0])),
     }
-    beyond = [f for f in differing if not f.within(options["tolerance"])]
+    beyond = [f for f in differing if not f.within(options.tolerance)]
     # Settings are told of, and decide nothing: the same numbers may come from another layout or another machine.
     states = [name for name, _, _ in told["run state"] if name.partition(".")[0] not in NO_STATE]
     same = not (beyond or told["only in A"] or told["only in B"] or states)
     if not same:
         _tell_of_damage([one.step for one in (ours, theirs) if one.step is not None])
-    if options["json"]:
-        say(json.dumps(_as_data(paths, same, told, differing, beyond, len(common)), indent=1))
-    else:
-        say("\n".join(_as_text(paths, same, told, differing, beyond, len(common), options["tolerance"])))
+    compared = _Compared(paths, same, told, differing, beyond, len(common), options.tolerance)
+    show(compared, options.json, _as_text, _as_data)
     return 0 if same else 1
 
 
@@ -118,19 +126,13 @@ def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
     return _Opened(side, {}, {}, is_huggingface=True)
 
 
-def _as_data(
-    paths: Sequence[str],
-    same: bool,
-    told: dict[str, Any],
-    differing: "Sequence[Difference]",
-    beyond: "Sequence[Difference]",
-    compared: int,
-) -> dict[str, Any]:
+def _as_data(report: _Compared) -> dict[str, Any]:
+    paths, told = report.paths, report.told
     return {
         "a": paths[0],
         "b": paths[1],
-        "same": same,
-        "compared": compared,
+        "same": report.same,
+        "compared": report.compared,
         **{
             kind.replace(" ", "_"): [{"name": n, "a": a, "b": b} for n, a, b in told[kind]]
             for kind in ("settings", "run state")
@@ -149,9 +151,9 @@ def _as_data(
                 "first": f.first,
                 "types": f.types,
                 "shapes": f.shapes,
-                "within_tolerance": f not in beyond,
+                "within_tolerance": f not in report.beyond,
             }
-            for f in differing
+            for f in report.differing
         ],
     }
 
@@ -161,15 +163,8 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _as_text(
-    paths: Sequence[str],
-    same: bool,
-    told: dict[str, Any],
-    differing: "Sequence[Difference]",
-    beyond: "Sequence[Difference]",
-    compared: int,
-    tolerance: float,
-) -> list[str]:
+def _as_text(report: _Compared) -> list[str]:
+    paths, told, differing = report.paths, report.told, report.differing
     lines: list[str] = []
     for kind in ("settings", "run state"):
         values = [f"{name}: {_short(a)} and {_short(b)}" for name, a, b in told[kind]]
@@ -177,11 +172,11 @@ def _as_text(
     lines += _block(f"tensors only in {paths[0]}", told["only in A"])
     lines += _block(f"tensors only in {paths[1]}", told["only in B"])
     lines += _block("tensors that differ", [f.sentence() for f in differing])
-    equal = compared - len(differing)
-    verdict = f"{equal} of {compared} tensors are equal bit by bit"
-    if differing and tolerance:
-        verdict += f", {len(differing) - len(beyond)} more within a relative {tolerance:g}"
-    return [*lines, f"{'same' if same else 'different'}: {verdict}"]
+    equal = report.compared - len(differing)
+    verdict = f"{equal} of {report.compared} tensors are equal bit by bit"
+    if differing and report.tolerance:
+        verdict += f", {len(differing) - len(report.beyond)} more within a relative {report.tolerance:g}"
+    return [*lines, f"{'same' if report.same else 'different'}: {verdict}"]
 
 
 def _block(title: str, entries: Sequence[str]) -> list[str]:

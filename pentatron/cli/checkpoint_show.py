@@ -1,15 +1,14 @@
 """`pentatron checkpoint inspect`: the steps of a run in a table, one step in full."""
 
 import fnmatch
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.checkpoint import nothing_at, read_checkpoint_options
-from pentatron.cli.terminal import say
+from pentatron.cli.checkpoint import InspectOptions, nothing_at, read_checkpoint_options
+from pentatron.cli.report_output import show
 from pentatron.errors import UserError
 from pentatron.text import counted, decimal_size
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from pentatron.checkpoint.survey import StepFacts
 
 _SHOWN_FILES = 12
-# Read before the others, and known to the guess at what a mistyped one means.
-_FLAGS = {"tensors": "", "stats": False, "json": False}
 # What people look for first in the state of a run; --json has all of it.
 _COUNTS = {
     "consumed_samples": "samples",
@@ -31,42 +28,29 @@ _COUNTS = {
 
 
 def inspect(words: Sequence[str]) -> int:
-    flags, pattern = _pattern([word for word in words if word not in ("--stats", "--json")])
-    options, paths = read_checkpoint_options(flags, _FLAGS, 1, 1, "inspect PATH")
-    del options
-    with_statistics, as_json = "--stats" in words, "--json" in words
+    options, paths = read_checkpoint_options(InspectOptions, words, 0, 1, "inspect PATH")
+    pattern = options.tensors
+    if not paths and pattern not in (None, "*"):
+        # What follows --tensors is the path, if there is no other.
+        paths, pattern = [str(pattern)], "*"
+    if not paths:
+        raise UserError("say which checkpoint: pentatron checkpoint inspect PATH")
     from pentatron.checkpoint.survey import survey
 
     found = survey(Path(paths[0]))
     if not found:
         raise nothing_at(Path(paths[0]))
-    if with_statistics:
+    if options.stats:
         pattern = pattern or "*"
     if len(found) > 1 and pattern is not None:
         raise UserError(f"--tensors and --stats want one step: name it, such as {found[-1].folder}")
-    if as_json:
-        data = [_step_data(facts, pattern, with_statistics) for facts in found]
-        say(json.dumps(data, indent=1))
-    elif len(found) > 1:
-        say("\n".join(_table(found)))
-    else:
-        for line in _step_lines(found[0], pattern, with_statistics):
-            say(line)
+    show(
+        found,
+        options.json,
+        lambda found: _table(found) if len(found) > 1 else _step_lines(found[0], pattern, options.stats),
+        lambda found: [_step_data(facts, pattern, options.stats) for facts in found],
+    )
     return 0
-
-
-def _pattern(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The other words, and what follows `--tensors`: all tensors, if nothing does."""
-    rest = list(words)
-    place = next((i for i, w in enumerate(rest) if w == "--tensors" or w.startswith("--tensors=")), None)
-    if place is None:
-        return rest, None
-    word = rest.pop(place)
-    if "=" in word:
-        return rest, word.partition("=")[2]
-    paths = [w for w in rest if not w.startswith("-")]
-    follows = place < len(rest) and not rest[place].startswith("-")
-    return (rest, rest.pop(place)) if follows and len(paths) > 1 else (rest, "*")
 
 
 def _table(found: "Sequence[StepFacts]") -> list[str]:

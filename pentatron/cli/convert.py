@@ -2,11 +2,12 @@
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, option, options_help, read
 from pentatron.cli.terminal import complain, say
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
@@ -15,46 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from pentatron.checkpoint.store import Found
-    from pentatron.hf.exporting import ExportOptions
+    from pentatron.hf.exporting import ExportOptions as Chosen
 
-IMPORT_USAGE = """usage: pentatron import HF_DIR OUT [--option value ...]
-
-Makes a checkpoint of a Hugging Face folder (config.json and safetensors files) or of a model of the hub. It holds weights alone,
-in the type of the source, and loads in any layout: pentatron train --load OUT. Nothing is overwritten.
-
-  --dtype fp32|bf16|fp16  another type for the weights
-  --allow-narrowing       also one that cannot hold every value of the source: weights are rounded
-  --tokenizer DIR         carry this tokenizer along instead of the folder's own
-  --verify                compare logits on random tokens with the transformers library; needs memory for the whole model
-  --progress-bar auto|on|off
-
-  pentatron import Qwen/Qwen2.5-7B checkpoints/qwen
-"""
-EXPORT_USAGE = """usage: pentatron export CHECKPOINT HF_DIR [--option value ...]
-
-Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is taken) or one step of
-them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritten.
-
-  --ckpt-format torch_dist|torch
-                          permits to read a checkpoint of Megatron-LM, which holds pickle: it is read by a process apart
-  --dtype fp32|bf16|fp16  type of the weights (what the run computed with; an imported model: what it has)
-  --allow-narrowing       also one that cannot hold every value: weights are rounded
-  --max-shard-size SIZE   largest file (5GB)
-  --tokenizer DIR         carry this tokenizer along instead of the one that came with the model
-  --no-check              do not compare the checksums of the checkpoint
-  --verify                compare logits on random tokens with the transformers library; needs memory for the whole model
-  --progress-bar auto|on|off
-
-  pentatron export runs/mine exported/mine
-"""
-_IMPORT: dict[str, Any] = {
-    "dtype": "",
-    "allow-narrowing": False,
-    "tokenizer": "",
-    "verify": False,
-    "progress-bar": "auto",
-}
-_EXPORT: dict[str, Any] = {**_IMPORT, "max-shard-size": "5GB", "no-check": False, "ckpt-format": ""}
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -67,63 +30,132 @@ _UNITS = {
 }
 
 
+def _size(written: str, flag: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", written)
+    if not found or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        raise UserError(f"{flag} {written}: write a size such as 5GB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+@dataclass(frozen=True)
+class ImportOptions(Options):
+    dtype: str | None = option(None, "another type for the weights", choices=("fp32", "bf16", "fp16"))
+    allow_narrowing: bool = option(
+        False, "also one that cannot hold every value of the source: weights are rounded"
+    )
+    tokenizer: str | None = option(
+        None, "carry this tokenizer along instead of the folder's own", value="DIR"
+    )
+    verify: bool = option(
+        False,
+        "compare logits on random tokens with the transformers library; needs memory for the whole model",
+    )
+    progress_bar: str = option("auto", "live progress bar", choices=("auto", "on", "off"))
+
+    def problems(self) -> Iterable[str]:
+        if self.allow_narrowing and self.dtype is None:
+            yield "--allow-narrowing: say to which type with --dtype, or leave it out to keep every value"
+
+
+@dataclass(frozen=True)
+class ExportOptions(ImportOptions):
+    ckpt_format: str | None = option(
+        None,
+        "permits to read a checkpoint of Megatron-LM, which holds pickle: it is read by a process apart",
+        choices=("torch_dist", "torch"),
+    )
+    dtype: str | None = option(
+        None,
+        "type of the weights (what the run computed with; an imported model: what it has)",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    tokenizer: str | None = option(
+        None, "carry this tokenizer along instead of the one that came with the model", value="DIR"
+    )
+    max_shard_size: int = option(5 * 10**9, "largest file, such as 500MB (5GB)", value="SIZE", parse=_size)
+    no_check: bool = option(False, "do not compare the checksums of the checkpoint")
+
+
+IMPORT_USAGE = f"""usage: pentatron import HF_DIR OUT [--option value ...]
+
+Makes a checkpoint of a Hugging Face folder (config.json and safetensors files) or of a model of the hub. It holds weights alone,
+in the type of the source, and loads in any layout: pentatron train --load OUT. Nothing is overwritten.
+
+{options_help(ImportOptions)}
+
+  pentatron import Qwen/Qwen2.5-7B checkpoints/qwen
+"""
+EXPORT_USAGE = f"""usage: pentatron export CHECKPOINT HF_DIR [--option value ...]
+
+Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is taken) or one step of
+them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritten.
+
+{options_help(ExportOptions)}
+
+  pentatron export runs/mine exported/mine
+"""
+T = TypeVar("T", bound=ImportOptions)
+
+
 def import_command(words: Sequence[str]) -> int:
-    return _convert(words, IMPORT_USAGE, _IMPORT, "import HF_DIR OUT", "which folder to import", run_import)
+    return _convert(
+        words, IMPORT_USAGE, ImportOptions, "import HF_DIR OUT", "which folder to import", run_import
+    )
 
 
 def export_command(words: Sequence[str]) -> int:
     return _convert(
-        words, EXPORT_USAGE, _EXPORT, "export CHECKPOINT HF_DIR", "which checkpoint to export", _export
+        words, EXPORT_USAGE, ExportOptions, "export CHECKPOINT HF_DIR", "which checkpoint to export", _export
     )
 
 
 def _convert(
     words: Sequence[str],
     usage: str,
-    defaults: Mapping[str, Any],
+    cls: type[T],
     call: str,
     what: str,
-    run: Callable[[str, Path, Mapping[str, Any]], int],
+    run: Callable[[str, Path, T], int],
 ) -> int:
     if "--help" in words or "-h" in words:
         say(usage)
         return 0
     name = f"pentatron {call.split()[0]}"
-    options, plain = read_options(words, defaults, name)
+    options, plain = read(cls, words, name)
     if len(plain) != 2:
         raise UserError(f"say {what} and what to make: pentatron {call} ({name} --help)")
     out = Path(plain[1])
     return until_stopped(out, lambda: run(plain[0], out, options))
 
 
-def run_import(source: str, out: Path, options: Mapping[str, Any]) -> int:
-    _check(options)
+def run_import(source: str, out: Path, options: ImportOptions) -> int:
     from pentatron.checkpoint.find import find_step
     from pentatron.hf.hub import resolve_folder
-    from pentatron.hf.importing import ImportOptions, import_folder
+    from pentatron.hf.importing import ImportOptions as Chosen
+    from pentatron.hf.importing import import_folder
     from pentatron.hf.small_files import tokenizer_files
     from pentatron.hf.verify import compare_logits, require_transformers
     from pentatron.monitor.display import open_display
 
-    if options["verify"]:
+    if options.verify:
         require_transformers()
-    dtype = _dtype(options["dtype"])
+    dtype = _dtype(options.dtype)
     folder = resolve_folder(source)
-    tokenizer = tokenizer_files(Path(options["tokenizer"])) if options["tokenizer"] else ()
+    tokenizer = tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
     lines: list[str] = []
 
     def judge(made: Path) -> None:
         display.work("comparing with transformers", 0, 1)
         lines.append(compare_logits(find_step(made)[0], folder, dtype).sentence())
 
-    display = open_display(options["progress-bar"])
+    display = open_display(options.progress_bar)
     try:
         summary = import_folder(
             folder,
             out,
-            ImportOptions(dtype, options["allow-narrowing"], tokenizer),
+            Chosen(dtype, options.allow_narrowing, tokenizer),
             display,
-            judge if options["verify"] else None,
+            judge if options.verify else None,
         )
     finally:
         display.close()
@@ -131,24 +163,27 @@ def run_import(source: str, out: Path, options: Mapping[str, Any]) -> int:
     return 0
 
 
-def _export(checkpoint: str, out: Path, options: Mapping[str, Any]) -> int:
-    _check(options)
-    shard_bytes = _size(options["max-shard-size"])
+def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     from pentatron.checkpoint.find import find_step, followed, is_step, megatron_step, steps_at
     from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest
-    from pentatron.hf.exporting import DamagedStep, ExportOptions
+    from pentatron.hf.exporting import DamagedStep
+    from pentatron.hf.exporting import ExportOptions as Chosen
     from pentatron.hf.small_files import tokenizer_files
     from pentatron.hf.verify import require_transformers
     from pentatron.interchange.found import read_megatron
 
-    if options["verify"]:
+    if options.verify:
         require_transformers()
-    tokenizer = tokenizer_files(Path(options["tokenizer"])) if options["tokenizer"] else ()
-    chosen = ExportOptions(
-        _dtype(options["dtype"]), options["allow-narrowing"], tokenizer, shard_bytes, not options["no-check"]
+    tokenizer = tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
+    chosen = Chosen(
+        _dtype(options.dtype),
+        options.allow_narrowing,
+        tokenizer,
+        options.max_shard_size,
+        not options.no_check,
     )
     path = followed(Path(checkpoint))
-    if options["ckpt-format"] and megatron_step(path) and not steps_at(path):
+    if options.ckpt_format and megatron_step(path) and not steps_at(path):
         found, remarks = read_megatron(path)
         return _export_found(found, [f"note: {remark}" for remark in remarks], out, chosen, options)
     damaged: dict[Path, str] = {}
@@ -170,7 +205,7 @@ def _export(checkpoint: str, out: Path, options: Mapping[str, Any]) -> int:
 
 
 def _export_found(
-    found: "Found", notes: Sequence[str], out: Path, chosen: "ExportOptions", options: Mapping[str, Any]
+    found: "Found", notes: Sequence[str], out: Path, chosen: "Chosen", options: ExportOptions
 ) -> int:
     from pentatron.hf.exporting import export_step, trained_dtype
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
@@ -190,9 +225,9 @@ def _export_found(
         display.work("comparing with transformers", 0, 1)
         lines.append(compare_logits(found, made, chosen.dtype or trained_dtype(found.manifest)).sentence())
 
-    display = open_display(options["progress-bar"])
+    display = open_display(options.progress_bar)
     try:
-        summary = export_step(found, out, chosen, display, judge if options["verify"] else None)
+        summary = export_step(found, out, chosen, display, judge if options.verify else None)
     finally:
         display.close()
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
@@ -214,34 +249,10 @@ def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
     ]
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    """What can be said of options before the libraries are loaded."""
-    allowed = {
-        "dtype": ("", "fp32", "bf16", "fp16"),
-        "progress-bar": ("auto", "on", "off"),
-        "ckpt-format": ("", "torch_dist", "torch"),
-    }
-    for name, choices in allowed.items():
-        if name in options and options[name] not in choices:
-            listed = ", ".join(choice for choice in choices if choice)
-            raise UserError(f"--{name} {options[name]}: choose one of {listed}")
-    if options["allow-narrowing"] and not options["dtype"]:
-        raise UserError(
-            "--allow-narrowing: say to which type with --dtype, or leave it out to keep every value"
-        )
-
-
-def _dtype(name: str) -> "torch.dtype | None":
+def _dtype(name: str | None) -> "torch.dtype | None":
     from pentatron.hf.dtypes import BY_NAME
 
     return BY_NAME[name] if name else None
-
-
-def _size(written: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", written)
-    if not found or found[2].upper() not in _UNITS or float(found[1]) <= 0:
-        raise UserError(f"--max-shard-size {written}: write a size such as 5GB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def until_stopped(out: Path, convert: Callable[[], int]) -> int:

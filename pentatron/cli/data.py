@@ -1,24 +1,41 @@
 """`pentatron data`: looking at prepared data, checking and joining it."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.file_errors import file_errors_told
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, option, read, synopsis
+from pentatron.cli.report_output import show
 from pentatron.cli.terminal import say
 from pentatron.config.flags import did_you_mean
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 
-USAGE = """usage: pentatron data COMMAND [...]
+
+@dataclass(frozen=True)
+class DescribeOptions(Options):
+    json: bool = option(False, "the same for machines")
+
+
+@dataclass(frozen=True)
+class VerifyOptions(Options):
+    vocab_size: int | None = option(None, "what every token must be below")
+
+
+@dataclass(frozen=True)
+class MergeOptions(Options):
+    overwrite: bool = option(False, "replace what OUT has")
+
+
+USAGE = f"""usage: pentatron data COMMAND [...]
 
 A PREFIX is the name of a .bin/.idx pair without its ending.
 
-  describe PREFIX ... [--json]          sizes, type, documents, lengths, tokenizer
-  verify PREFIX ... [--vocab-size N]    structure, every checksum, every token below the vocabulary; ends with code 1 if anything is wrong
-  merge OUT PREFIX ... [--overwrite]    the documents of several pairs, one after another, as the pair OUT
+  describe PREFIX ... {synopsis(DescribeOptions)}          sizes, type, documents, lengths, tokenizer
+  verify PREFIX ... {synopsis(VerifyOptions)}    structure, every checksum, every token below the vocabulary; ends with code 1 if anything is wrong
+  merge OUT PREFIX ... {synopsis(MergeOptions)}    the documents of several pairs, one after another, as the pair OUT
   show --data-path PREFIX [...]         the samples that training with the same settings reads; `pentatron data show --help`
   seal PREFIX ...                       write checksums (.meta) for pairs that another program made or changed
 """
@@ -55,26 +72,24 @@ def _show(words: Sequence[str]) -> int:
 
 
 def _describe(words: Sequence[str]) -> int:
-    from pentatron.data.inspect import describe, describe_text
+    from pentatron.data.inspect import describe, described
 
-    options, prefixes = read_options(words, {"json": False}, "pentatron data")
+    options, prefixes = read(DescribeOptions, words, "pentatron data")
     _need(prefixes, 1, "describe PREFIX")
-    if options["json"]:
-        say(json.dumps([describe(_stem(prefix)) for prefix in prefixes], indent=1))
-    else:
-        say("\n\n".join(describe_text(_stem(prefix)) for prefix in prefixes))
+    pairs = [describe(_stem(prefix)) for prefix in prefixes]
+    show(pairs, options.json, lambda pairs: "\n\n".join(map(described, pairs)), lambda pairs: pairs)
     return 0
 
 
 def _verify(words: Sequence[str]) -> int:
     from pentatron.data.inspect import verify
 
-    options, prefixes = read_options(words, {"vocab-size": 0}, "pentatron data")
+    options, prefixes = read(VerifyOptions, words, "pentatron data")
     _need(prefixes, 1, "verify PREFIX")
     wrong = 0
     for prefix in map(_stem, prefixes):
         try:
-            say(f"{prefix}: {verify(prefix, options['vocab-size'] or None)}")
+            say(f"{prefix}: {verify(prefix, options.vocab_size or None)}")
         except UserError as error:
             wrong += 1
             say(f"{prefix}: WRONG: {error}")
@@ -84,7 +99,7 @@ def _verify(words: Sequence[str]) -> int:
 def _merge(words: Sequence[str]) -> int:
     from pentatron.data.merge import merge
 
-    options, prefixes = read_options(words, {"overwrite": False}, "pentatron data")
+    options, prefixes = read(MergeOptions, words, "pentatron data")
     _need(prefixes, 2, "merge OUT PREFIX")
     outlive_output()
     output, *sources = map(_stem, prefixes)
@@ -95,7 +110,7 @@ def _merge(words: Sequence[str]) -> int:
             say(
                 f"note: {source} is named {times} times, so each of its documents is in {output} {times} times"
             )
-    facts = merge(sources, output, options["overwrite"])
+    facts = merge(sources, output, options.overwrite)
     say(
         f"{output}: {facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens from {len(sources)} pairs"
     )
@@ -105,7 +120,7 @@ def _merge(words: Sequence[str]) -> int:
 def _seal(words: Sequence[str]) -> int:
     from pentatron.data.inspect import seal
 
-    _, prefixes = read_options(words, {}, "pentatron data")
+    _, prefixes = read(Options, words, "pentatron data")
     _need(prefixes, 1, "seal PREFIX")
     outlive_output()
     for prefix in map(_stem, prefixes):

@@ -1,22 +1,23 @@
 """`pentatron data show`: the samples a training run would read, made by the same code."""
 
-import json
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pentatron.cli.epoch import learn_epoch
 from pentatron.cli.loaded import learn_from_named
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
+from pentatron.cli.report_output import say_json
 from pentatron.cli.terminal import say
 from pentatron.config.blend import names_files
 from pentatron.config.data_sources import read_data_files
 from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import normal, parse_flags
 from pentatron.config.resolve import Resolved, gather, resolve
 from pentatron.config.run import table
 from pentatron.config.settings import Facts, unset
@@ -28,16 +29,45 @@ if TYPE_CHECKING:
     from pentatron.data.loader import SampleSource
     from pentatron.data.tokenizer import Tokenizer
 
-USAGE = """usage: pentatron data show [--index A:B] [--part train|valid|test] [--train-samples N] [--json] [--setting value ...]
+PARTS = ("train", "valid", "test")
+FIRST_SAMPLES = range(8)
+
+
+def _samples(written: str, flag: str) -> range:
+    first, colon, stop = written.partition(":")
+    try:
+        begin = int(first or 0)
+        end = int(stop) if colon else begin + 1
+    except ValueError:
+        begin, end = 0, 0
+    if begin < 0 or end < 0:
+        raise UserError(f"{flag} counts samples from 0 on, as in 0:8 or 3; '{written}' is before the first")
+    if begin >= end:
+        raise UserError(f"{flag} wants samples such as 0:8 or 3, not '{written}'")
+    return range(begin, end)
+
+
+@dataclass(frozen=True)
+class ShowOptions(Options):
+    index: range | None = option(
+        None,
+        "samples A to B - 1 in the order of training; A alone is one sample (0:8)",
+        value="A:B",
+        parse=_samples,
+    )
+    part: str = option("train", "those of the training, of the validation or of the test", choices=PARTS)
+    json: bool = option(False, "a list of objects with tokens, labels, loss_mask and position_ids")
+
+
+USAGE = f"""usage: pentatron data show {synopsis(ShowOptions)} [--train-samples N] [--setting value ...]
 
 Prints the samples that training with the same settings reads: text, ids, which labels count in the loss, positions. Every setting of
 `pentatron train` about data, its order and the tokenizer acts as it does there (--data-path, --split, --seq-length, --seed,
 --tokenizer-type, --sft, --config FILE, ...); those about the model and the machine change nothing here.
 
-  --index A:B        samples A to B - 1 in the order of training; A alone is one sample (0:8)
-  --part valid       those of the validation, or of the test (train)
-  --train-samples N  how many samples the run reads, instead of --train-iters: their order depends on it
-  --json             a list of objects with tokens, labels, loss_mask and position_ids
+{options_help(ShowOptions)}
+
+The order of the samples depends on how many the run reads: --train-iters, or --train-samples N.
 
 In the text, ⟦ ⟧ stand around what no loss is taken from.
 
@@ -50,17 +80,14 @@ SHOW = EntryPoint(
     name="pentatron data show",
     summary="Show the samples of a run.",
     defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
-    own=("index", "part", "json"),
+    own=flags_of(ShowOptions),
 )
-PARTS = ("train", "valid", "test")
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-FIRST_SAMPLES = "0:8"
 ANY_TOKEN = 2**31 - 1
 # Settings of these sections are about machines and updates, and this command needs one process only.
 ELSEWHERE = ("optim", "parallel", "precision", "memory", "kernels", "launch", "checkpoint", "loop", "log")
 WIDTH = 110
 LONGEST_REPETITION = 8
-_OWN = {"index": "", "part": "train"}
 
 
 def show(words: Sequence[str]) -> int:
@@ -73,9 +100,11 @@ def show(words: Sequence[str]) -> int:
     from pentatron.train.epoch_length import settle_epochs
     from pentatron.train.state import TrainState
 
-    options, settings = _own_options(words)
-    first, stop = _range(options["index"] or FIRST_SAMPLES)
-    resolved, world = _resolve(settings, options, stop), single_process(torch.device("cpu"))
+    if words and (settings_of_run := Path(words[0]) / "config.yaml").is_file():
+        raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {settings_of_run}")
+    options, settings = read_among(ShowOptions, words, SHOW)
+    wanted = options.index or FIRST_SAMPLES
+    resolved, world = _resolve(settings, options.part, wanted.stop), single_process(torch.device("cpu"))
     # What is printed must stay readable by machines.
     display = PlainLines(sys.stderr)
     with scratch_folder("show") as folder:
@@ -85,17 +114,17 @@ def show(words: Sequence[str]) -> int:
             display.say(f"note: {notice}")
         opened = open_data(config, world, folder, display)
         datasets = arrange(opened, config, world, TrainState(), folder, display)
-        chosen = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options["part"]]
+        chosen = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options.part]
         if chosen is None:
-            raise UserError(_nothing_there(config.data, options["part"], datasets.untested))
-        there = _how_many(chosen, config.spans.total if options["part"] == "train" else None)
-        if there is not None and stop > there.number and options["index"]:
+            raise UserError(_nothing_there(config.data, options.part, datasets.untested))
+        there = _how_many(chosen, config.spans.total if options.part == "train" else None)
+        if there is not None and options.index is not None and options.index.stop > there.number:
             raise UserError(
-                f"{there.sentence}, so --index can go from 0 to {there.number - 1}, not '{options['index']}'"
+                f"{there.sentence}, so --index can go from 0 to {there.number - 1}, not '{_written(options.index)}'"
             )
-        samples = {i: chosen[i] for i in range(first, stop if there is None else min(stop, there.number))}
-    if options["json"]:
-        say(json.dumps([{"index": i, **_as_json(sample)} for i, sample in samples.items()]))
+        samples = {i: chosen[i] for i in wanted if there is None or i < there.number}
+    if options.json:
+        say_json([{"index": i, **_as_json(sample)} for i, sample in samples.items()], indent=None)
     else:
         if opened.depends_on_length:
             say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
@@ -112,47 +141,11 @@ def _nothing_there(data: "DataConfig", part: str, untested: str) -> str:
     return f"there is nothing to {purpose} with; give --split {data.split} a {share} share"
 
 
-def _own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The options of this command, and the words that are settings."""
-    options: dict[str, Any] = {**_OWN, "json": False}
-    rest: list[str] = []
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        name = normal(word) if word.startswith("--") else ""
-        if name == "json":
-            options["json"] = True
-        elif name in _OWN:
-            value = word.partition("=")[2] or (queue.pop(0) if queue else "")
-            if not value:
-                raise UserError(f"--{name} wants a value")
-            options[name] = value
-        else:
-            rest.append(word)
-    if words and (settings_of_run := Path(words[0]) / "config.yaml").is_file():
-        raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {settings_of_run}")
-    # A misspelt flag comes first: it may be the one that was meant.
-    parse_flags(rest, SHOW)
-    if options["part"] not in PARTS:
-        raise UserError(f"--part wants one of {', '.join(PARTS)}, not '{options['part']}'")
-    return options, rest
+def _written(samples: range) -> str:
+    return str(samples.start) if len(samples) == 1 else f"{samples.start}:{samples.stop}"
 
 
-def _range(written: str) -> tuple[int, int]:
-    first, colon, stop = written.partition(":")
-    try:
-        begin = int(first or 0)
-        end = int(stop) if colon else begin + 1
-    except ValueError:
-        begin, end = 0, 0
-    if begin < 0 or end < 0:
-        raise UserError(f"--index counts samples from 0 on, as in 0:8 or 3; '{written}' is before the first")
-    if begin >= end:
-        raise UserError(f"--index wants samples such as 0:8 or 3, not '{written}'")
-    return begin, end
-
-
-def _resolve(words: Sequence[str], options: dict[str, Any], stop: int) -> Resolved:
+def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
     draft, facts = gather(words, SHOW), Facts(1)
     for name, item in table().items():
         if item.section in ELSEWHERE and name != "load":
@@ -165,7 +158,7 @@ def _resolve(words: Sequence[str], options: dict[str, Any], stop: int) -> Resolv
         draft.assign("default", vocab_size=ANY_TOKEN)
     learn_epoch(draft)
     _set_length(draft, stop)
-    if options["part"] == "train":
+    if part == "train":
         draft.assign("default", eval_iters=0)
     return resolve(draft, facts)
 

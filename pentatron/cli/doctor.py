@@ -2,26 +2,32 @@
 
 import dataclasses
 import importlib.util
-import json
 import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, option, options_help, read, synopsis
+from pentatron.cli.report_output import say_json
 from pentatron.cli.terminal import say
-from pentatron.errors import UserError
 from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, look
 from pentatron.launch.trials import all_reduce, matmul
 
-USAGE = """usage: pentatron doctor [--json] [--no-trials]
+
+@dataclass(frozen=True)
+class DoctorOptions(Options):
+    json: bool = option(False, "everything, for machines")
+    no_trials: bool = option(False, "look only, start nothing")
+
+
+USAGE = f"""usage: pentatron doctor {synopsis(DoctorOptions)}
 
 Says what this machine has for training and what is missing, and tries the two things every run needs: a matmul, and processes
 that add numbers up together (over gloo, and over NCCL where there are GPUs). Exit code 0: runs will start; 1: something must be mended.
 
-  --json        everything, for machines
-  --no-trials   look only, start nothing
+{options_help(DoctorOptions)}
 """
 _MARKS = {OK: " ", NOTE: "~", PROBLEM: "!"}
 _WIDTH = 110
@@ -31,16 +37,15 @@ def doctor_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    options, plain = read_options(words, {"json": False, "no-trials": False}, "pentatron doctor")
-    if plain:
-        raise UserError(f"pentatron doctor takes no words; '{plain[0]}' is one")
+    stray = "pentatron doctor takes no words; '{word}' is one"
+    options, _ = read(DoctorOptions, words, "pentatron doctor", stray=stray)
     findings = look(os.environ, Path.cwd())
-    if not options["no-trials"] and importlib.util.find_spec("torch") is not None:
+    if not options.no_trials and importlib.util.find_spec("torch") is not None:
         findings += _trials()
     problems = [finding for finding in findings if finding.state == PROBLEM]
-    if options["json"]:
+    if options.json:
         rows = [dataclasses.asdict(finding) for finding in findings]
-        say(json.dumps({"healthy": not problems, "findings": rows}, indent=1, ensure_ascii=False))
+        say_json({"healthy": not problems, "findings": rows}, ascii_only=False)
     else:
         say("\n".join(_lines(findings)))
     return 1 if problems else 0

@@ -1,18 +1,17 @@
 """`pentatron generate PATH [PROMPT ...]`"""
 
 import json
-import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.environment import Worker, announce_worker, find_worker, meeting_point, prepare_for_workers
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, option, options_help, read
 from pentatron.cli.terminal import complain, say
-from pentatron.config.limits import SEED
+from pentatron.config.limits import ONE_OR_MORE, SEED, SHARE, ZERO_OR_MORE
 from pentatron.errors import AgreedError, UserError
 
 if TYPE_CHECKING:
@@ -20,88 +19,123 @@ if TYPE_CHECKING:
     from pentatron.parallel.world import World
     from pentatron.train.text_source import ModelSource
 
-USAGE = """usage: pentatron generate PATH [PROMPT ...] [--option value ...]
+
+def _ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
+    """`1,2,3;4,5` is two prompts."""
+    try:
+        return tuple(tuple(int(part) for part in prompt.split(",")) for prompt in written.split(";"))
+    except ValueError:
+        raise UserError(f"{flag} wants ids such as 1,2,3 (and ; between prompts), not '{written}'") from None
+
+
+@dataclass(frozen=True)
+class WhatOptions(Options):
+    prompt_file: str | None = option(
+        None, "one prompt in every line, beside those on the command line", value="FILE"
+    )
+    tokens: tuple[tuple[int, ...], ...] | None = option(
+        None,
+        "token ids instead of text; 1,2,3;4,5 are two prompts. Needs no tokenizer",
+        value="1,2,3",
+        parse=_ids,
+    )
+    spec: tuple[str, ...] = option(
+        (),
+        "the layers of your own that a checkpoint was trained with; they are code, so you have to name them",
+        value="MODULE FUNCTION",
+    )
+    tokenizer_model: str | None = option(
+        None, "a tokenizer.json or its folder, where the model has none of its own", value="DIR"
+    )
+
+
+@dataclass(frozen=True)
+class HowOptions(Options):
+    max_new_tokens: int = option(
+        120,
+        "tokens to add; a text also ends at the model's end-of-document token, and where it has no more positions, with a note",
+        unlisted="--max-tokens",
+        limit=ONE_OR_MORE,
+    )
+    temperature: float = option(
+        0.8, "0 always takes the likeliest token; --greedy says the same", limit=ZERO_OR_MORE
+    )
+    greedy: bool = option(False, "always take the likeliest token")
+    top_k: int = option(40, "only the N likeliest tokens; 0: all", limit=ZERO_OR_MORE)
+    top_p: float = option(
+        1.0, "only the fewest tokens that are X of the probability together; 1: all", limit=SHARE
+    )
+    seed: int = option(0, "for the same text again, on any device and any number of ranks", limit=SEED)
+    json: bool = option(
+        False,
+        "a list of objects with prompt, text, tokens, logprobs and why the text ended. The logarithms of probability are the "
+        "model's own, before temperature, top-k and top-p",
+    )
+
+    def problems(self) -> Iterable[str]:
+        if self.greedy and self.temperature not in (0, HowOptions.temperature):
+            yield f"--greedy is --temperature 0, but --temperature {self.temperature} is given; leave one of them out"
+
+
+@dataclass(frozen=True)
+class WhereOptions(Options):
+    tensor_model_parallel_size: int = option(
+        1,
+        "ranks that share one layer; they are started here, unless torchrun did",
+        also="--tp",
+        unlisted="--tp_size",
+        limit=ONE_OR_MORE,
+    )
+    pipeline_model_parallel_size: int = option(
+        1, "ranks the layers are divided over", also="--pp", unlisted="--pp_size", limit=ONE_OR_MORE
+    )
+    expert_model_parallel_size: int = option(
+        1,
+        "ranks that share the experts, of the tensor ranks",
+        also="--ep",
+        unlisted="--ep_size",
+        limit=ONE_OR_MORE,
+    )
+    device: str = option("auto", "where it is computed", choices=("auto", "cpu", "cuda"))
+    dtype: str = option(
+        "auto",
+        "type of the weights; bfloat16 on a GPU",
+        choices=("auto", "float32", "fp32", "bfloat16", "bf16"),
+        value="auto|float32|bfloat16",
+    )
+    threads: int = option(0, "CPU threads of one process; 0: cores / processes", limit=ZERO_OR_MORE)
+    batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)
+    master_port: int = option(0, "port of the meeting point; 0: a free one", limit=ZERO_OR_MORE)
+
+
+@dataclass(frozen=True)
+class GenerateOptions(WhereOptions, HowOptions, WhatOptions):
+    def problems(self) -> Iterable[str]:
+        yield from super().problems()
+        if len(self.spec) not in (0, 2):
+            yield "--spec wants two words, MODULE FUNCTION; write it after the prompts"
+
+
+USAGE = f"""usage: pentatron generate PATH [PROMPT ...] [--option value ...]
 
 Continues texts with a trained model. PATH is a run folder, its checkpoints (the newest is taken), one step of them, a Hugging
 Face folder, or a model of the hub such as Qwen/Qwen2.5-0.5B. Several prompts are continued together, each as if it were
 alone; the prompt - is read from standard input.
 
 what to continue
-  --prompt-file FILE     one prompt in every line, beside those on the command line
-  --tokens 1,2,3         token ids instead of text; 1,2,3;4,5 are two prompts. Needs no tokenizer
-  --spec MODULE FUNCTION the layers of your own that a checkpoint was trained with; they are code, so you have to name them
-  --tokenizer-model DIR  a tokenizer.json or its folder, where the model has none of its own
+{options_help(WhatOptions)}
 
 how
-  --max-new-tokens N     tokens to add (120); a text also ends at the model's end-of-document token, and where it has no
-                         more positions, with a note
-  --temperature X        0 always takes the likeliest token (0.8); --greedy says the same
-  --top-k N              only the N likeliest tokens; 0: all (40)
-  --top-p X              only the fewest tokens that are X of the probability together; 1: all (1.0)
-  --seed N               for the same text again, on any device and any number of ranks (0)
-  --json                 a list of objects with prompt, text, tokens, logprobs and why the text ended. The logarithms of
-                         probability are the model's own, before temperature, top-k and top-p
+{options_help(HowOptions)}
 
 where
-  --tensor-model-parallel-size N, --tp N      ranks that share one layer; they are started here, unless torchrun did
-  --pipeline-model-parallel-size N, --pp N    ranks the layers are divided over
-  --expert-model-parallel-size N, --ep N      ranks that share the experts, of the tensor ranks
-  --device auto|cpu|cuda, --dtype auto|float32|bfloat16   (auto: bfloat16 on a GPU)
-  --threads N            CPU threads of one process (cores / processes)
-  --batch-size N         prompts continued together (16)
-  --master-port N        port of the meeting point (a free one)
+{options_help(WhereOptions)}
 
   pentatron generate runs/demo "import "
   pentatron generate Qwen/Qwen2.5-7B "The capital of France is" --greedy --tp 4
 """
-
-DEFAULTS: dict[str, int | float | str | tuple[str, ...]] = {
-    "prompt-file": "",
-    "tokens": "",
-    "tokenizer-model": "",
-    "max-new-tokens": 120,
-    "temperature": 0.8,
-    "greedy": False,
-    "top-k": 40,
-    "top-p": 1.0,
-    "seed": 0,
-    "json": False,
-    "tensor-model-parallel-size": 1,
-    "pipeline-model-parallel-size": 1,
-    "expert-model-parallel-size": 1,
-    "device": "auto",
-    "dtype": "auto",
-    "threads": 0,
-    "batch-size": 16,
-    "master-port": 0,
-    "spec": (),
-}
-_SPELLINGS = {
-    "max-tokens": "max-new-tokens",
-    **{
-        f"{short}{end}": f"{long}-parallel-size"
-        for end in ("", "-size")
-        for short, long in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("ep", "expert-model"))
-    },
-}
-_LEAST = {
-    "max-new-tokens": 1,
-    "temperature": 0,
-    "top-k": 0,
-    "top-p": 0,
-    "tensor-model-parallel-size": 1,
-    "pipeline-model-parallel-size": 1,
-    "expert-model-parallel-size": 1,
-    "threads": 0,
-    "batch-size": 1,
-    "master-port": 0,
-}
-_CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "float32", "fp32", "bfloat16", "bf16"),
-}
 # They act where chance has a part in the choice.
-_FOR_CHANCE = ("top-k", "top-p", "seed")
+_FOR_CHANCE = ("top_k", "top_p", "seed")
 _BY_DEFAULT = "\n"
 _WORKER = "--worker"
 _RESTART = ("-m", "pentatron", "generate")
@@ -111,12 +145,15 @@ _USER_ERROR = 2
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `folder` holds the weights; `prompts` are texts or, with `as_tokens`, token ids."""
+    """What is asked for. `folder` holds the weights; `prompts` are texts or, with `--tokens`, token ids."""
 
     folder: str
     prompts: list[Any]
-    as_tokens: bool
-    options: dict[str, Any]
+    options: GenerateOptions
+
+    @property
+    def as_tokens(self) -> bool:
+        return self.options.tokens is not None
 
 
 def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> int:
@@ -126,9 +163,10 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
         return 0
     worker = find_worker(os.environ)
     if words[:1] == [_WORKER]:
-        return _work(Request(**json.loads(Path(words[1]).read_text(encoding="utf-8"))), worker)
-    options, plain = read_options(words, DEFAULTS, "pentatron generate", _SPELLINGS)
-    _check(options)
+        return _work(_handed_over(Path(words[1])), worker)
+    options, plain = read(GenerateOptions, words, "pentatron generate")
+    if options.greedy:
+        options = replace(options, temperature=0.0)
     if not plain:
         raise UserError(
             'say which model to use and, in quotes, what to continue: pentatron generate runs/demo "import "'
@@ -138,7 +176,6 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     request = Request(
         _find(plain[0], verify=first),
         _prompts(plain[1:], options) if first else [],
-        bool(options["tokens"]),
         options,
     )
     if worker is not None or _ranks(request).world_size == 1:
@@ -146,35 +183,26 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     return _launch(request, restart)
 
 
-def _check(options: dict[str, Any]) -> None:
-    for name, least in _LEAST.items():
-        if not least <= options[name] < math.inf:
-            raise UserError(f"--{name} {options[name]} must be {least} or more")
-    if not SEED.holds(options["seed"]):
-        raise UserError(f"--seed {options['seed']} must be {SEED.words}")
-    if not 0 < options["top-p"] <= 1:
-        raise UserError(f"--top-p {options['top-p']} must be above 0 and at most 1")
-    for name, choices in _CHOICES.items():
-        if options[name] not in choices:
-            raise UserError(f"--{name} {options[name]} is not one of {', '.join(choices)}")
-    if len(options["spec"]) not in (0, 2):
-        raise UserError("--spec wants two words, MODULE FUNCTION; write it after the prompts")
-    if options["greedy"] and options["temperature"] not in (0, DEFAULTS["temperature"]):
-        raise UserError(
-            f"--greedy is --temperature 0, but --temperature {options['temperature']} is given; leave one of them out"
-        )
-    if options["greedy"]:
-        options["temperature"] = 0.0
+def _handed_over(file: Path) -> Request:
+    """What the launcher wrote for the workers."""
+    written = json.loads(file.read_text(encoding="utf-8"))
+    options = written.pop("options")
+    return Request(**written, options=GenerateOptions(**{**options, "spec": tuple(options["spec"])}))
 
 
-def _idle(options: Mapping[str, Any], processes: int) -> list[str]:
+def _idle(options: GenerateOptions, processes: int) -> list[str]:
     """Why options that were given have nothing to act on."""
     found = []
-    changed = [f"--{name} {options[name]}" for name in _FOR_CHANCE if options[name] != DEFAULTS[name]]
-    if changed and options["temperature"] == 0:
+    chance = {name: getattr(options, name) for name in _FOR_CHANCE}
+    changed = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in chance.items()
+        if value != getattr(GenerateOptions, name)
+    ]
+    if changed and options.temperature == 0:
         found.append(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
-    if options["master-port"] and processes == 1:
-        found.append(f"--master-port {options['master-port']}: there is one process, so this changes nothing")
+    if options.master_port and processes == 1:
+        found.append(f"--master-port {options.master_port}: there is one process, so this changes nothing")
     return found
 
 
@@ -188,14 +216,14 @@ def _find(name: str, verify: bool) -> str:
     return str(folder)
 
 
-def _prompts(words: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
-    if options["tokens"]:
-        if words or options["prompt-file"]:
+def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
+    if options.tokens is not None:
+        if words or options.prompt_file:
             raise UserError("--tokens are the prompts; leave out the text, or --tokens")
-        return [_ids(part) for part in options["tokens"].split(";")]
+        return [list(prompt) for prompt in options.tokens]
     found = [sys.stdin.read() if word == "-" else word for word in words]
-    if options["prompt-file"]:
-        path = Path(options["prompt-file"])
+    if options.prompt_file:
+        path = Path(options.prompt_file)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -208,22 +236,12 @@ def _prompts(words: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
     return found or [_BY_DEFAULT]
 
 
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--tokens wants ids such as 1,2,3 (and ; between prompts), not '{text}'") from None
-
-
-# --- processes ---
-
-
 def _launch(request: Request, restart: Sequence[str]) -> int:
     """Starts the ranks; whatever they would refuse is refused here, seconds earlier and once."""
     from pentatron.launch.local import READER_LEFT, run_workers, scratch_folder
     from pentatron.parallel.world import require_gpu
 
-    if request.options["device"] == "cuda":
+    if request.options.device == "cuda":
         require_gpu()
     _open(request)
     world = _ranks(request).world_size
@@ -231,7 +249,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        port = request.options["master-port"] or None
+        port = request.options.master_port or None
         ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
@@ -257,7 +275,7 @@ def _work(request: Request, worker: Worker | None) -> int:
     torch.set_num_threads(_threads(request, here.local_size))
     if here.world_size > 1:
         announce_worker(here, None)
-    device = choose_device(request.options["device"], here.local_rank)
+    device = choose_device(request.options.device, here.local_rank)
     place = (here.rank, here.local_rank)
     shared = {**config.shared(), "folder": request.folder}
     point = meeting_point(here)
@@ -277,14 +295,18 @@ def _work(request: Request, worker: Worker | None) -> int:
 
 def _threads(request: Request, processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return request.options["threads"] or max(1, cores // processes)
+    return request.options.threads or max(1, cores // processes)
 
 
 def _ranks(request: Request) -> Any:
     from pentatron.train.continue_text import Ranks
 
-    sizes = ("tensor", "pipeline", "expert")
-    return Ranks(*(request.options[f"{name}-model-parallel-size"] for name in sizes))
+    options = request.options
+    return Ranks(
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.expert_model_parallel_size,
+    )
 
 
 def _layout(request: Request) -> str:
@@ -296,7 +318,7 @@ def _open(request: Request) -> tuple["ModelSource", "RunConfig"]:
     from pentatron.train.continue_text import settings_of
     from pentatron.train.text_source import open_source
 
-    source = open_source(Path(request.folder), tuple(request.options["spec"]))
+    source = open_source(Path(request.folder), request.options.spec)
     return source, settings_of(source, _ranks(request))
 
 
@@ -309,21 +331,19 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     from pentatron.train.continue_text import load_stages, speaking, texts_of
 
     options = request.options
-    half = options["dtype"] in ("bfloat16", "bf16") or (
-        options["dtype"] == "auto" and world.device.type == "cuda"
-    )
+    half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")
     dtype = torch.bfloat16 if half else torch.float32
 
     def words_of() -> Words:
-        return Words(request.prompts, request.as_tokens, source, options["tokenizer-model"])
+        return Words(request.prompts, request.as_tokens, source, options.tokenizer_model)
 
     words = on_some_ranks(world.is_first, words_of, world.everyone)
     prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
     stages = on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
     assert stages is not None
-    sampling = Sampling(options["temperature"], options["top-k"], options["top-p"], options["seed"])
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     model = speaking(stages, config, world)
-    made = texts_of(model, prompts, options["max-new-tokens"], sampling, stop, options["batch-size"])
+    made = texts_of(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
     if words is None:
         for _ in made:
             pass
@@ -333,4 +353,4 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
         note(
             f"{request.folder}: {str(dtype).removeprefix('torch.')} on {world.device.type}, {_layout(request)}"
         )
-        words.show(made, options["json"])
+        words.show(made, options.json)

@@ -1,11 +1,11 @@
 """Prompts as a model reads them, and texts as people and programs do."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.terminal import remark, say, show
+from pentatron.cli.report_output import say_json_rows
+from pentatron.cli.terminal import remark, show
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.errors import UserError
 from pentatron.models.generate import require_room
@@ -20,7 +20,7 @@ class Words:
     """
 
     def __init__(
-        self, prompts: Sequence[Any], as_tokens: bool, source: ModelSource, tokenizer_model: str
+        self, prompts: Sequence[Any], as_tokens: bool, source: ModelSource, tokenizer_model: str | None
     ) -> None:
         self.prompts, self.as_tokens = prompts, as_tokens
         self.tokenizer = self._find_tokenizer(source, tokenizer_model)
@@ -35,7 +35,7 @@ class Words:
         self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
         require_room(self.ids, model.vocab_size, self.positions)
 
-    def _find_tokenizer(self, source: ModelSource, named: str) -> Tokenizer | None:
+    def _find_tokenizer(self, source: ModelSource, named: str | None) -> Tokenizer | None:
         try:
             return FileTokenizer(Path(named)) if named else source.tokenizer()
         except UserError as error:
@@ -54,8 +54,7 @@ class Words:
         """Takes texts as they grow. One alone is shown at once, several each when it and all before it are complete."""
         if as_json:
             texts = dict(made)
-            objects = (json.dumps(self._data(n, texts[n]), ensure_ascii=False) for n in sorted(texts))
-            say("[\n " + ",\n ".join(objects) + "\n]")
+            say_json_rows(self._data(number, texts[number]) for number in sorted(texts))
         elif len(self.prompts) == 1:
             self._stream(made)
         else:

@@ -6,14 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among
 from pentatron.cli.prepare import prepare
 from pentatron.cli.terminal import say
 from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
+from pentatron.config.flags import did_you_mean
 from pentatron.config.run import RunConfig
 from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError, UserError
@@ -25,47 +25,70 @@ from pentatron.launch.torchrun import node_script
 from pentatron.launch.variables import Variable, variables_of_a_job
 from pentatron.text import counted, plural, redacted
 
-USAGE = """usage: pentatron launch slurm    --nodes N --gpus-per-node G [options] [--submit] [--setting value ...]
+_KINDS = ("slurm", "torchrun")
+
+
+@dataclass(frozen=True)
+class LaunchOptions(Options):
+    nodes: int = option(1, "machines", also="--nnodes", unlisted="--num-nodes")
+    gpus_per_node: int = option(
+        0,
+        "workers on each, one per GPU; with --device cpu as many processes",
+        value="G",
+        unlisted="--nproc-per-node",
+    )
+    script: str = option(
+        "",
+        "run this program instead: a script of the guides, or your own with pretrain_gpt.py's flags",
+        value="FILE",
+    )
+    write: str = option("", "name of the script (NAME.sbatch or NAME.sh; - prints it)", value="FILE")
+    job_name: str = option("pentatron", "name of the job", value="NAME", unlisted="--name")
+    master_addr: str = option("", "where the machines meet (slurm: the first node)", value="HOST")
+    master_port: int = option(0, "(slurm: by the job's number; torchrun: 29500)", value="PORT")
+    max_restarts: int = option(0, "start failed workers again, from the last checkpoint")
+    grace: int = option(300, "time to save when the job is about to end; 0: no warning", value="SECONDS")
+    setup: str = option("", "shell lines before the start, such as 'module load cuda'")
+    python: str = option("", "interpreter on the nodes (this one; in a container: python)", value="PATH")
+
+
+@dataclass(frozen=True)
+class SlurmOptions(LaunchOptions):
+    submit: bool = option(False, "hand the script to sbatch")
+    time: str = option("", "time limit of the job", value="12:00:00")
+    partition: str = option("", "as sbatch takes it", value="NAME")
+    account: str = option("", "likewise", value="NAME")
+    qos: str = option("", "likewise", value="NAME")
+    constraint: str = option("", "likewise", value="NAME")
+    mem: str = option("", "likewise", value="SIZE")
+    cpus_per_task: int = option(0, "cores that the workers of a node may use")
+    gres: str = option("", "(gpu:G)")
+    output: str = option("%x-%j.out", "file for what the job prints", value="FILE")
+    container_image: str = option("", "run in this container", value="IMAGE")
+    container_mounts: str = option("", "what it sees besides this folder", value="FROM:TO,...")
+    no_requeue: bool = option(False, "do not go back into the queue when the time limit cut the run short")
+    sbatch: str = option("", "further options of sbatch", value="'--exclusive ...'")
+
+
+USAGE = f"""usage: pentatron launch slurm    --nodes N --gpus-per-node G [options] [--submit] [--setting value ...]
        pentatron launch torchrun --nodes N --gpus-per-node G [options] [--setting value ...]
 
 Writes a script that runs `pentatron train` with the same settings on N machines. Settings and sizes are checked first:
 what cannot run is refused here, not in the queue. Words after -- go to the script as they are.
 
-  --nodes N, --nnodes N         machines (1)
-  --gpus-per-node G             workers on each, one per GPU; with --device cpu as many processes
-  --script FILE                 run this program instead: a script of the guides, or your own with pretrain_gpt.py's flags
-  --write FILE                  name of the script (NAME.sbatch or NAME.sh; - prints it)
-  --job-name NAME               (pentatron)
-  --master-addr HOST            where the machines meet (slurm: the first node)
-  --master-port PORT            (slurm: by the job's number; torchrun: 29500)
-  --max-restarts N              start failed workers again, from the last checkpoint (0)
-  --grace SECONDS               time to save when the job is about to end (300; 0: no warning)
-  --setup TEXT                  shell lines before the start, such as 'module load cuda'
-  --python PATH                 interpreter on the nodes (this one; in a container: python)
+{options_help(LaunchOptions)}
 
 slurm alone:
-  --submit                      hand the script to sbatch
-  --time 12:00:00, --partition NAME, --account NAME, --qos NAME, --constraint NAME, --mem SIZE, --cpus-per-task N
-  --gres TEXT                   (gpu:G)
-  --output FILE                 (%x-%j.out)
-  --container-image IMAGE, --container-mounts FROM:TO,...   (it sees this folder besides)
-  --no-requeue                  do not go back into the queue when the time limit cut the run short
-  --sbatch '--exclusive ...'    further options of sbatch
+{options_help(SlurmOptions, beside=LaunchOptions)}
 
   pentatron launch slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000 --submit
   pentatron launch torchrun --nodes 2 --gpus-per-node 8 --master-addr 192.168.1.100 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000
 """
-_COMMON: dict[str, Any] = {
-    "nodes": 1, "gpus-per-node": 0, "script": "", "write": "", "job-name": "pentatron", "master-addr": "",
-    "master-port": 0, "max-restarts": 0, "grace": 300, "setup": "", "python": "",
-}  # fmt: skip
-_SLURM: dict[str, Any] = {
-    "submit": False, "time": "", "partition": "", "account": "", "qos": "", "constraint": "", "mem": "",
-    "cpus-per-task": 0, "gres": "", "output": "%x-%j.out", "container-image": "", "container-mounts": "",
-    "no-requeue": False, "sbatch": "",
-}  # fmt: skip
-_ALSO = {"nnodes": "nodes", "num-nodes": "nodes", "nproc-per-node": "gpus-per-node", "name": "job-name"}
-_KINDS = ("slurm", "torchrun")
+# Why the options of Slurm are not taken for torchrun.
+_OF_SLURM = dict.fromkeys(
+    set(flags_of(SlurmOptions)) - set(flags_of(LaunchOptions)),
+    "is a matter of Slurm; leave it out, or use: pentatron launch slurm",
+)
 
 
 def launch_command(words: Sequence[str]) -> int:
@@ -79,21 +102,19 @@ def launch_command(words: Sequence[str]) -> int:
     if "--" in rest:
         place = rest.index("--")
         rest, passed = rest[:place], rest[place + 1 :]
-    options, settings = _divide(rest, kind)
-    entry, program = _program(options["script"])
-    entry = dataclasses.replace(entry, own=(*_COMMON, *_SLURM), own_help="pentatron launch")
-    # A misspelt flag comes first: it may be the one whose value is missing.
-    parse_flags(settings, entry)
+    refused = {} if kind == "slurm" else _OF_SLURM
+    options, settings = read_among(SlurmOptions, rest, lambda options: _program(options.script)[0], refused)
+    entry, program = _program(options.script)
     job, config, notes = _arrange(kind, options, settings, entry, [*program, *settings, *passed])
     equation = _equation(job, config)
     make = batch_script if kind == "slurm" else node_script
     text = make(job, ["pentatron", "launch", *words], equation)
-    if options["write"] == "-":
+    if options.write == "-":
         sys.stdout.write(text)
         return 0
     for note in notes:
         say(f"note: {note}")
-    file = Path(options["write"] or f"{job.name}.{'sbatch' if kind == 'slurm' else 'sh'}")
+    file = Path(options.write or f"{job.name}.{'sbatch' if kind == 'slurm' else 'sh'}")
     _write(file, text)
     say(f"{file}: {equation}")
     if redacted(text) != text:
@@ -101,73 +122,58 @@ def launch_command(words: Sequence[str]) -> int:
             "note: the script holds what looks like a key, so only you can read it; better export that in your shell, jobs inherit it"
         )
     say(f"it sets what you have not exported: {', '.join(_written(item) for item in job.variables)}")
-    if options.get("submit"):
+    if options.submit:
         return _submit(file)
     say(_how_to_start(job, kind, file))
     return 0
 
 
-def _divide(words: Sequence[str], kind: str) -> tuple[dict[str, Any], list[str]]:
-    """Our own options, and the settings of the training command among which they stand."""
-    known = _COMMON | _SLURM
-    own: list[str] = []
-    settings: list[str] = []
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        name = _ALSO.get(normal(word), normal(word)) if is_flag(word) else ""
-        if name not in known:
-            settings.append(word)
-            continue
-        if kind != "slurm" and name in _SLURM:
-            raise UserError(f"--{name} is a matter of Slurm; leave it out, or use: pentatron launch slurm")
-        own.append(word)
-        if known[name] is not False and "=" not in word and queue:
-            own.append(queue.pop(0))
-    options, _ = read_options(own, known, "pentatron launch", _ALSO)
-    return options, settings
-
-
 def _program(script: str) -> tuple[EntryPoint, list[str]]:
     """What runs on the nodes, and whose flags it takes."""
-    if not script:
-        return TRAIN, ["-m", "pentatron", "train"]
-    if not Path(script).is_file():
-        guess = did_you_mean(script, [name for name in ENTRY_POINTS if name.endswith(".py")])
-        raise UserError(f"--script {script} does not exist here{guess}")
-    return ENTRY_POINTS.get(Path(script).name, PRETRAIN_GPT), [script]
+    entry, program = TRAIN, ["-m", "pentatron", "train"]
+    if script:
+        if not Path(script).is_file():
+            guess = did_you_mean(script, [name for name in ENTRY_POINTS if name.endswith(".py")])
+            raise UserError(f"--script {script} does not exist here{guess}")
+        entry, program = ENTRY_POINTS.get(Path(script).name, PRETRAIN_GPT), [script]
+    return dataclasses.replace(entry, own=flags_of(SlurmOptions), own_help="pentatron launch"), program
 
 
 def _arrange(
-    kind: str, options: dict[str, Any], settings: Sequence[str], entry: EntryPoint, words: Sequence[str]
+    kind: str, options: SlurmOptions, settings: Sequence[str], entry: EntryPoint, words: Sequence[str]
 ) -> tuple[Job, RunConfig, list[str]]:
     """The job, checked together with the settings it will train with."""
-    if options["gpus-per-node"] == 0:
+    if options.gpus_per_node == 0:
         raise UserError(
             "how many GPUs does a node have? Say --gpus-per-node G; on CPUs add --device cpu, and G is the number of processes"
         )
-    container = options["container-image"]
+    container = options.container_image
     job = Job(
-        nodes=options["nodes"],
-        processes=options["gpus-per-node"],
+        nodes=options.nodes,
+        processes=options.gpus_per_node,
         uses_gpus=True,
-        python=options["python"] or ("python" if container else sys.executable),
+        python=options.python or ("python" if container else sys.executable),
         words=tuple(words),
-        name=options["job-name"],
+        name=options.job_name,
         folder=str(Path.cwd()),
-        **{name: options[name] for name in ("time", "partition", "account", "qos", "constraint", "gres")},
-        memory=options["mem"],
-        cpus=options["cpus-per-task"],
-        output=options["output"],
+        time=options.time,
+        partition=options.partition,
+        account=options.account,
+        qos=options.qos,
+        constraint=options.constraint,
+        gres=options.gres,
+        memory=options.mem,
+        cpus=options.cpus_per_task,
+        output=options.output,
         container_image=container,
-        container_mounts=options["container-mounts"],
-        setup=options["setup"],
-        sbatch=options["sbatch"],
-        address=options["master-addr"],
-        port=options["master-port"],
-        grace=options["grace"],
-        requeues=not options["no-requeue"],
-        restarts=options["max-restarts"],
+        container_mounts=options.container_mounts,
+        setup=options.setup,
+        sbatch=options.sbatch,
+        address=options.master_addr,
+        port=options.master_port,
+        grace=options.grace,
+        requeues=not options.no_requeue,
+        restarts=options.max_restarts,
     )
     if problems := problems_of(job):
         raise ConfigError(problems)

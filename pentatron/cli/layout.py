@@ -1,41 +1,56 @@
 """`pentatron layout`: which rank does what, shown before anything is started."""
 
-import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.help import section_help
 from pentatron.cli.layout_report import Report, as_data, as_text
 from pentatron.cli.loaded import learn_from_named
+from pentatron.cli.options import Options, option, options_help, read_among, synopsis
+from pentatron.cli.report_output import show
 from pentatron.cli.terminal import paint, say
 from pentatron.cli.timeline import picture, rows
 from pentatron.config.draft import Draft
 from pentatron.config.entry import LAYOUT, EntryPoint
-from pentatron.config.flags import is_flag, parse_flags
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from pentatron.layout.stages import written_stages
 
-USAGE = """usage: pentatron layout [--world-size N] [--draw [FILE.svg]] [--all] [--json] [--setting value ...]
+_PICTURE = ".svg"
+
+
+@dataclass(frozen=True)
+class LayoutOptions(Options):
+    draw: str | None = option(
+        None, "draw the schedule here; with a file name, as a picture", value=f"FILE{_PICTURE}", alone=""
+    )
+    all: bool = option(False, "every rank and every group, however many there are")
+    json: bool = option(False, "everything, for machines")
+
+    def problems(self) -> Iterable[str]:
+        if self.draw and not self.draw.endswith(_PICTURE):
+            yield f"--draw wants the name of a picture that ends in {_PICTURE}, not '{self.draw}'"
+
+
+USAGE = f"""usage: pentatron layout [--world-size N] {synopsis(LayoutOptions)} [--setting value ...]
 
 Shows which rank sits where, which ranks talk to each other, which layers each pipeline stage holds, and how the
 micro-batches run through the pipeline. Nothing is started; a model that is not named, by --preset or --load, is made up.
 
-  --world-size N    number of processes (the product of the parallel sizes)
-  --draw            draw the schedule here; with a file name, as a picture
-  --all             every rank and every group, however many there are
-  --json            everything, for machines
+{options_help(LayoutOptions)}
+
+--world-size N is the number of processes (the product of the parallel sizes).
 
   pentatron layout --world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --draw
   pentatron layout --preset llama3-8b --tp_size 2 --pp_size 4 --num-microbatches 8 --draw schedule.svg
 
 All settings of `pentatron train` are understood; those about parallelism are:
 """
-_PICTURE = ".svg"
 _NARROWEST = 40
 
 
@@ -43,39 +58,21 @@ def layout_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
         return 0
-    as_json, everything = "--json" in words, "--all" in words
-    draw, file, settings = _draw_option([w for w in words if w not in ("--json", "--all")])
+    options, settings = read_among(LayoutOptions, words, LAYOUT)
+    file = Path(options.draw) if options.draw else None
     report = describe(settings)
     if file is not None:
         _write(file, picture(report.checked, report.placement, report.schedule_in_words))
-    if as_json:
-        say(json.dumps(as_data(report), indent=1))
+    show(report, options.json, lambda report: as_text(report, options.all), as_data)
+    if options.json:
         return 0
-    say(as_text(report, everything))
     if file is not None:
         say(f"\nthe schedule is drawn in {file}: open it in any browser")
-    elif draw:
+    elif options.draw is not None:
         paint("\n" + "\n".join(rows(report.checked, report.placement, _width(), _has_colours())))
     elif report.placement.stages > 1:
         say("\nadd --draw to see the schedule")
     return 0
-
-
-def _draw_option(words: Sequence[str]) -> tuple[bool, Path | None, list[str]]:
-    """Whether `--draw` is among the words, the file it names, and the other words."""
-    rest = list(words)
-    place = next((i for i, w in enumerate(rest) if w == "--draw" or w.startswith("--draw=")), None)
-    if place is None:
-        return False, None, rest
-    word = rest.pop(place)
-    name = word.partition("=")[2]
-    if not name and place < len(rest) and not is_flag(rest[place]):
-        name = rest.pop(place)
-    # A misspelt flag comes first: what follows it was not meant for this one.
-    parse_flags(rest, LAYOUT)
-    if name and not name.endswith(_PICTURE):
-        raise UserError(f"--draw wants the name of a picture that ends in {_PICTURE}, not '{name}'")
-    return True, Path(name) if name else None, rest
 
 
 def _write(file: Path, text: str) -> None:

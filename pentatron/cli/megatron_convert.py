@@ -4,35 +4,16 @@ What those flags ask for beside the conversion does not exist here: a checkpoint
 Each of them is either acted on or answered with a line.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pentatron.cli.convert import run_import, until_stopped
-from pentatron.cli.options import read_options
+from pentatron.cli.convert import ImportOptions, run_import, until_stopped
+from pentatron.cli.options import Options, option, options_help, read
 from pentatron.cli.terminal import say
 from pentatron.config.flags import did_you_mean
 from pentatron.errors import UserError
 
-USAGE = """usage: tools/checkpoint/convert.py --load-dir HF_DIR --save-dir OUT [--flag value ...]
-
-Makes a checkpoint of a Hugging Face folder, as `pentatron import HF_DIR OUT` does, under the flags of Megatron-LM's converter.
-
-  --load-dir HF_DIR        folder with config.json and safetensors files, or a model of the hub such as Qwen/Qwen2.5-7B
-  --save-dir OUT           the checkpoint to make; give it to --load
-  --bf16, --fp16           type of the weights (that of the source)
-  --allow-narrowing        also if it cannot hold every value of the source
-  --tokenizer-model PATH   tokenizer to carry along (that of the folder)
-  --model-size NAME        checked against the folder's model_type: {sizes}
-  --verify                 compare logits on random tokens with the transformers library
-  --model-type GPT, --loader llama_mistral or mixtral_hf, --saver core, --checkpoint-type hf
-                           what this is; anything else is refused
-  --target-tensor-parallel-size N, --target-pipeline-parallel-size N, --target-expert-parallel-size N,
-  --loader-transformer-impl NAME, --make-vocab-size-divisible-by N
-                           accepted; a line says why they change nothing
-
-The way back is `pentatron export CHECKPOINT HF_DIR`.
-"""
 # By the beginning of what --model-size may be; the rest, such as -7B, is the size, which config.json knows better.
 MODEL_SIZES = {
     "qwen2.5": "qwen2",
@@ -47,99 +28,114 @@ MODEL_SIZES = {
     "mixtral": "mixtral",
     "gpt2": "gpt2",
 }
-_FLAGS: dict[str, Any] = {
-    "load-dir": "",
-    "save-dir": "",
-    "bf16": False,
-    "fp16": False,
-    "allow-narrowing": False,
-    "tokenizer-model": "",
-    "model-size": "",
-    "verify": False,
-    "progress-bar": "auto",
-    "model-type": "GPT",
-    "loader": "llama_mistral",
-    "saver": "core",
-    "checkpoint-type": "hf",
-    "target-tensor-parallel-size": 0,
-    "target-pipeline-parallel-size": 0,
-    "target-expert-parallel-size": 0,
-    "loader-transformer-impl": "",
-    "make-vocab-size-divisible-by": 0,
-}
-# What a flag may be, and why it may be nothing else.
-_ONLY = {
-    "model-type": (("GPT",), "models that predict the next token are what is trained here"),
+
+
+@dataclass(frozen=True)
+class ConvertOptions(Options):
+    load_dir: str = option(
+        "",
+        "folder with config.json and safetensors files, or a model of the hub such as Qwen/Qwen2.5-7B",
+        value="HF_DIR",
+    )
+    save_dir: str = option("", "the checkpoint to make; give it to --load", value="OUT")
+    bf16: bool = option(False, "bf16 as the type of the weights (that of the source)")
+    fp16: bool = option(False, "fp16 as the type of the weights")
+    allow_narrowing: bool = option(False, "also if it cannot hold every value of the source")
+    tokenizer_model: str | None = option(None, "tokenizer to carry along (that of the folder)", value="PATH")
+    model_size: str | None = option(
+        None, f"checked against the folder's model_type: {', '.join(MODEL_SIZES)}", value="NAME"
+    )
+    verify: bool = option(
+        False,
+        "compare logits on random tokens with the transformers library; needs memory for the whole model",
+    )
+    progress_bar: str = option("auto", "", choices=("auto", "on", "off"))
+    model_type: str = option("GPT", "models that predict the next token; anything else is refused")
+    loader: str = option(
+        "llama_mistral", "what is read: a Hugging Face folder", value="llama_mistral|mixtral_hf"
+    )
+    saver: str = option("core", "what is written: a checkpoint that --load reads", value="core|mcore")
+    checkpoint_type: str = option("hf", "the folder as Hugging Face has it")
+    target_tensor_parallel_size: int | None = option(None, "accepted; a line says why it changes nothing")
+    target_pipeline_parallel_size: int | None = option(None, "likewise")
+    target_expert_parallel_size: int | None = option(None, "likewise")
+    loader_transformer_impl: str | None = option(None, "likewise", value="NAME")
+    make_vocab_size_divisible_by: int | None = option(None, "likewise")
+
+    def problems(self) -> Iterable[str]:
+        for name in ("load_dir", "save_dir"):
+            if not getattr(self, name):
+                yield f"say --{name.replace('_', '-')}: convert.py --load-dir HF_DIR --save-dir OUT"
+        for name, (allowed, why) in _ONLY.items():
+            if (value := getattr(self, name)) not in (*allowed, None):
+                yield f"--{name.replace('_', '-')} {value}: only {' or '.join(allowed)} is possible; {why}"
+        if self.bf16 and self.fp16:
+            yield "--bf16 and --fp16 contradict each other; choose one, or none to keep the type of the source"
+        if self.model_size and _family(self.model_size) is None:
+            guess = did_you_mean(self.model_size, MODEL_SIZES)
+            yield (
+                f"--model-size {self.model_size} is not known{guess}; leave it out, config.json says what the model is, or say "
+                f"one of {', '.join(MODEL_SIZES)}"
+            )
+
+
+# What an option may be, and why it may be nothing else.
+_ONLY: dict[str, tuple[tuple[str, ...], str]] = {
+    "model_type": (("GPT",), "models that predict the next token are what is trained here"),
     "loader": (
         ("llama_mistral", "mixtral_hf"),
         "Hugging Face folders are what is read here; the way back is pentatron export CHECKPOINT HF_DIR",
     ),
     "saver": (("core", "mcore"), "there is one format of checkpoints here, which --load reads"),
-    "checkpoint-type": (
+    "checkpoint_type": (
         ("hf",),
         "give the folder as Hugging Face has it, with config.json and safetensors files",
     ),
-    "loader-transformer-impl": (
-        ("", "local", "transformer_engine"),
-        "those are the names Megatron has for it",
-    ),
+    "loader_transformer_impl": (("local", "transformer_engine"), "those are the names Megatron has for it"),
 }
+USAGE = f"""usage: tools/checkpoint/convert.py --load-dir HF_DIR --save-dir OUT [--flag value ...]
+
+Makes a checkpoint of a Hugging Face folder, as `pentatron import HF_DIR OUT` does, under the flags of Megatron-LM's converter.
+
+{options_help(ConvertOptions)}
+
+The way back is `pentatron export CHECKPOINT HF_DIR`.
+"""
 
 
 def convert_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words or not words:
-        say(USAGE.format(sizes=", ".join(MODEL_SIZES)))
+        say(USAGE)
         return 0
-    options, plain = read_options(words, _FLAGS, "convert.py")
-    _check(options, plain)
+    stray = "convert.py takes flags alone, not '{word}'; convert.py --help lists them"
+    options, _ = read(ConvertOptions, words, "convert.py", stray=stray)
     for note in _notes(options):
         say(f"note: {note}")
-    source, out = options["load-dir"], Path(options["save-dir"])
+    source, out = options.load_dir, Path(options.save_dir)
 
     def convert() -> int:
-        if options["model-size"]:
-            _check_family(source, options["model-size"])
+        if options.model_size:
+            _check_family(source, options.model_size)
         return run_import(source, out, _as_import(options))
 
     return until_stopped(out, convert)
 
 
-def _check(options: Mapping[str, Any], plain: Sequence[str]) -> None:
-    if plain:
-        raise UserError(f"convert.py takes flags alone, not '{plain[0]}'; convert.py --help lists them")
-    for name in ("load-dir", "save-dir"):
-        if not options[name]:
-            raise UserError(f"say --{name}: convert.py --load-dir HF_DIR --save-dir OUT")
-    for name, (allowed, why) in _ONLY.items():
-        if options[name] not in allowed:
-            listed = " or ".join(value for value in allowed if value)
-            raise UserError(f"--{name} {options[name]}: only {listed} is possible; {why}")
-    if options["bf16"] and options["fp16"]:
-        raise UserError(
-            "--bf16 and --fp16 contradict each other; choose one, or none to keep the type of the source"
-        )
-    if options["model-size"] and _family(options["model-size"]) is None:
-        guess = did_you_mean(options["model-size"], MODEL_SIZES)
-        raise UserError(
-            f"--model-size {options['model-size']} is not known{guess}; leave it out, config.json says what the model is, or say "
-            f"one of {', '.join(MODEL_SIZES)}"
-        )
-
-
-def _notes(options: Mapping[str, Any]) -> list[str]:
-    """Why a flag that was given changes nothing."""
+def _notes(options: ConvertOptions) -> list[str]:
+    """Why an option that was given changes nothing."""
     notes = []
     sizes = [f"target-{axis}-parallel-size" for axis in ("tensor", "pipeline", "expert")]
-    if given := [f"--{name} {options[name]}" for name in sizes if options[name]]:
+    asked = {name: getattr(options, name.replace("-", "_")) for name in sizes}
+    if given := [f"--{name} {size}" for name, size in asked.items() if size]:
         notes.append(f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not cut for one")
-    if options["make-vocab-size-divisible-by"]:
+    if options.make_vocab_size_divisible_by:
         notes.append(
-            f"--make-vocab-size-divisible-by {options['make-vocab-size-divisible-by']}: a checkpoint here holds no padding; a run "
+            f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}: a checkpoint here holds no padding; a run "
             f"pads the vocabulary as its own flag of that name says"
         )
-    if options["loader-transformer-impl"]:
+    if options.loader_transformer_impl:
         notes.append(
-            f"--loader-transformer-impl {options['loader-transformer-impl']}: there is one implementation here, in PyTorch"
+            f"--loader-transformer-impl {options.loader_transformer_impl}: there is one implementation here, in PyTorch"
         )
     return notes
 
@@ -164,11 +160,11 @@ def _check_family(source: str, size: str) -> None:
         )
 
 
-def _as_import(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "dtype": "bf16" if options["bf16"] else "fp16" if options["fp16"] else "",
-        "allow-narrowing": options["allow-narrowing"],
-        "tokenizer": options["tokenizer-model"],
-        "verify": options["verify"],
-        "progress-bar": options["progress-bar"],
-    }
+def _as_import(options: ConvertOptions) -> ImportOptions:
+    return ImportOptions(
+        dtype="bf16" if options.bf16 else "fp16" if options.fp16 else None,
+        allow_narrowing=options.allow_narrowing,
+        tokenizer=options.tokenizer_model,
+        verify=options.verify,
+        progress_bar=options.progress_bar,
+    )

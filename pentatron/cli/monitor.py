@@ -8,11 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, option, options_help, read, synopsis
 from pentatron.cli.terminal import paint, say
+from pentatron.config.limits import Limit
 from pentatron.config.parsing import parse_json
 from pentatron.config.run import table
 from pentatron.config.schedule import plan_of
@@ -23,15 +25,26 @@ from pentatron.monitor.report import FAILED
 from pentatron.monitor.view import Run, Screen, seconds_a_step, status_line, view
 from pentatron.text import counted, duration
 
-USAGE = """usage: pentatron monitor [RUN_DIR] [--interval SECONDS] [--once]
+
+@dataclass(frozen=True)
+class MonitorOptions(Options):
+    interval: float = option(
+        5.0,
+        "between looks",
+        value="SECONDS",
+        limit=Limit(lambda seconds: seconds > 0, "a number of seconds above 0"),
+    )
+    once: bool = option(False, "look once")
+
+
+USAGE = f"""usage: pentatron monitor [RUN_DIR] {synopsis(MonitorOptions)}
 
 Shows how a run is doing, renewed every few seconds until it ends or you press Ctrl-C: loss curve and validations, speed, time
 left, how busy every rank is and which one is slow, memory of every rank, the last checkpoint. Where the output is no
 terminal, one line for every look. A run that has ended is shown once. Without RUN_DIR: the newest run under runs/ and
 output_*/.
 
-  --interval SECONDS   between looks (5)
-  --once               look once
+{options_help(MonitorOptions)}
 
 A rank is busy when it does not wait for others: waiting in collectives and for messages of the pipeline is left out, or all ranks
 would seem as slow as the slowest. Both are measured in the steps that get a line in the log (--log-interval).
@@ -49,9 +62,7 @@ def monitor_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    options, plain = read_options(words, {"interval": 5.0, "once": False}, "pentatron monitor")
-    if not 0 < options["interval"] < math.inf:
-        raise UserError(f"--interval {options['interval']} must be a number of seconds above 0")
+    options, plain = read(MonitorOptions, words, "pentatron monitor")
     if len(plain) > 1:
         raise UserError(f"one run at a time: {plain[1]} is too much")
     folder = Path(plain[0]) if plain else newest_run(Path())
@@ -63,7 +74,7 @@ def monitor_command(words: Sequence[str]) -> int:
             )
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
-        _watch(folder, follower, options["interval"], options["once"])
+        _watch(folder, follower, options.interval, options.once)
     except KeyboardInterrupt:
         # The usual way to leave; the run goes on.
         say("")

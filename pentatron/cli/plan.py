@@ -1,48 +1,74 @@
 """`pentatron plan`: what a model needs and costs on some GPUs, which layouts fit, and the command for the best."""
 
 import dataclasses
-import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pentatron.cli.loaded import learn_from_named
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
 from pentatron.cli.plan_data import as_data
 from pentatron.cli.plan_report import Report, as_text
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
+from pentatron.cli.report_output import show
 from pentatron.cli.terminal import say
 from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import is_flag, normal, parse_flags
+from pentatron.config.flags import is_flag
 from pentatron.config.graph_rules import WANTED
+from pentatron.config.limits import ONE_OR_MORE, SHARE, Limit
 from pentatron.config.loaded import adopt
 from pentatron.config.parsing import parse_json
 from pentatron.config.presets import presets
 from pentatron.config.resolve import foreseen, gather
 from pentatron.config.settings import Facts, unset
-from pentatron.devices import GIB, Device, device_named
+from pentatron.devices import DEVICES, GIB, Device, device_named
 from pentatron.errors import UserError
 from pentatron.layout.divisors import divisors
 from pentatron.plan.search import LAYOUT, Search
 from pentatron.plan.timing import EFFICIENCY
 
-USAGE = """usage: pentatron plan [FOLDER] [--gpus N] [--gpu NAME | --gpu-memory GB] [--host-memory GB] [--top N] [--json] [--setting value ...]
+_OTHERS = [name for name in DEVICES if name != "h100"]
+
+
+def _gigabytes(written: str, flag: str) -> float:
+    """`80`, `80GB` or `79.1GiB`: vendors and drivers both mean powers of two here."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:gi?b?)?\s*", written.lower())
+    if found is None or float(found[1]) <= 0:
+        raise UserError(f"{flag} wants a number above 0, not '{written}'")
+    return float(found[1])
+
+
+@dataclass(frozen=True)
+class PlanOptions(Options):
+    gpus: int | None = option(None, "how many GPUs (those of this machine, else 8)", limit=ONE_OR_MORE)
+    gpu: str | None = option(None, f"h100 (the default), {', '.join(_OTHERS)}", value="NAME")
+    gpu_memory: float | None = option(
+        None, "memory of one, if it is another: 24, 80, 141 ...", value="GB", parse=_gigabytes
+    )
+    host_memory: float | None = option(
+        None, "memory of one machine, for an optimizer that is kept there", value="GB", parse=_gigabytes
+    )
+    gpus_per_machine: int = option(8, "GPUs that are linked with each other", limit=ONE_OR_MORE)
+    efficiency: float = option(
+        EFFICIENCY,
+        "share of the peak that matmuls reach",
+        limit=Limit(SHARE.holds, "a share of the peak; use a number such as 0.5"),
+    )
+    top: int = option(8, "how many layouts to list", limit=ONE_OR_MORE)
+    json: bool = option(False, "everything, for machines")
+
+
+USAGE = f"""usage: pentatron plan [FOLDER] {synopsis(PlanOptions)} [--setting value ...]
 
 Says what a model needs and costs, before anything is started: parameters, FLOPs, the memory of every GPU part by part, the
 pipeline's bubble, what is sent, and an estimate of the time; then which layouts fit, the fastest first, with the command to copy.
 
-  FOLDER                a Hugging Face folder, of which config.json is enough
-  --gpus N              how many GPUs (those of this machine, else 8)
-  --gpu NAME            h100 (the default), h200, b200, a100, a100-40, h800, a800, h20, l40s, v100, rtx4090, rtx3090 or cpu
-  --gpu-memory GB       memory of one, if it is another: 24, 80, 141 ...
-  --host-memory GB      memory of one machine, for an optimizer that is kept there
-  --gpus-per-machine N  GPUs that are linked with each other (8)
-  --efficiency X        share of the peak that matmuls reach (0.5)
-  --top N               how many layouts to list (8)
-  --json                everything, for machines
+FOLDER is a Hugging Face folder, of which config.json is enough.
+
+{options_help(PlanOptions)}
 
   pentatron plan --preset llama3-8b --gpus 8
   pentatron plan --preset qwen3-30b-a3b --gpus 32 --gpu a100 --seq-length 8192 --global-batch-size 256
@@ -59,24 +85,11 @@ PLAN = EntryPoint(
         "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
     },
     defaults={"dataset_size": 1000, "train_iters": 1},
-    own=("gpus", "gpu", "gpu-memory", "host-memory", "gpus-per-machine", "efficiency", "top", "json"),
+    own=flags_of(PlanOptions),
 )
 _MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
 _BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
 _LONGEST, _TOKENS_A_STEP = 4096, 2**20
-
-
-@dataclass
-class _Options:
-    folder: str | None = None
-    gpus: int | None = None
-    gpu: str | None = None
-    gpu_memory: float | None = None
-    host_memory: float | None = None
-    per_machine: int = 8
-    efficiency: float = EFFICIENCY
-    top: int = 8
-    as_json: bool = False
 
 
 def plan_command(words: Sequence[str]) -> int:
@@ -84,37 +97,38 @@ def plan_command(words: Sequence[str]) -> int:
         say(USAGE)
         return 0
     report, options = describe(words)
-    say(json.dumps(as_data(report), indent=1) if options.as_json else as_text(report))
+    show(report, options.json, as_text, as_data)
     return 0
 
 
-def describe(words: Sequence[str]) -> tuple[Report, _Options]:
-    options, settings = _read(words)
+def describe(words: Sequence[str]) -> tuple[Report, PlanOptions]:
+    folder = words[0] if words and not is_flag(words[0]) else None
+    options, settings = read_among(PlanOptions, words[folder is not None :], PLAN)
     draft = gather(settings, PLAN)
     device = _device(options)
     world = options.gpus or draft.world_size or _visible() or 8
-    if world > options.per_machine and world % options.per_machine:
-        whole = [d for d in divisors(world) if d <= options.per_machine]
+    if world > options.gpus_per_machine and world % options.gpus_per_machine:
+        whole = [d for d in divisors(world) if d <= options.gpus_per_machine]
         raise UserError(
-            f"{world} GPUs are no whole number of machines with {options.per_machine}; add --gpus-per-machine {max(whole)}, or plan for "
-            f"{world // options.per_machine * options.per_machine} or {-(-world // options.per_machine) * options.per_machine} (--gpus)"
+            f"{world} GPUs are no whole number of machines with {options.gpus_per_machine}; add --gpus-per-machine {max(whole)}, or plan for "
+            f"{world // options.gpus_per_machine * options.gpus_per_machine} or {-(-world // options.gpus_per_machine) * options.gpus_per_machine} (--gpus)"
         )
-    facts = Facts(max(1, world), max(1, min(world, options.per_machine)))
+    facts = Facts(max(1, world), max(1, min(world, options.gpus_per_machine)))
     assumed: list[str] = []
     if options.gpus is None and draft.world_size is None:
         assumed.append(f"{world} GPUs (--gpus)")
-    _learn_model(draft, facts, options)
+    _learn_model(draft, facts, folder)
     free_batch = all(getattr(draft, name) is None for name in _BATCH)
     assumed += _complete(draft, device, world)
     host = None if options.host_memory is None else options.host_memory * GIB
-    search = Search(draft, device, world, options.per_machine, options.efficiency, free_batch, host)
+    search = Search(draft, device, world, options.gpus_per_machine, options.efficiency, free_batch, host)
     given = [name for name in LAYOUT if draft.given(name) and name != "micro_batch_size"]
     layouts = search.layouts()
     report = Report(
         search=search,
         given=search.as_given() if given else None,
         layouts=layouts,
-        model=options.folder or draft.preset or draft.load or "the model",
+        model=folder or draft.preset or draft.load or "the model",
         assumed=tuple(assumed),
         top=options.top,
         notices=(*draft.notices, *_about(draft, device)),
@@ -128,66 +142,7 @@ def describe(words: Sequence[str]) -> tuple[Report, _Options]:
     return report, options
 
 
-def _read(words: Sequence[str]) -> tuple[_Options, list[str]]:
-    """The options of this command, and the other words."""
-    options, rest = _Options(), []
-    written: dict[str, str] = {}
-    takes: dict[str, Callable[[str], Any]] = {
-        "gpus": int,
-        "gpu": str,
-        "gpu-memory": _gigabytes,
-        "host-memory": _gigabytes,
-        "gpus-per-machine": int,
-        "efficiency": float,
-        "top": int,
-    }
-    names = {"gpus-per-machine": "per_machine", "gpu-memory": "gpu_memory", "host-memory": "host_memory"}
-    queue = list(words)
-    if queue and not is_flag(queue[0]):
-        options.folder = queue.pop(0)
-    while queue:
-        word = queue.pop(0)
-        name = normal(word) if is_flag(word) else ""
-        if name == "json":
-            options.as_json = True
-        elif name in takes:
-            written[name] = word.partition("=")[2] or (queue.pop(0) if queue else "")
-        else:
-            rest.append(word)
-    # A misspelt flag comes first: it may be the one that was meant.
-    parse_flags(rest, PLAN)
-    for name, text in written.items():
-        setattr(options, names.get(name, name), _converted(name, text, takes[name]))
-    for name in ("gpus", "per_machine", "top"):
-        if (number := getattr(options, name)) is not None and number < 1:
-            raise UserError(
-                f"--{name.replace('per_machine', 'gpus-per-machine')} wants a number above 0, not {number}"
-            )
-    if not 0 < options.efficiency <= 1:
-        raise UserError(
-            f"--efficiency {options.efficiency:g} is no share of the peak; use a number such as 0.5"
-        )
-    return options, rest
-
-
-def _converted(name: str, written: str, kind: Callable[[str], Any]) -> Any:
-    try:
-        return kind(written)
-    except ValueError:
-        raise UserError(
-            f"--{name} wants a {'name' if kind is str else 'number above 0'}, not '{written}'"
-        ) from None
-
-
-def _gigabytes(text: str) -> float:
-    """`80`, `80GB` or `79.1GiB`: vendors and drivers both mean powers of two here."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*(?:gi?b?)?\s*", text.lower())
-    if found is None or float(found[1]) <= 0:
-        raise ValueError
-    return float(found[1])
-
-
-def _device(options: _Options) -> Device:
+def _device(options: PlanOptions) -> Device:
     device = device_named(options.gpu or "h100")
     if options.gpu_memory is None:
         return device
@@ -206,9 +161,9 @@ def _visible() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _learn_model(draft: Draft, facts: Facts, options: _Options) -> None:
-    if options.folder is not None:
-        _learn_folder(draft, facts, options.folder)
+def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
+    if folder is not None:
+        _learn_folder(draft, facts, folder)
     elif not unset(draft.load):
         learn_from_named(draft, facts)
     elif not any(draft.given(name) for name in _MODEL):

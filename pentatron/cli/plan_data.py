@@ -6,6 +6,7 @@ from typing import Any
 
 from pentatron.cli.plan_report import Report, parts_of, speed_of
 from pentatron.cli.plan_words import command
+from pentatron.devices import Device
 from pentatron.plan.held import total_parameters
 from pentatron.plan.search import Layout, usable
 
@@ -19,7 +20,7 @@ def as_data(report: Report) -> dict[str, Any]:
         "active_parameters": active,
         "flops_per_step": report.shown.estimate.flops,
         "gpus": report.search.world,
-        "gpu": dataclasses.asdict(report.search.device),
+        "gpu": _device_data(report.search.device),
         "usable_bytes": int(usable(report.search.device)),
         "advice": dataclasses.asdict(report.advice),
         "given": None if report.given is None else _layout_data(report, report.given),
@@ -30,6 +31,20 @@ def as_data(report: Report) -> dict[str, Any]:
         "command_of": None if chosen is None else chosen[1],
         "assumed": list(report.assumed),
         "notes": list(report.notices),
+    }
+
+
+def _device_data(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "memory": device.memory,
+        "half": device.peak(2),
+        "single": device.peak(4),
+        "link": device.link,
+        "network": device.network,
+        "has_bf16": device.chip.bf16,
+        "is_gpu": device.is_gpu,
+        "has_fp8": device.chip.fp8,
     }
 
 

@@ -5,88 +5,125 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, idle, option, options_help, read
 from pentatron.cli.terminal import complain, say
-from pentatron.errors import ConfigError, UserError
+from pentatron.config.limits import ONE_OR_MORE
+from pentatron.data.inputs import TEXT_DOCUMENTS, expand_inputs
+from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerChoice
+from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 from pentatron.text import abbreviated, counted, plural
 
 if TYPE_CHECKING:
     from pentatron.data.prepare import Counts, Job, Outcome
 
-USAGE = """usage: pentatron prepare --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE [...]
+_PADDED = "the vocabulary is padded by the model, not in the data"
+_NO_SPLITTER = "there is no sentence splitter here"
+
+
+@dataclass(frozen=True)
+class InputOptions(Options):
+    input: tuple[str, ...] = option(
+        (),
+        ".jsonl (one object per line) or .txt, also with .gz or .zst behind; patterns such as 'data/*.jsonl' too",
+        value="FILE ...",
+        missing="name the files with the text",
+    )
+    output_prefix: str = option(
+        "", "the output is PREFIX_<key>_document", value="PREFIX", missing="say where the result goes"
+    )
+    json_keys: tuple[str, ...] = option(
+        ("text",),
+        "texts to take from each object, one pair of files each; a list is taken as ready-made sentences",
+        value="KEY ...",
+    )
+    text_documents: str = option("file", "what one document of a .txt is", choices=TEXT_DOCUMENTS)
+    append_eod: bool = option(False, "put the end-of-document id behind every document")
+    split_sentences: bool = option(False, "lists of sentences only; the output is PREFIX_<key>_sentence")
+    skip_bad_lines: bool = option(
+        False, "leave out lines that are no such object, count them and name the first"
+    )
+
+
+@dataclass(frozen=True)
+class TokenizerOptions(Options):
+    tokenizer_type: str = option(
+        "", ", ".join(TOKENIZER_TYPES), value="TYPE", missing=f"it is one of {', '.join(TOKENIZER_TYPES)}"
+    )
+    tokenizer_model: str | None = option(
+        None,
+        "tokenizer.json, a .model file, the folder that holds it, or a model of the hub",
+        value="PATH",
+    )
+    vocab_file: str | None = option(None, "one of GPT-2's two files", value="PATH")
+    merge_file: str | None = option(None, "the other one", value="PATH")
+    vocab_size: int | None = option(None, "for NullTokenizer")
+
+
+@dataclass(frozen=True)
+class WorkOptions(Options):
+    workers: int | None = option(None, "processes that encode (one for each core)", limit=ONE_OR_MORE)
+    log_interval: int | None = option(
+        None, "without a terminal: a line every N documents (a line every ten seconds)"
+    )
+    overwrite: bool = option(False, "replace an output of other inputs or settings")
+
+
+@dataclass(frozen=True)
+class IdleOptions(Options):
+    """Flags of other programs' preprocessing that change nothing here, and why."""
+
+    partitions: int | None = option(None, "", notice="the input is cut into chunks as it is read")
+    keep_sequential_samples: bool = option(False, "", notice="documents always keep their order")
+    keep_newlines: bool = option(False, "", notice=f"{_NO_SPLITTER}, texts stay as they are")
+    lang: str | None = option(None, "", notice=_NO_SPLITTER)
+    chunk_size: int | None = option(None, "", notice="chunks are cut by bytes")
+    make_vocab_size_divisible_by: int | None = option(None, "", notice=_PADDED)
+    tensor_model_parallel_size: int | None = option(None, "", notice=_PADDED)
+    rank: int | None = option(None, "", notice="preparing is not distributed")
+    dataset_impl: str | None = option(None, "", notice="there is one format")
+    vocab_extra_ids: int | None = option(None, "", notice="the tokenizer's own ids are used")
+
+
+@dataclass(frozen=True)
+class PrepareOptions(IdleOptions, WorkOptions, TokenizerOptions, InputOptions):
+    pass
+
+
+USAGE = f"""usage: pentatron prepare --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE [...]
 
 Turns text into the .bin/.idx pairs that --data-path takes: PREFIX_text_document.bin, .idx and .meta (checksums and the tokenizer's
 fingerprint). The output is the same for any number of workers, appears whole or not at all, and the same command goes on after an interruption.
 
-  --input FILE ...           .jsonl (one object per line) or .txt, also with .gz or .zst behind; patterns such as 'data/*.jsonl' too
-  --output-prefix PREFIX     the output is PREFIX_<key>_document
-  --json-keys KEY ...        texts to take from each object, one pair of files each (text); a list is taken as ready-made sentences
-  --text-documents KIND      what one document of a .txt is: file, line or blank-line (file)
-  --append-eod               put the end-of-document id behind every document
-  --split-sentences          lists of sentences only; the output is PREFIX_<key>_sentence
-  --skip-bad-lines           leave out lines that are no such object, count them and name the first
+{options_help(InputOptions)}
 
-  --tokenizer-type TYPE      {types}
-  --tokenizer-model PATH     tokenizer.json, a .model file, the folder that holds it, or a model of the hub
-  --vocab-file, --merge-file PATH     GPT-2's two files
-  --vocab-size N             for NullTokenizer
+{options_help(TokenizerOptions)}
 
-  --workers N                processes that encode (one for each core)
-  --log-interval N           without a terminal: a line every N documents (a line every ten seconds)
-  --overwrite                replace an output of other inputs or settings
+{options_help(WorkOptions)}
 """
-DEFAULTS: dict[str, Any] = {
-    "input": (),
-    "output-prefix": "",
-    "json-keys": ("text",),
-    "text-documents": "file",
-    "append-eod": False,
-    "split-sentences": False,
-    "skip-bad-lines": False,
-    "tokenizer-type": "",
-    "tokenizer-model": "",
-    "vocab-file": "",
-    "merge-file": "",
-    "vocab-size": 0,
-    "workers": 0,
-    "log-interval": 0,
-    "overwrite": False,
-}
-# Flags of other programs' preprocessing that change nothing here, and why.
-IDLE: dict[str, tuple[Any, str]] = {
-    "partitions": (0, "the input is cut into chunks as it is read"),
-    "keep-sequential-samples": (False, "documents always keep their order"),
-    "keep-newlines": (False, "there is no sentence splitter here, texts stay as they are"),
-    "lang": ("", "there is no sentence splitter here"),
-    "chunk-size": (0, "chunks are cut by bytes"),
-    "make-vocab-size-divisible-by": (0, "the vocabulary is padded by the model, not in the data"),
-    "tensor-model-parallel-size": (0, "the vocabulary is padded by the model, not in the data"),
-    "rank": (0, "preparing is not distributed"),
-    "dataset-impl": ("", "there is one format"),
-    "vocab-extra-ids": (0, "the tokenizer's own ids are used"),
-}
+_NO_SEARCH = "is not available; one worker for each core is the default and, as a rule, the best"
+_NO_TIKTOKEN = "is not available; take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
 REFUSED = {
-    "find-optimal-num-workers": "one worker for each core is the default and, as a rule, the best",
-    "workers-to-check": "one worker for each core is the default and, as a rule, the best",
-    "max-documents": "give --input a shorter file",
-    "tiktoken-pattern": "take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json",
-    "tiktoken-num-special-tokens": "take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json",
-    "tiktoken-special-tokens": "take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json",
+    "find-optimal-num-workers": _NO_SEARCH,
+    "workers-to-check": _NO_SEARCH,
+    "max-documents": "is not available; give --input a shorter file",
+    "tiktoken-pattern": _NO_TIKTOKEN,
+    "tiktoken-num-special-tokens": _NO_TIKTOKEN,
+    "tiktoken-special-tokens": _NO_TIKTOKEN,
 }
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 def prepare_command(words: Sequence[str]) -> int:
     from pentatron.data.prepare import prepare
-    from pentatron.data.tokenizer import TOKENIZER_TYPES
 
     if "--help" in words or "-h" in words:
-        say(USAGE.format(types=", ".join(TOKENIZER_TYPES)))
+        say(USAGE)
         return 0
     outlive_output()
     job, log_interval = _read(words)
@@ -105,56 +142,33 @@ def prepare_command(words: Sequence[str]) -> int:
 
 def _read(words: Sequence[str]) -> "tuple[Job, int]":
     from pentatron.data.encode import Recipe
-    from pentatron.data.inputs import TEXT_DOCUMENTS, expand_inputs
     from pentatron.data.prepare import Job
-    from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerChoice
 
-    for word in words:
-        name = word.split("=", 1)[0].lstrip("-").replace("_", "-").lower()
-        if word.startswith("--") and name in REFUSED:
-            raise UserError(f"--{name} is not available; {REFUSED[name]}")
-    defaults = {**DEFAULTS, **{name: default for name, (default, _) in IDLE.items()}}
-    options, plain = read_options(words, defaults, "pentatron prepare")
-    if plain:
-        raise UserError(f"'{plain[0]}' is no flag; write --input {plain[0]}")
-    needed = {
-        "input": "name the files with the text",
-        "output-prefix": "say where the result goes",
-        "tokenizer-type": f"it is one of {', '.join(TOKENIZER_TYPES)}",
-    }
-    problems = [f"--{name} is missing; {what}" for name, what in needed.items() if not options[name]]
-    if options["workers"] < 0 or (options["workers"] == 0 and _given(words, "workers")):
-        problems.append(f"--workers {options['workers']} must be 1 or more")
-    if options["text-documents"] not in TEXT_DOCUMENTS:
-        problems.append(
-            f"--text-documents {options['text-documents']} must be one of {', '.join(TEXT_DOCUMENTS)}"
-        )
-    if problems:
-        raise ConfigError(problems)
-    for name, (default, reason) in IDLE.items():
-        if options[name] != default:
-            say(f"note: --{name} has no effect: {reason}")
+    stray = "'{word}' is no flag; write --input {word}"
+    options, _ = read(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
+    for notice in idle(options):
+        say(f"note: {notice}")
     choice = TokenizerChoice(
-        options["tokenizer-type"],
-        _found_model(options["tokenizer-model"]) or None,
-        options["vocab-size"] or None,
-        options["vocab-file"] or None,
-        options["merge-file"] or None,
+        options.tokenizer_type,
+        _found_model(options.tokenizer_model),
+        options.vocab_size or None,
+        options.vocab_file,
+        options.merge_file,
     )
-    recipe = Recipe(choice, options["json-keys"], options["append-eod"], options["split-sentences"])
+    recipe = Recipe(choice, options.json_keys, options.append_eod, options.split_sentences)
     job = Job(
-        expand_inputs(options["input"]),
-        Path(options["output-prefix"]),
+        expand_inputs(options.input),
+        Path(options.output_prefix),
         recipe,
-        options["workers"] or _cores(),
-        options["text-documents"],
-        options["skip-bad-lines"],
-        options["overwrite"],
+        options.workers or _cores(),
+        options.text_documents,
+        options.skip_bad_lines,
+        options.overwrite,
     )
-    return job, options["log-interval"]
+    return job, options.log_interval or 0
 
 
-def _found_model(name: str) -> str:
+def _found_model(name: str | None) -> str | None:
     """A path stays what it is; the name of a model on the hub becomes the folder of its tokenizer."""
     if not name or Path(name).exists():
         return name
@@ -168,10 +182,6 @@ def _found_model(name: str) -> str:
         raise UserError(f"Tokenizer not found: {error}; check --tokenizer-model") from error
     say(f"note: {name} is in {folder}")
     return str(folder)
-
-
-def _given(words: Sequence[str], name: str) -> bool:
-    return any(word.split("=", 1)[0].replace("_", "-") == f"--{name}" for word in words)
 
 
 def _cores() -> int:

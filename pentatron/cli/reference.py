@@ -2,32 +2,39 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.options import read_options
+from pentatron.cli.options import Options, option, read, synopsis
 from pentatron.cli.terminal import say, show
+from pentatron.config.limits import ONE_OR_MORE
 from pentatron.errors import UserError
 
-USAGE = """usage: huggingface_reference.py --model_path FOLDER --prompt TEXT [--max-new-tokens N]
+
+@dataclass(frozen=True)
+class ReferenceOptions(Options):
+    model_path: str | None = option(None, "the model", value="FOLDER")
+    prompt: str | None = option(None, "what to continue")
+    max_new_tokens: int = option(20, "tokens to add", limit=ONE_OR_MORE)
+
+
+USAGE = f"""usage: huggingface_reference.py {synopsis(ReferenceOptions)}
 
 Continues the prompt greedily with the `transformers` library, in fp32 on the CPU, and prints the tokens and the text. The last line is
 the command that does the same here.
 """
-DEFAULTS = {"model-path": "", "prompt": "", "max-new-tokens": 20}
 
 
 def reference_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    options, plain = read_options(words, DEFAULTS, "huggingface_reference.py")
-    if plain or not options["model-path"] or not options["prompt"]:
+    options, plain = read(ReferenceOptions, words, "huggingface_reference.py")
+    if plain or not options.model_path or not options.prompt:
         raise UserError('say which model to ask and what: --model_path FOLDER --prompt "Hello, world!"')
-    folder, prompt, count = (options[name] for name in DEFAULTS)
+    folder, prompt, count = options.model_path, options.prompt, options.max_new_tokens
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--model_path {folder} is no Hugging Face folder: it has no config.json")
-    if count < 1:
-        raise UserError(f"--max-new-tokens {count} must be 1 or more")
     tokens, text = _greedy(folder, prompt, count)
     say(f"tokens: {','.join(map(str, tokens))}")
     show(f"text: {prompt}{text}\n")

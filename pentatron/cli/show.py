@@ -1,12 +1,14 @@
 """`pentatron config` and `pentatron presets`."""
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pentatron.cli.batch_table import batch_table
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
 from pentatron.cli.prepare import Prepared, prepare
+from pentatron.cli.report_output import show
 from pentatron.cli.terminal import say
 from pentatron.config.entry import ENTRY_POINTS, TRAIN, EntryPoint
 from pentatron.config.flags import did_you_mean
@@ -14,13 +16,38 @@ from pentatron.config.presets import presets
 from pentatron.config.run import sections, table
 from pentatron.errors import UserError
 
-CONFIG_USAGE = f"""usage: pentatron config [--all] [--json] [--as SCRIPT] [--setting value ...]
+_SCRIPTS = ", ".join(name for name in ENTRY_POINTS if name.endswith(".py"))
+
+
+def _entry_named(written: str, flag: str) -> str:
+    if written not in ENTRY_POINTS:
+        guess = did_you_mean(written, ENTRY_POINTS)
+        raise UserError(f"{flag} wants one of {', '.join(ENTRY_POINTS)}, not '{written}'{guess}")
+    return written
+
+
+@dataclass(frozen=True)
+class ConfigOptions(Options):
+    all: bool = option(False, "also the settings left at their default")
+    json: bool = option(False, "everything, for machines")
+    as_: str = option(
+        TRAIN.name,
+        f"with the names and defaults of one of {_SCRIPTS}",
+        value="SCRIPT",
+        parse=_entry_named,
+    )
+
+    @property
+    def entry(self) -> EntryPoint:
+        own = flags_of(ConfigOptions)
+        return dataclasses.replace(ENTRY_POINTS[self.as_], own=own, own_help="pentatron config")
+
+
+CONFIG_USAGE = f"""usage: pentatron config {synopsis(ConfigOptions)} [--setting value ...]
 
 Shows what `pentatron train` with the same words would use, and where each value came from. Nothing is started.
 
-  --all         also the settings left at their default
-  --json        everything, for machines
-  --as SCRIPT   with the names and defaults of one of {", ".join(n for n in ENTRY_POINTS if n.endswith(".py"))}
+{options_help(ConfigOptions)}
 
 `pentatron train --help` lists the settings.
 """
@@ -45,54 +72,34 @@ def config_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(CONFIG_USAGE)
         return 0
-    as_json, everything = "--json" in words, "--all" in words
-    entry, settings = _entry([w for w in words if w not in ("--json", "--all")])
-    prepared = prepare(
-        settings, dataclasses.replace(entry, own=("all", "json", "as"), own_help="pentatron config")
-    )
-    if as_json:
-        _print_json(prepared)
-    else:
-        _print_text(prepared, everything)
+    options, settings = read_among(ConfigOptions, words, lambda options: options.entry)
+    prepared = prepare(settings, options.entry)
+    show(prepared, options.json, lambda prepared: _lines(prepared, options.all), _data)
     return 0
 
 
-def _entry(words: Sequence[str]) -> tuple[EntryPoint, list[str]]:
-    """The entry point named by `--as SCRIPT`, and the other words."""
-    rest = list(words)
-    place = next((i for i, w in enumerate(rest) if w == "--as" or w.startswith("--as=")), None)
-    if place is None:
-        return TRAIN, rest
-    word = rest.pop(place)
-    name = word.partition("=")[2] if "=" in word else rest.pop(place) if place < len(rest) else ""
-    if name not in ENTRY_POINTS:
-        guess = did_you_mean(name, ENTRY_POINTS)
-        raise UserError(f"--as wants one of {', '.join(ENTRY_POINTS)}, not '{name}'{guess}")
-    return ENTRY_POINTS[name], rest
-
-
-def _print_json(prepared: Prepared) -> None:
+def _data(prepared: Prepared) -> dict[str, Any]:
     values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
-    say(json.dumps({name: {"value": values[name], "source": sources[name]} for name in values}, indent=1))
+    return {name: {"value": values[name], "source": sources[name]} for name in values}
 
 
-def _print_text(prepared: Prepared, everything: bool) -> None:
+def _lines(prepared: Prepared, everything: bool) -> Iterator[str]:
     values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
     shown = [name for name in table() if everything or sources[name] != "default"]
     width = max(_NAME_WIDTH, *(len(name) for name in shown))
     for section, cls in sections().items():
         names = [name for name in shown if table()[name].section == section]
         if names:
-            say(f"{cls.__doc__}")
+            yield f"{cls.__doc__}"
             for name in names:
-                say(f"  {name:<{width}} {_text(values[name]):<28} {sources[name]}")
-            say("")
+                yield f"  {name:<{width}} {_text(values[name]):<28} {sources[name]}"
+            yield ""
     if sizes := batch_table(prepared.resolved.config, prepared.resolved.config.train.train_iters):
-        say(f"{sizes}\n")
+        yield f"{sizes}\n"
     for notice in prepared.resolved.notices:
-        say(f"note: {notice}")
+        yield f"note: {notice}"
     if not everything:
-        say("settings left at their default are not shown; add --all to see them, --json for machines")
+        yield "settings left at their default are not shown; add --all to see them, --json for machines"
 
 
 def _text(value: Any) -> str:

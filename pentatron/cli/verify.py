@@ -1,16 +1,18 @@
 """`pentatron verify`: whether a layout computes the same numbers as one process."""
 
 import dataclasses
-import json
 import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.environment import announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.layout import describe
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
+from pentatron.cli.report_output import show
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import LAYOUT
 from pentatron.config.rules import not_available
@@ -21,16 +23,24 @@ from pentatron.text import plural
 if TYPE_CHECKING:
     from pentatron.train.verify import Verdict
 
-USAGE = """usage: pentatron verify [--shrink-data] [--everything] [--json] [--setting value ...]
+
+@dataclass(frozen=True)
+class VerifyOptions(Options):
+    shrink_data: bool = option(
+        False,
+        "2 data-parallel ranks, or the fewest that can hold the experts, for layouts that are too large for this machine",
+    )
+    everything: bool = option(False, "all parameters in the table, not only the worst")
+    json: bool = option(False, "the result for machines")
+
+
+USAGE = f"""usage: pentatron verify {synopsis(VerifyOptions)} [--setting value ...]
 
 Trains a small model of the same structure for a few steps, in the layout that the settings ask for and on one process, and
 compares losses, gradient norms, every gradient and every weight. It runs on this machine's CPU and reads no data. Ends
 with code 0 if all numbers agree, with 1 if any differs.
 
-  --shrink-data     2 data-parallel ranks, or the fewest that can hold the experts, for layouts that are too large for
-                    this machine
-  --everything      all parameters in the table, not only the worst
-  --json            the result for machines
+{options_help(VerifyOptions)}
 
   pentatron verify --tp_size 2 --pp_size 2
   pentatron verify --preset llama3-8b --tp_size 4 --sequence-parallel --dp_size 2 --zero-stage 2
@@ -39,7 +49,7 @@ _MOST_PROCESSES = 16
 _MOST_ROWS = 8
 _TIMEOUT_MINUTES = 5.0
 _WORKER = "--worker"
-VERIFY = dataclasses.replace(LAYOUT, name="pentatron verify", own=("json", "everything", "shrink-data"))
+VERIFY = dataclasses.replace(LAYOUT, name="pentatron verify", own=flags_of(VerifyOptions))
 _RESTART = ("-m", "pentatron", "verify")
 
 
@@ -50,19 +60,24 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
         return 0
     if _WORKER in words:
         return _work(Path(words[-1]))
-    as_json = "--json" in words
-    own = [f"--{name}" for name in VERIFY.own]
-    wanted = describe([w for w in words if w not in own], VERIFY).config
-    config = _small(wanted, "--shrink-data" in words)
-    if not as_json:
+    options, settings = read_among(VerifyOptions, words, VERIFY)
+    wanted = describe(settings, VERIFY).config
+    config = _small(wanted, options.shrink_data)
+    if not options.json:
         from pentatron.train.verify import left_out
 
         for note in left_out(wanted):
             say(f"note: {note}")
-    verdict, seconds = _compare(config, restart, quiet=as_json)
-    say(json.dumps(_data(config, verdict), indent=1) if as_json else _text(verdict, "--everything" in words))
-    if not as_json:
-        say(f"\n{_sentence(config, verdict)} ({seconds:.0f} s)")
+    verdict, seconds = _compare(config, restart, quiet=options.json)
+    show(
+        verdict,
+        options.json,
+        lambda verdict: [
+            _text(verdict, options.everything),
+            f"\n{_sentence(config, verdict)} ({seconds:.0f} s)",
+        ],
+        lambda verdict: _data(config, verdict),
+    )
     return 0 if verdict.passes else 1
 
 

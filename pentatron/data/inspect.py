@@ -129,8 +129,8 @@ def describe(prefix: Path | str) -> dict[str, Any]:
     }
 
 
-def describe_text(prefix: Path | str) -> str:
-    said = describe(prefix)
+def described(said: dict[str, Any]) -> str:
+    """The same as text."""
     tokenizer = said["tokenizer"]
     mean = said["tokens"] / max(1, said["documents"])
     facts = {
@@ -145,7 +145,14 @@ def describe_text(prefix: Path | str) -> str:
         else "structure good; no checksums (`pentatron data seal` makes them)",
     }
     lines = [said["prefix"], *(f"  {name:<10} {text}" for name, text in facts.items()), ""]
-    return "\n".join([*lines, *document_lengths(IndexedDataset(prefix)).lines()])
+    lengths = Lengths(
+        said["documents"],
+        said["tokens"],
+        said["shortest_document"],
+        said["longest_document"],
+        tuple(said["lengths_by_power_of_two"]),
+    )
+    return "\n".join([*lines, *lengths.lines()])
 
 
 def refuse_other_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:

@@ -83,7 +83,7 @@ def test_what_would_be_measured(
         ("--variants zeroes", "--variants zeroes is unknown"),
         ("--tp_size 3", "no layout of 2 processes has the sizes"),
         ("--nproc-per-node 0", "--nproc-per-node 0 must be more than 0"),
-        ("--steps 0", "--steps must be 1 or more"),
+        ("--steps 0", "--steps 0 must be 1 or more"),
         ("--setp_size 3", "unknown flag --setp_size"),
     ],
 )

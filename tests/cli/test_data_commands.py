@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.main import main
-from pentatron.cli.prepare_data import DEFAULTS, IDLE, USAGE
+from pentatron.cli.options import flags_of
+from pentatron.cli.prepare_data import IdleOptions, InputOptions, TokenizerOptions, WorkOptions
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
@@ -136,8 +137,8 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
         ("--input x.jsonl --output-prefix o --tokenizer-type No --workers two", "--workers wants a whole number"),
         ("--input x.jsonl --output-prefix o --tokenizer-type No --text-documents word", "one of file, line, blank-line"),
         ("--input x.jsonl --output-prefx o", "unknown flag --output-prefx (did you mean --output-prefix?)"),
-        ("--input --output-prefix o", "--input wants a value"),
-        ("--append-eod=yes", "--append-eod takes no value"),
+        ("--input --output-prefix o", "--input needs a value"),
+        ("--append-eod=maybe", "--append-eod wants true or false, not 'maybe'"),
         ("--find-optimal-num-workers", "--find-optimal-num-workers is not available; one worker for each core"),
         ("data.jsonl", "'data.jsonl' is no flag; write --input data.jsonl"),
         ("--input text.md --output-prefix text.md/o --tokenizer-type ByteTokenizer",
@@ -154,8 +155,9 @@ def test_help_names_every_flag_that_acts(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["prepare", "--help"]) == 0
     said = capsys.readouterr().out
     assert "GPT2BPETokenizer" in said
-    assert all(f"--{name}" in USAGE for name in DEFAULTS)
-    assert not set(IDLE) & set(DEFAULTS)
+    acts = {*flags_of(InputOptions), *flags_of(TokenizerOptions), *flags_of(WorkOptions)}
+    assert all(f"--{flag}" in said for flag in acts if not flag.startswith("no-"))
+    assert not acts & set(flags_of(IdleOptions))
 
 
 @pytest.fixture

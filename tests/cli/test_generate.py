@@ -210,7 +210,10 @@ def test_a_name_of_the_hub_is_its_folder(
         ("RUN --tokens 1 --top-p 0", "--top-p 0.0 must be above 0 and at most 1"),
         ("RUN --tokens 1 --seed 4294967296", "--seed 4294967296 must be from 0 to 4294967295"),
         ("RUN --tokens 1 --temperature -1", "--temperature -1.0 must be 0 or more"),
-        ("RUN --tokens 1 --dtype int8", "--dtype int8 is not one of auto, float32"),
+        (
+            "RUN --tokens 1 --dtype int8",
+            "--dtype wants one of auto, float32, fp32, bfloat16, bf16, not 'int8'",
+        ),
         (
             "RUN --tokens 1 --tp 3",
             "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
@@ -221,7 +224,7 @@ def test_a_name_of_the_hub_is_its_folder(
             "was made without layers of its own; leave --spec some module out",
         ),
         ("RUN --tokens 1 --greedy --temperature 0.5", "--greedy is --temperature 0, but --temperature 0.5"),
-        ("RUN --tokens 1 --json=yes", "--json takes no value"),
+        ("RUN --tokens 1 --json=maybe", "--json wants true or false, not 'maybe'"),
         ("RUN --tokens 1 --temprature 0", "did you mean --temperature"),
         ("RUN --prompt-file nowhere", "--prompt-file nowhere cannot be read"),
     ],

@@ -176,9 +176,7 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("launch slurm --nodez 2 --gpus-per-node 8", "unknown flag --nodez (did you mean --nodes?)"),
         # Before a value that is missing, as it may be the misspelt one, and before values that are wrong.
         ("launch slurm --nodes 2 --gpu-per-node 8", "unknown flag --gpu-per-node (did you mean --gpus-per-node?); pentatron launch --help"),
-        ("plan --gpus x --prest llama3-8b", "unknown flag --prest (did you mean --preset?)"),
         ("layout --draw x --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
-        ("data show --part x --data-pth y", "unknown flag --data-pth (did you mean --data-path?)"),
         ("bench --steps 0 --prest demo", "unknown flag --prest (did you mean --preset?)"),
         ("checkpoint reshard --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
         ("plan --preset llama3-8b --gpu 8", "--gpu 8 is not known here (a number of GPUs is --gpus 8); use one of"),
@@ -188,9 +186,9 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("generate file.txt", "file.txt is a file; name a run"),
         ("train --run-dir file.txt", "the run folder file.txt cannot be written (it is a file); choose another"),
         ("help trian", "unknown command 'trian' (did you mean train?)"),
-        ("prepare --output-prefix --overwrite", "--output-prefix wants a value"),
-        ("prepare --output-prefix= --overwrite", "--output-prefix wants a value"),
-        ("monitor --interval", "--interval wants a number"),
+        ("prepare --output-prefix --overwrite", "--output-prefix needs a value"),
+        ("prepare --output-prefix= --overwrite", "--output-prefix needs a value"),
+        ("monitor --interval", "--interval needs a value"),
         ("data show --indx 3", "unknown flag --indx (did you mean --index?); pentatron data show --help"),
         ("config --al", "unknown flag --al (did you mean --all?)"),
         ("train --lr x", "--lr wants a number, not 'x'"),
@@ -219,6 +217,41 @@ def test_mistakes_of_a_small_command_are_told_together(capsys: pytest.CaptureFix
         "  1. --workers wants a whole number, not 'x'",
         "  2. unknown flag --output-prefx (did you mean --output-prefix?); pentatron prepare --help lists them",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("plan --gpus x --prest llama3-8b",
+         ["unknown flag --prest (did you mean --preset?)", "--gpus wants a whole number, not 'x'"]),
+        ("data show --part x --data-pth y",
+         ["unknown flag --data-pth (did you mean --data-path?)", "--part wants one of train, valid, test, not 'x'"]),
+        ("bench --steps many --warmup=few --prest demo",
+         ["unknown flag --prest", "--steps wants a whole number", "--warmup wants a whole number"]),
+        ("launch torchrun --time 3 --nodes two --gpus-per-node 2 --prest demo",
+         ["unknown flag --prest", "--time is a matter of Slurm; leave it out", "--nodes wants a whole number"]),
+        ("config --as nobody --num-layer 3", ["unknown flag --num-layer", "--as wants one of pentatron train"]),
+        ("layout --all=perhaps --tp_siz 2", ["unknown flag --tp_siz", "--all wants true or false, not 'perhaps'"]),
+        ("verify --everything=so --tp_siz 2", ["unknown flag --tp_siz", "--everything wants true or false"]),
+        ("checkpoint reshard a b --no-chek --progress-bar so",
+         ["unknown flag --no-chek (did you mean --no-check?)", "--progress-bar wants one of auto, on, off, not 'so'"]),
+        ("checkpoint diff a b --tolerance x --jsn", ["--tolerance wants a number, not 'x'", "unknown flag --jsn"]),
+        ("monitor --interval soon --onse", ["--interval wants a number", "unknown flag --onse"]),
+        ("generate model --top-p 2 --batch-size 0 --seed -1",
+         ["--top-p 2.0 must be above 0 and at most 1", "--seed -1 must be from 0", "--batch-size 0 must be 1 or more"]),
+        ("import a b --dtype int8 --verify=never", ["--dtype wants one of fp32, bf16, fp16", "--verify wants true or false"]),
+        ("doctor --jsn --no_trails", ["unknown flag --jsn", "unknown flag --no_trails (did you mean --no-trials?)"]),
+    ],
+)  # fmt: skip
+def test_mistakes_in_options_and_settings_are_told_together(
+    words: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()[1:]
+    assert captured.out == "" and len(lines) == len(told)
+    assert all(sentence in captured.err for sentence in told)
+    assert told[0] in lines[0]
 
 
 def test_what_is_missing_is_told_together(capsys: pytest.CaptureFixture[str]) -> None:

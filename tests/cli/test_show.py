@@ -105,10 +105,15 @@ def test_as_another_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(show(capsys, "--as=train.py --nproc-per-node 1"))["run_dir"][0] == "output_standard"
 
 
-@pytest.mark.parametrize("words", ["--as", "--as train", "--as=x"])
+@pytest.mark.parametrize("words", ["--as train", "--as=x"])
 def test_as_an_unknown_program(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert main(["config", *words.split()]) == 2
     assert "--as wants one of pentatron train, pretrain_gpt.py, " in capsys.readouterr().err
+
+
+def test_as_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--as"]) == 2
+    assert capsys.readouterr().err == "pentatron: --as needs a value\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
