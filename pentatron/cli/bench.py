@@ -16,7 +16,7 @@ from pentatron.bench.sizes import default_sizes
 from pentatron.cli.bench_layout import HOW_TO_MEASURE, Progress, Sweep, measured_layout, prepared_layout
 from pentatron.cli.environment import find_worker
 from pentatron.cli.find_micro_batch import find_micro_batch
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
 from pentatron.cli.terminal import say
 from pentatron.config.entry import TRAIN
 from pentatron.config.limits import ABOVE_ZERO, ONE_OR_MORE, ZERO_OR_MORE
@@ -53,7 +53,7 @@ class BenchOptions(Options):
             )
 
 
-USAGE = f"""usage: pentatron bench [--nproc-per-node N] {synopsis(BenchOptions)} [--setting value ...]
+USAGE = f"""{usage("pentatron bench [--nproc-per-node N]", BenchOptions, "[--setting value ...]")}
 
 Trains every layout that N processes allow (data, tensor, context and pipeline parallel, and expert parallel for a model with
 experts) for a few steps, each as `pentatron train` does it, and writes a table here and in FOLDER/summary.csv. A layout that fails or

@@ -16,7 +16,7 @@ from pentatron.cli.options import Options, flags_of, option, options_help, read,
 from pentatron.cli.report_output import say_json
 from pentatron.cli.terminal import remark, say
 from pentatron.config.flags import did_you_mean, is_flag
-from pentatron.config.limits import ZERO_OR_MORE, Limit
+from pentatron.config.limits import ONE_OR_MORE, ZERO_OR_MORE, Limit
 from pentatron.errors import UserError
 from pentatron.text import counted, decimal_size
 
@@ -67,7 +67,13 @@ class ReshardOptions(Options):
 class PruneOptions(Options):
     """Two of them have the names that the trainer gives them as well."""
 
-    keep: int = option(0, "how many of the newest stay", unlisted="--keep-checkpoints")
+    keep: int = option(
+        0,
+        "how many of the newest stay",
+        unlisted="--keep-checkpoints",
+        limit=ONE_OR_MORE,
+        missing="say how many of the newest steps stay, one at least: pentatron checkpoint prune PATH --keep N",
+    )
     keep_every: int | None = option(
         None,
         "every such step stays as well",

@@ -20,10 +20,6 @@ def prune(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(PruneOptions, words, 1, 1, "prune PATH --keep N")
     if not options.dry_run:
         outlive_output()
-    if options.keep < 1:
-        raise UserError(
-            "say how many of the newest steps stay, one at least: pentatron checkpoint prune PATH --keep N"
-        )
     from pentatron.checkpoint import pruning
     from pentatron.checkpoint.find import is_step, steps_at
     from pentatron.checkpoint.retention import Retention

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pentatron.cli.epoch import learn_epoch
 from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
 from pentatron.cli.report_output import say_json
 from pentatron.cli.terminal import say
@@ -59,7 +59,7 @@ class ShowOptions(Options):
     json: bool = option(False, "a list of objects with tokens, labels, loss_mask and position_ids")
 
 
-USAGE = f"""usage: pentatron data show {synopsis(ShowOptions)} [--train-samples N] [--setting value ...]
+USAGE = f"""{usage("pentatron data show", ShowOptions, "[--train-samples N] [--setting value ...]")}
 
 Prints the samples that training with the same settings reads: text, ids, which labels count in the loss, positions. Every setting of
 `pentatron train` about data, its order and the tokenizer acts as it does there (--data-path, --split, --seq-length, --seed,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.options import Options, option, options_help, read, synopsis
+from pentatron.cli.options import Options, option, options_help, read, usage
 from pentatron.cli.report_output import say_json
 from pentatron.cli.terminal import say
 from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, look
@@ -22,7 +22,7 @@ class DoctorOptions(Options):
     no_trials: bool = option(False, "look only, start nothing")
 
 
-USAGE = f"""usage: pentatron doctor {synopsis(DoctorOptions)}
+USAGE = f"""{usage("pentatron doctor", DoctorOptions)}
 
 Says what this machine has for training and what is missing, and tries the two things every run needs: a matmul, and processes
 that add numbers up together (over gloo, and over NCCL where there are GPUs). Exit code 0: runs will start; 1: something must be mended.

@@ -103,9 +103,9 @@ class WhereOptions(Options):
         choices=("auto", "float32", "fp32", "bfloat16", "bf16"),
         value="auto|float32|bfloat16",
     )
-    threads: int = option(0, "CPU threads of one process; 0: cores / processes", limit=ZERO_OR_MORE)
+    threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=ZERO_OR_MORE)
     batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)
-    master_port: int = option(0, "port of the meeting point; 0: a free one", limit=ZERO_OR_MORE)
+    master_port: int | None = option(None, "port of the meeting point (a free one)", limit=ZERO_OR_MORE)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ _KINDS = ("slurm", "torchrun")
 @dataclass(frozen=True)
 class LaunchOptions(Options):
     nodes: int = option(1, "machines", also="--nnodes", unlisted="--num-nodes")
-    gpus_per_node: int = option(
-        0,
+    gpus_per_node: int | None = option(
+        None,
         "workers on each, one per GPU; with --device cpu as many processes",
         value="G",
         unlisted="--nproc-per-node",
@@ -45,7 +45,9 @@ class LaunchOptions(Options):
     write: str = option("", "name of the script (NAME.sbatch or NAME.sh; - prints it)", value="FILE")
     job_name: str = option("pentatron", "name of the job", value="NAME", unlisted="--name")
     master_addr: str = option("", "where the machines meet (slurm: the first node)", value="HOST")
-    master_port: int = option(0, "(slurm: by the job's number; torchrun: 29500)", value="PORT")
+    master_port: int | None = option(
+        None, "port of the meeting point (slurm: by the job's number; torchrun: 29500)", value="PORT"
+    )
     max_restarts: int = option(0, "start failed workers again, from the last checkpoint")
     grace: int = option(300, "time to save when the job is about to end; 0: no warning", value="SECONDS")
     setup: str = option("", "shell lines before the start, such as 'module load cuda'")
@@ -56,13 +58,13 @@ class LaunchOptions(Options):
 class SlurmOptions(LaunchOptions):
     submit: bool = option(False, "hand the script to sbatch")
     time: str = option("", "time limit of the job", value="12:00:00")
-    partition: str = option("", "as sbatch takes it", value="NAME")
-    account: str = option("", "likewise", value="NAME")
-    qos: str = option("", "likewise", value="NAME")
-    constraint: str = option("", "likewise", value="NAME")
-    mem: str = option("", "likewise", value="SIZE")
-    cpus_per_task: int = option(0, "cores that the workers of a node may use")
-    gres: str = option("", "(gpu:G)")
+    partition: str = option("", "partition of the cluster", value="NAME")
+    account: str = option("", "whom the job is billed to", value="NAME")
+    qos: str = option("", "quality of service", value="NAME")
+    constraint: str = option("", "features that the nodes must have", value="NAME")
+    mem: str = option("", "memory of a node", value="SIZE")
+    cpus_per_task: int | None = option(None, "cores that the workers of a node may use")
+    gres: str = option("", "resources of a node (gpu:G)")
     output: str = option("%x-%j.out", "file for what the job prints", value="FILE")
     container_image: str = option("", "run in this container", value="IMAGE")
     container_mounts: str = option("", "what it sees besides this folder", value="FROM:TO,...")
@@ -143,7 +145,7 @@ def _arrange(
     kind: str, options: SlurmOptions, settings: Sequence[str], entry: EntryPoint, words: Sequence[str]
 ) -> tuple[Job, RunConfig, list[str]]:
     """The job, checked together with the settings it will train with."""
-    if options.gpus_per_node == 0:
+    if not options.gpus_per_node:
         raise UserError(
             "how many GPUs does a node have? Say --gpus-per-node G; on CPUs add --device cpu, and G is the number of processes"
         )
@@ -163,14 +165,14 @@ def _arrange(
         constraint=options.constraint,
         gres=options.gres,
         memory=options.mem,
-        cpus=options.cpus_per_task,
+        cpus=options.cpus_per_task or 0,
         output=options.output,
         container_image=container,
         container_mounts=options.container_mounts,
         setup=options.setup,
         sbatch=options.sbatch,
         address=options.master_addr,
-        port=options.master_port,
+        port=options.master_port or 0,
         grace=options.grace,
         requeues=not options.no_requeue,
         restarts=options.max_restarts,

@@ -1,5 +1,6 @@
 """`pentatron layout`: which rank does what, shown before anything is started."""
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from pentatron.cli.help import section_help
 from pentatron.cli.layout_report import Report, as_data, as_text
 from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.options import Options, option, options_help, read_among, synopsis
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
 from pentatron.cli.report_output import show
 from pentatron.cli.terminal import paint, say
 from pentatron.cli.timeline import picture, rows
@@ -37,7 +38,7 @@ class LayoutOptions(Options):
             yield f"--draw wants the name of a picture that ends in {_PICTURE}, not '{self.draw}'"
 
 
-USAGE = f"""usage: pentatron layout [--world-size N] {synopsis(LayoutOptions)} [--setting value ...]
+USAGE = f"""{usage("pentatron layout [--world-size N]", LayoutOptions, "[--setting value ...]")}
 
 Shows which rank sits where, which ranks talk to each other, which layers each pipeline stage holds, and how the
 micro-batches run through the pipeline. Nothing is started; a model that is not named, by --preset or --load, is made up.
@@ -58,7 +59,9 @@ def layout_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
         return 0
-    options, settings = read_among(LayoutOptions, words, LAYOUT)
+    options, settings = read_among(
+        LayoutOptions, words, dataclasses.replace(LAYOUT, own=flags_of(LayoutOptions))
+    )
     file = Path(options.draw) if options.draw else None
     report = describe(settings)
     if file is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.options import Options, option, options_help, read, synopsis
+from pentatron.cli.options import Options, option, options_help, read, usage
 from pentatron.cli.terminal import paint, say
 from pentatron.config.limits import Limit
 from pentatron.config.parsing import parse_json
@@ -37,7 +37,7 @@ class MonitorOptions(Options):
     once: bool = option(False, "look once")
 
 
-USAGE = f"""usage: pentatron monitor [RUN_DIR] {synopsis(MonitorOptions)}
+USAGE = f"""{usage("pentatron monitor [RUN_DIR]", MonitorOptions)}
 
 Shows how a run is doing, renewed every few seconds until it ends or you press Ctrl-C: loss curve and validations, speed, time
 left, how busy every rank is and which one is slow, memory of every rank, the last checkpoint. Where the output is no

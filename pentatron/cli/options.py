@@ -125,7 +125,7 @@ def options_help(cls: type[Options], beside: type[Options] | None = None) -> str
     column = max((len(left) for left, _ in shown if len(left) <= _WIDEST), default=_WIDEST) + 2
     lines: list[str] = []
     for left, right in shown:
-        wrapped = textwrap.wrap(right, _WIDTH - column)
+        wrapped = textwrap.wrap(right, _WIDTH - column, break_on_hyphens=False)
         fits = len(left) <= column - 2
         lines.append(f"{left:<{column}}{wrapped.pop(0)}" if fits and wrapped else left)
         lines += [" " * column + line for line in wrapped]
@@ -133,8 +133,25 @@ def options_help(cls: type[Options], beside: type[Options] | None = None) -> str
 
 
 def synopsis(cls: type[Options]) -> str:
-    """`[--flag VALUE] [--switch]`: the listed options of the class on one line."""
-    return " ".join(f"[{one.usage(' | ')}]" for one in _options_of(cls) if one.setting.help)
+    """`--needed VALUE [--flag VALUE] [--switch]`: the listed options of the class on one line."""
+    return " ".join(_synopses(cls))
+
+
+def usage(call: str, cls: type[Options], after: str = "") -> str:
+    """`usage: CALL [--flag VALUE] ... AFTER` in lines of the usual width, none of which breaks an option."""
+    first, *rest = [f"usage: {call}", *_synopses(cls), *([after] if after else [])]
+    lines = [first]
+    for part in rest:
+        if len(lines[-1]) + 1 + len(part) <= _WIDTH:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"       {part}")
+    return "\n".join(lines)
+
+
+def _synopses(cls: type[Options]) -> list[str]:
+    listed = [one for one in _options_of(cls) if one.setting.help]
+    return [one.usage(" | ") if one.extra.missing else f"[{one.usage(' | ')}]" for one in listed]
 
 
 def flags_of(cls: type[Options]) -> tuple[str, ...]:

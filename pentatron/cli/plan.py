@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
 from pentatron.cli.plan_data import as_data
 from pentatron.cli.plan_report import Report, as_text
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
@@ -61,7 +61,7 @@ class PlanOptions(Options):
     json: bool = option(False, "everything, for machines")
 
 
-USAGE = f"""usage: pentatron plan [FOLDER] {synopsis(PlanOptions)} [--setting value ...]
+USAGE = f"""{usage("pentatron plan [FOLDER]", PlanOptions, "[--setting value ...]")}
 
 Says what a model needs and costs, before anything is started: parameters, FLOPs, the memory of every GPU part by part, the
 pipeline's bubble, what is sent, and an estimate of the time; then which layouts fit, the fastest first, with the command to copy.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.options import Options, option, read, synopsis
+from pentatron.cli.options import Options, option, read, usage
 from pentatron.cli.terminal import say, show
 from pentatron.config.limits import ONE_OR_MORE
 from pentatron.errors import UserError
@@ -18,7 +18,7 @@ class ReferenceOptions(Options):
     max_new_tokens: int = option(20, "tokens to add", limit=ONE_OR_MORE)
 
 
-USAGE = f"""usage: huggingface_reference.py {synopsis(ReferenceOptions)}
+USAGE = f"""{usage("huggingface_reference.py", ReferenceOptions)}
 
 Continues the prompt greedily with the `transformers` library, in fp32 on the CPU, and prints the tokens and the text. The last line is
 the command that does the same here.

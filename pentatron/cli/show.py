@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentatron.cli.batch_table import batch_table
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
 from pentatron.cli.prepare import Prepared, prepare
 from pentatron.cli.report_output import show
 from pentatron.cli.terminal import say
@@ -43,7 +43,7 @@ class ConfigOptions(Options):
         return dataclasses.replace(ENTRY_POINTS[self.as_], own=own, own_help="pentatron config")
 
 
-CONFIG_USAGE = f"""usage: pentatron config {synopsis(ConfigOptions)} [--setting value ...]
+CONFIG_USAGE = f"""{usage("pentatron config", ConfigOptions, "[--setting value ...]")}
 
 Shows what `pentatron train` with the same words would use, and where each value came from. Nothing is started.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.environment import announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.layout import describe
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, synopsis
+from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
 from pentatron.cli.report_output import show
 from pentatron.cli.terminal import complain, say
 from pentatron.config.entry import LAYOUT
@@ -34,7 +34,7 @@ class VerifyOptions(Options):
     json: bool = option(False, "the result for machines")
 
 
-USAGE = f"""usage: pentatron verify {synopsis(VerifyOptions)} [--setting value ...]
+USAGE = f"""{usage("pentatron verify", VerifyOptions, "[--setting value ...]")}
 
 Trains a small model of the same structure for a few steps, in the layout that the settings ask for and on one process, and
 compares losses, gradient norms, every gradient and every weight. It runs on this machine's CPU and reads no data. Ends
