@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,9 +23,11 @@ from torch import Tensor
 from bench.steps import milliseconds, synchronisations
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.nn.axes import Axes
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
-from pentatron.nn.recompute import NOTHING, Recompute
+from pentatron.nn.options import LayerOptions
+from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
 from pentatron.parallel.pieces import held_parameters
 
 LENGTH = 4096
@@ -46,7 +49,7 @@ WAYS = (
 )
 
 
-def built(words: argparse.Namespace) -> MoE:
+def built(words: argparse.Namespace, way: Way) -> MoE:
     shape = TransformerConfig(
         num_layers=4,
         hidden_size=words.hidden,
@@ -60,9 +63,11 @@ def built(words: argparse.Namespace) -> MoE:
         moe_ffn_hidden_size=words.inner,
         moe_router_topk=words.topk,
         moe_aux_loss_coeff=(1e-3,),
+        moe_grouped_gemm=way.grouped,
     )
+    axes = Axes(options=LayerOptions(RecomputeSwitch(way.recompute)))
     with torch.device("cuda"):
-        layer = MoE(CoreTransformerConfig.of(shape, moe))
+        layer = MoE(CoreTransformerConfig.of(shape, moe), axes=axes)
     draw_weights(held_parameters(layer), seed=1, std=0.02)
     for parameter in layer.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -102,12 +107,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench/experts.py needs a GPU: on a CPU the ways are one and the same")
         return 0
-    layer = built(words)
     x = torch.randn(words.tokens // LENGTH, LENGTH, words.hidden, device="cuda", dtype=torch.bfloat16)
     gradient = torch.randn_like(x)
-    chosen_by_itself = layer.experts.all_on(x.flatten(0, 1))
+    chosen_by_itself = built(words, WAYS[1]).experts.all_on(x.flatten(0, 1))
 
-    def run() -> list[Tensor]:
+    def run(layer: MoE) -> list[Tensor]:
         given = x.detach().requires_grad_()
         made = layer(given)
         made.backward(gradient)
@@ -127,9 +131,9 @@ def main() -> int:
     print(f"{'dense products':<30} {floor:7.2f} ms, {operations / floor / 1e9:4.0f} TFLOP/s")
     reference: list[Tensor] = []
     for way in WAYS:
-        layer.experts.grouped, layer.experts.recompute = way.grouped, way.recompute
+        layer = built(words, way)
         layer.experts.all_on = lambda x_TD, chosen=way.on_device: chosen  # type: ignore[method-assign, misc]
-        found = run()
+        found = run(layer)
         reference = reference or found
         apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, reference))
         del found
@@ -137,14 +141,15 @@ def main() -> int:
         kept = layer(x.detach().requires_grad_())
         held = torch.cuda.memory_allocated() - before
         del kept
-        waits, taken = synchronisations(run), milliseconds(run)
+        again = partial(run, layer)
+        waits, taken = synchronisations(again), milliseconds(again)
         print(
             f"{way.name:<30} {taken:7.2f} ms, {operations / taken / 1e9:4.0f} TFLOP/s, {taken / floor:.2f} of the dense time; waits "
             f"{len(waits)} times{_first(waits)}; keeps {held / 2**20:,.0f} MiB; apart {apart:.1e}",
             flush=True,
         )
         if words.kernels and way.name == "on the device":
-            _kernels(run)
+            _kernels(again)
     return 0
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,11 +29,12 @@ from pentatron.config.resolve import gather, resolve
 from pentatron.config.settings import Facts
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
-from pentatron.nn.compiled import compile_layers
-from pentatron.nn.mlp import fuse_gates
-from pentatron.parallel.axes import Axes
+from pentatron.nn.axes import Axes
+from pentatron.nn.compiled import Compile
+from pentatron.parallel.deferral import DeferredGradients
+from pentatron.parallel.linear_options import WeightScales
 from pentatron.parallel.world import single_process
-from pentatron.train.fp8 import WeightScales, use_fp8
+from pentatron.train.model_options import model_options
 
 LAYERS, WARM, TIMED = 4, 3, 8
 DEVICE = torch.device("cuda")
@@ -51,16 +53,20 @@ OPTIONS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
-def build(shape: str, backend: str, sequence: int, more: str) -> CausalLM:
+def build(shape: str, backend: str, sequence: int, compile: Compile | None, more: str) -> CausalLM:
     words = f"--preset {SHAPES[shape]} --num-layers {LAYERS} --seq-length {sequence} --bf16 --mock-data --train-iters 1 {more}"
     config = resolve(gather(words.split(), TRAIN), Facts(1, 1, 1)).config
     part = StagePart(tuple(range(LAYERS)), embedding=False, head=False)
-    model = build_stages(config.model, config.moe, {0: part}, Axes(), 1, DEVICE, backend)[0]
-    fuse_gates([model])
+    world, scales = single_process(DEVICE), WeightScales(DEVICE)
+    options = replace(
+        model_options(config, compile, DeferredGradients(), scales, world),
+        attention_backend=backend,
+        fuses_gates=True,
+    )
+    model = build_stages(config.model, config.moe, {0: part}, Axes(), 1, DEVICE, options)[0]
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
-    use_fp8(config, [model])
-    WeightScales(config, single_process(DEVICE), [model]).refresh()
+    scales.refresh()
     return model
 
 
@@ -112,10 +118,8 @@ def measure(
 ) -> Step:
     torch._dynamo.reset()
     counters.clear()
-    model = build(arguments.shape, backend, arguments.sequence, more)
+    model = build(arguments.shape, backend, arguments.sequence, Compile() if compiled else None, more)
     with options(option):
-        if compiled:
-            compile_layers([model], documents=False)
         width = next(iter(model.layers.values())).input_norm.weight.numel()  # type: ignore[union-attr,operator]
         step = Step(model, width, arguments.micro_batch, arguments.sequence)
         began = time.perf_counter()

@@ -21,9 +21,11 @@ from pentatron.megatron.arguments import arguments_of
 from pentatron.megatron.core.models.gpt.gpt_model import GPTModel
 from pentatron.megatron.datasets import DatasetProvider, provided_data
 from pentatron.megatron.losses import counting_terms_once, returned_by, share_of
-from pentatron.models.causal_lm import CausalLM, tie_ends
+from pentatron.models.causal_lm import CausalLM, folded_ends
+from pentatron.models.gpt_model import ProcessGroups
 from pentatron.monitor.display import Display
-from pentatron.parallel.axes import Axes
+from pentatron.nn.axes import Axes
+from pentatron.nn.options import ModelOptions
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData
@@ -81,12 +83,24 @@ class UserProgram(Program):
         return provided_data(self.dataset_provider, config, world, folder, display)
 
     def build_stages(
-        self, config: RunConfig, parts: Mapping[int, StagePart], axes: Axes, device: torch.device
+        self,
+        config: RunConfig,
+        parts: Mapping[int, StagePart],
+        axes: Axes,
+        device: torch.device,
+        options: ModelOptions,
     ) -> dict[int, CausalLM]:
+        groups = ProcessGroups(
+            axes.with_linear(options.linear), tuple(parts.values()), options, folded_ends(parts.values())
+        )
+        with state.current().building(groups):
+            return self._provided(parts, device)
+
+    def _provided(self, parts: Mapping[int, StagePart], device: torch.device) -> dict[int, CausalLM]:
         run = state.current()
         takes = inspect.signature(self.model_provider).parameters
         named = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        made: dict[int, GPTModel] = {}
+        made: dict[int, CausalLM] = {}
         for number, part in parts.items():
             run.stage = number
             given: dict[str, Any] = {"pre_process": part.embedding, "post_process": part.head}
@@ -96,9 +110,7 @@ class UserProgram(Program):
             with device:
                 made[number] = _checked(self.model_provider(**given))
         run.stage = None
-        if not any(stage.config.untie_embeddings_and_output_weights for stage in made.values()):
-            tie_ends(made.values())
-        return dict(made)
+        return made
 
     def forward(self, module: CausalLM, call: StageCall) -> Tensor:
         run = state.current()

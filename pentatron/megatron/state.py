@@ -4,7 +4,6 @@ This is the one place of the package where something is global: Megatron's names
 `pentatron.megatron` reads it; the program that a user's script is made into sets it when its run begins.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +65,15 @@ class Running:
             return None
         return self.own_stages.index(self.stage)
 
+    @contextmanager
+    def building(self, groups: ProcessGroups) -> Iterator[None]:
+        """Inside, models are built as those that the run trains."""
+        before, self.groups = self.groups, groups
+        try:
+            yield
+        finally:
+            self.groups = before
+
     def process_group(self, axis: Axis) -> Any:
         """Torch's group of the ranks along an axis; on an axis without company, of this rank alone."""
         group = self.world.group(axis)
@@ -104,7 +112,7 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     timers = Timers(resolved.config.loop.timing_log_level, world.everyone, display.say)
-    groups = dataclasses.replace(process_groups(resolved.config, world), tied_later=True)
+    groups = process_groups(resolved.config, world)
     _running = Running(resolved, world, display, args, timers, groups)
     try:
         yield _running

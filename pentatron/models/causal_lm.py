@@ -3,8 +3,8 @@
 A pipeline stage is the same class with parts missing: no embedding, some of the layers, no head.
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,18 @@ from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.layer_specs import block_spec
-from pentatron.nn.attention import AttentionKernels, DotProductAttention
+from pentatron.nn.attention_kernels import AttentionKernels
+from pentatron.nn.axes import Axes
+from pentatron.nn.compiled import together_of
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.init import draw_weights
-from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable, tie_on_one_rank
-from pentatron.nn.loss import CrossEntropy
+from pentatron.nn.kv_cache import CacheInUse
+from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
 from pentatron.nn.norm import ConfiguredNorm, norm_in
-from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
+from pentatron.nn.options import DEFAULT_OPTIONS, LayerOptions, ModelOptions
+from pentatron.nn.recompute import EVERY_LAYER, NOTHING, RecomputeSwitch
 from pentatron.nn.rope import build_rope
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_for
-from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -53,8 +55,24 @@ class Embedding(nn.Module):
         return x_BSD if keys is None else hidden_dropout(x_BSD, keys, 0, self.dropout)
 
 
+class FoldedEnds:
+    """Hands the word table of a folded pipeline's first stage to the last one, which is on the same rank and built after it."""
+
+    def __init__(self) -> None:
+        self.table: VocabularyTable | None = None
+
+
+def folded_ends(parts: Collection[StagePart]) -> FoldedEnds | None:
+    """For the stages of a rank, if the first and the last one are among them, and not the same."""
+    ends = {(part.embedding, part.head) for part in parts}
+    return FoldedEnds() if ends >= {(True, False), (False, True)} else None
+
+
 class CausalLM(nn.Module):
-    """One stage of the model, or all of it."""
+    """One stage of the model, or all of it.
+
+    `ends`: both ends of a folded pipeline are on this rank, so that a tied embedding is one parameter of two stages.
+    """
 
     def __init__(
         self,
@@ -62,46 +80,62 @@ class CausalLM(nn.Module):
         moe: MoEConfig,
         part: StagePart,
         axes: Axes,
-        attention_backend: str = "auto",
+        options: ModelOptions = DEFAULT_OPTIONS,
         spec: ModuleSpec | TransformerBlockSubmodules | None = None,
+        ends: FoldedEnds | None = None,
     ) -> None:
         super().__init__()
         core = CoreTransformerConfig.of(config, moe)
         block = block_spec(core, spec)
-        axis = axes.tensor
         assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
-        self.attention_backend = attention_backend
-        self.kernels = AttentionKernels()
-        self.axis = axis
+        self.attention_backend = options.attention_backend
         self.attention_dropout = config.attention_dropout
-        self.recompute: Recompute = NOTHING
-        # Several layers as one function, where they are compiled like that; it gives back those it did not run.
-        self.together: Callable[..., tuple[Tensor, Sequence[nn.Module]]] | None = None
-        self.cross_entropy = CrossEntropy()
+        self.kernels = AttentionKernels()
+        self.cache_in_use = CacheInUse()
+        draws = config.attention_dropout > 0
+        self.recompute = RecomputeSwitch(options.recompute, draws, self.kernels.around)
+        self.cross_entropy = options.cross_entropy
+        axes = axes.with_linear(options.linear)
+        self.axis = axes.tensor
+        of_head = axes.with_linear(options.linear_of_head()).tensor
         tied = not config.untie_embeddings_and_output_weights
-        self.embedding = Embedding(config, axis, tied and not part.head) if part.embedding else None
+        tied_elsewhere = tied and not part.head and ends is None
+        # A tied table is the output layer too, where the stage has both ends.
+        of_table = of_head if tied and part.head else self.axis
+        self.embedding = Embedding(config, of_table, tied_elsewhere) if part.embedding else None
         self.rope = build_rope(config)
-        # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
-        self.layers = nn.ModuleDict(
-            {
-                str(i): build_module(block.layer_specs[i], config=core, layer_number=i + 1, axes=axes)
-                for i in part.layers
-            }
+        shared = LayerOptions(
+            self.recompute, self.kernels, self.cache_in_use, options.fuses_gates, options.compile
         )
-        for module in self.layers.modules():
-            if isinstance(module, DotProductAttention):
-                module.kernels = self.kernels
+        layers = {
+            i: build_module(
+                block.layer_specs[i],
+                config=core,
+                layer_number=i + 1,
+                axes=replace(axes.with_linear(options.linear_of_layer(i)), options=shared),
+            )
+            for i in part.layers
+        }
+        # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
+        # Several layers as one function, where they are compiled like that; it gives back those it did not run.
+        self.together = together_of(options.compile, layers.values())
         self.final_norm: nn.Module | None = None
         self.head: VocabularyHead | None = None
         if part.head:
             chosen = block.layer_norm or ConfiguredNorm
-            self.final_norm = norm_in(chosen, config, config.hidden_size, axis.partial_in_stream)
+            over = self.axis.partial_in_stream
+            self.final_norm = norm_in(chosen, config, config.hidden_size, over, options.compile)
             sizes = (config.padded_vocab_size, config.vocab_size, config.hidden_size)
             if not tied:
-                self.head = VocabularyHead(*sizes, axis)
+                self.head = VocabularyHead(*sizes, of_head)
             elif not part.embedding:
-                self.head = VocabularyHead(*sizes, axis, tied_to=_TIED_TENSOR)
+                table = None if ends is None else ends.table
+                assert ends is None or table is not None, "the first stage is built before the last one"
+                self.head = VocabularyHead(*sizes, of_head, tied_to=_TIED_TENSOR, shared=table)
+        if tied and ends is not None and self.embedding is not None:
+            ends.table = self.embedding.word
 
     def forward(
         self,
@@ -149,24 +183,12 @@ class CausalLM(nn.Module):
             x_BSD = layer(x_BSD, self.rope, angles, keys, **documents_for(layer, documents))
         return x_BSD
 
-    def use_recompute(self, wanted: Recompute) -> None:
-        """What keeps only its input for backward from now on, and runs again there."""
-        draws = self.attention_dropout > 0
-        self.recompute = dataclasses.replace(wanted, draws=draws, kernels=self.kernels.around)
-        for module in self.modules():
-            if isinstance(getattr(module, "recompute", None), Recompute):
-                module.recompute = self.recompute  # type: ignore[assignment]
-
     def gradient_checkpointing_enable(self) -> None:
         """Every layer keeps its input alone, and runs again in backward."""
-        self.use_recompute(EVERY_LAYER)
+        self.recompute.wanted = EVERY_LAYER
 
     def gradient_checkpointing_disable(self) -> None:
-        self.use_recompute(NOTHING)
-
-    def use_cross_entropy(self, wanted: CrossEntropy) -> None:
-        """How losses are computed from now on."""
-        self.cross_entropy = wanted
+        self.recompute.wanted = NOTHING
 
     def _logits_or_losses(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor:
         """This rank's part of the logits, or with labels the loss of every token."""
@@ -190,7 +212,7 @@ def build_stages(
     axes: Axes,
     seed: int | None,
     device: torch.device,
-    attention_backend: str = "auto",
+    options: ModelOptions = DEFAULT_OPTIONS,
     spec: ModuleSpec | TransformerBlockSubmodules | None = None,
 ) -> dict[int, CausalLM]:
     """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else.
@@ -198,32 +220,23 @@ def build_stages(
     Without a seed the weights are whatever the memory held, for whoever loads all of them.
     """
     stages = {}
+    ends = folded_ends(parts.values())
     for number, part in parts.items():
         with device:
-            stages[number] = CausalLM(config, moe, part, axes, attention_backend, spec)
-    if not config.untie_embeddings_and_output_weights:
-        tie_ends(stages.values())
+            stages[number] = CausalLM(config, moe, part, axes, options, spec, ends)
     if seed is not None:
         draw_weights(held_parameters(*stages.values()), seed, config.init_method_std)
     return stages
-
-
-def tie_ends(stages: Collection[CausalLM]) -> None:
-    """Where a pipeline is folded, the first and the last stage are on one rank."""
-    tables = [stage.embedding.word for stage in stages if stage.embedding is not None]
-    heads = [stage.head for stage in stages if stage.head is not None]
-    for table, head in zip(tables, heads):
-        tie_on_one_rank(table, head)
 
 
 def build_model(
     config: TransformerConfig,
     seed: int,
     device: torch.device,
-    attention_backend: str = "auto",
     moe: MoEConfig = NO_EXPERTS,
+    options: ModelOptions = DEFAULT_OPTIONS,
     spec: ModuleSpec | TransformerBlockSubmodules | None = None,
 ) -> CausalLM:
     """The whole model on one process."""
     part = StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
-    return build_stages(config, moe, {0: part}, Axes(), seed, device, attention_backend, spec)[0]
+    return build_stages(config, moe, {0: part}, Axes(), seed, device, options, spec)[0]

@@ -5,7 +5,6 @@ tells all others.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +16,8 @@ from pentatron.layout.actions import Schedule
 from pentatron.layout.schedules import forward_schedule, looped_placement
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.sampling import Choice, Sampling, choices
-from pentatron.nn.kv_cache import KVCache, Pass, can_keep, keeping
+from pentatron.nn.attention import can_keep
+from pentatron.nn.kv_cache import KVCache, Pass
 from pentatron.parallel.collectives import all_gather_into, broadcast_, gather_objects
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
@@ -81,34 +81,30 @@ def generate(
     most = [min(max_new_tokens, model.positions - len(prompt)) for prompt in prompts]
     generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
-    with _reader(model, capacity=max(map(sum, zip(map(len, prompts), most)))) as read:
-        going = list(range(len(prompts)))
-        while going:
-            for row, choice in _choices(model, read(texts), going, sampling, generators):
-                if choice.token in stop:
-                    yield Made(first_number + row, None, "stop")
-                    going = [other for other in going if other != row]
-                    continue
-                texts[row].append(choice.token)
-                end: End | None = None
-                if len(texts[row]) == len(prompts[row]) + most[row]:
-                    end = "length" if most[row] == max_new_tokens else "positions"
-                    going = [other for other in going if other != row]
-                yield Made(first_number + row, choice, end)
+    read = _reader(model, capacity=max(map(sum, zip(map(len, prompts), most))))
+    going = list(range(len(prompts)))
+    while going:
+        for row, choice in _choices(model, read(texts), going, sampling, generators):
+            if choice.token in stop:
+                yield Made(first_number + row, None, "stop")
+                going = [other for other in going if other != row]
+                continue
+            texts[row].append(choice.token)
+            end: End | None = None
+            if len(texts[row]) == len(prompts[row]) + most[row]:
+                end = "length" if most[row] == max_new_tokens else "positions"
+                going = [other for other in going if other != row]
+            yield Made(first_number + row, choice, end)
 
 
-@contextmanager
-def _reader(
-    model: GenerationModel, capacity: int
-) -> Iterator[Callable[[Sequence[Sequence[int]]], Tensor | None]]:
+def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequence[int]]], Tensor | None]:
     """What reads texts and gives this rank's logits of their next tokens; texts that grew are not read again.
 
     Layers that attend in a way of their own may not be able to remember; then every text is read anew each time.
     """
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
     if not all(gather_objects(all(map(can_keep, layers)), model.world.everyone)):
-        yield lambda texts: _read(model, texts, max(map(len, texts)), None)
-        return
+        return lambda texts: _read(model, texts, max(map(len, texts)), None)
     cache = KVCache(capacity)
 
     def read(texts: Sequence[Sequence[int]]) -> Tensor | None:
@@ -116,10 +112,10 @@ def _reader(
             return _read(model, texts, READ_AT_ONCE, cache)
         # One that has ended stays where it is.
         cache.begin(Pass(tuple(len(text) - 1 for text in texts), 1))
-        return _forward(model, cache.now, torch.tensor([[text[-1]] for text in texts]), [0] * len(texts))
+        last = torch.tensor([[text[-1]] for text in texts])
+        return _forward(model, cache.now, last, [0] * len(texts), cache)
 
-    with keeping(layers, cache):
-        yield read
+    return read
 
 
 def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int) -> None:
@@ -153,18 +149,20 @@ def _read(
             cache.begin(now)
         places = [len(text) - 1 - start for text in texts]
         inside = [place if 0 <= place < part.shape[1] else 0 for place in places]
-        logits = _forward(model, now, part, inside)
+        logits = _forward(model, now, part, inside, cache)
         if logits is not None:
             ends_here = torch.tensor([p == i for p, i in zip(places, inside)], device=logits.device)
             found = logits if found is None else torch.where(ends_here[:, None], logits, found)
     return found
 
 
-def _forward(model: GenerationModel, now: Pass, tokens_BS: Tensor, wanted: Sequence[int]) -> Tensor | None:
+def _forward(
+    model: GenerationModel, now: Pass, tokens_BS: Tensor, wanted: Sequence[int], cache: KVCache | None
+) -> Tensor | None:
     """One pass of all stages. Where the head is, this rank's part of the logits of each sequence's wanted token."""
     device = model.world.device
     program = _OnePass(
-        model, tokens_BS.to(device), now.positions(device), torch.tensor(wanted, device=device)
+        model, tokens_BS.to(device), now.positions(device), torch.tensor(wanted, device=device), cache
     )
     model.executor.evaluate(model.schedule, program)
     return program.logits_BV
@@ -174,16 +172,23 @@ class _OnePass:
     """What the executor runs."""
 
     def __init__(
-        self, model: GenerationModel, tokens_BS: Tensor, positions_BS: Tensor, wanted_B: Tensor
+        self,
+        model: GenerationModel,
+        tokens_BS: Tensor,
+        positions_BS: Tensor,
+        wanted_B: Tensor,
+        cache: KVCache | None,
     ) -> None:
-        self.model = model
+        self.model, self.cache = model, cache
         self.tokens_BS, self.positions_BS, self.wanted_B = tokens_BS, positions_BS, wanted_B
         self.logits_BV: Tensor | None = None
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        made: Tensor = self.model.stages[stage](
-            self.tokens_BS, self.positions_BS, received_BSD=received, wanted_B=self.wanted_B
-        )
+        module = self.model.stages[stage]
+        with module.cache_in_use.using(self.cache):
+            made: Tensor = module(
+                self.tokens_BS, self.positions_BS, received_BSD=received, wanted_B=self.wanted_B
+            )
         if stage < self.model.schedule.placement.stages - 1:
             return made
         self.logits_BV = made[:, 0]

@@ -13,24 +13,27 @@ from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
-from pentatron.models.causal_lm import CausalLM
+from pentatron.models.causal_lm import CausalLM, FoldedEnds, folded_ends
+from pentatron.nn.axes import ONE_PROCESS, Axes, axes_of
 from pentatron.nn.init import draw_weights
+from pentatron.nn.options import DEFAULT_OPTIONS, ModelOptions
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
-from pentatron.parallel.axes import ONE_PROCESS, Axes, axes_of
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.world import World
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Where models of one rank are built: the axes their layers are spread over, and what each of its stages holds.
+    """How models of one rank are built: the axes their layers are spread over, what each of its stages holds, and how they compute.
 
-    `tied_later`: who builds all stages ties the ends of a folded pipeline when both are there.
+    `options`: None leaves them to the run under way, and outside of one to the defaults. `ends`: for a program that builds all
+    stages of the rank, one after the other.
     """
 
     axes: Axes
     stages: tuple[StagePart, ...]
-    tied_later: bool = False
+    options: ModelOptions | None = None
+    ends: FoldedEnds | None = None
 
 
 def process_groups(config: RunConfig, world: World) -> ProcessGroups:
@@ -84,8 +87,12 @@ class GPTModel(CausalLM):
         )
         tied = not core.untie_embeddings_and_output_weights
         part = _part(core.num_layers, pre_process, post_process, vp_stage, pg_collection, tied)
-        axes = ONE_PROCESS if pg_collection is None else pg_collection.axes
-        super().__init__(core, core.moe, part, axes, core.attention_backend, transformer_layer_spec)
+        groups = pg_collection or ProcessGroups(ONE_PROCESS, (part,))
+        options = dataclasses.replace(
+            groups.options or DEFAULT_OPTIONS, attention_backend=core.attention_backend
+        )
+        axes, ends = groups.axes, groups.ends
+        super().__init__(core, core.moe, part, axes, options, transformer_layer_spec, ends)
         self.config = core
         self.split_sequences = axes.context.size > 1
         draw_weights(held_parameters(self), core.seed, core.init_method_std)
@@ -134,8 +141,7 @@ def _part(
         return StagePart(tuple(range(layers)), embedding=True, head=True)
     if not 0 <= (vp_stage or 0) < len(groups.stages):
         raise UserError(f"vp_stage={vp_stage}: this rank has {len(groups.stages)} stages, counted from 0")
-    folded = {(True, False), (False, True)}
-    if tied and not groups.tied_later and {(part.embedding, part.head) for part in groups.stages} >= folded:
+    if tied and groups.ends is None and folded_ends(groups.stages):
         raise UserError(
             "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot make one by "
             "one; untie it (share_embeddings_and_output_weights=False), or use build_stages"

@@ -5,7 +5,7 @@ import torch
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM
-from pentatron.parallel.axes import Axes
+from pentatron.nn.axes import Axes
 from pentatron.parallel.pieces import Shape, held_parameters
 
 

@@ -1,11 +1,6 @@
 """Causal self-attention with grouped queries, its heads spread over the tensor axis."""
 
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-
-import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
@@ -13,84 +8,16 @@ from pentatron.config.windows import window_of
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.ranks import Axis
+from pentatron.nn.axes import ONE_PROCESS, Axes
+from pentatron.nn.compiled import Compile, Forward
 from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
+from pentatron.nn.kv_cache import attend_to_kept
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import norm_in
-from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules, build_module, documents_for
-from pentatron.parallel.axes import ONE_PROCESS, Axes
 from pentatron.parallel.tensor_axis import TensorAxis
-
-# Megatron's names for kernels, beside torch's own. Of several, the first that takes what it is given runs.
-_BACKENDS = {
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "math": [SDPBackend.MATH],
-    "unfused": [SDPBackend.MATH],
-    "local": [SDPBackend.MATH],
-}
-
-
-# On GPUs from this generation on (Hopper), cuDNN's kernel is the fastest of those that take the same.
-_CUDNN_FIRST = 9
-_FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
-def chosen_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
-    """Which kernels may run, those to prefer first; None leaves the choice to torch, as `auto` does on most devices."""
-    if backend != "auto":
-        return _BACKENDS[backend]
-    # A GPU is asked only by who computes on it: asking opens it.
-    newest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _CUDNN_FIRST
-    # With dropout cuDNN's results and gradients are right (against fp64, with the mask it used); whole runs that resume with it are yet to be compared.
-    return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if newest else None
-
-
-class AttentionKernels:
-    """Around attention that is restricted to some kernels, in their order; nothing is, where none are chosen.
-
-    To say so takes torch longer than a launch, so what is said around a whole model is not said again in each of its layers.
-    """
-
-    def __init__(self, chosen: list[SDPBackend] | None = None) -> None:
-        self.chosen = chosen
-        self._device: torch.device | None = None
-        self._said: AbstractContextManager[None] | None = None
-        self._inside = 0
-
-    def choose(self, backend: str, device: torch.device, dropout: float) -> None:
-        """For where a model runs now; it may have been made elsewhere."""
-        if device != self._device:
-            self._device, self.chosen = device, chosen_kernels(backend, device, dropout)
-
-    def __enter__(self) -> None:
-        if self.chosen is not None and not self._inside:
-            self._said = sdpa_kernel(self.chosen, set_priority=True)
-            self._said.__enter__()
-        self._inside += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inside -= 1
-        if self._said is not None and not self._inside:
-            said, self._said = self._said, None
-            said.__exit__(kind, error, trace)
-
-    def around(self) -> AbstractContextManager[None]:
-        """Itself; a compiler, which cannot look into how it counts, is told each time, and compiles it in."""
-        if not torch.compiler.is_compiling():
-            return self
-        return nullcontext() if self.chosen is None else sdpa_kernel(self.chosen, set_priority=True)
 
 
 class DotProductAttention(nn.Module):
@@ -114,11 +41,17 @@ class DotProductAttention(nn.Module):
         )
         # The model's own, said around all of its layers; here it is said again, for what is compiled (a cache of compiled layers would
         # not tell two choices apart) and for what is recomputed out of a compiled layer, where the model says nothing.
-        self.kernels = AttentionKernels()
+        self.kernels = axes.options.kernels
+        self.cache_in_use = axes.options.cache
 
     def forward(
         self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: DocumentStarts | None = None
     ) -> Tensor:
+        cache = self.cache_in_use.cache
+        if cache is not None:
+            keys, values = cache.of(self).keep(k_BKSH, v_BKSH)
+            if not cache.now.is_first:
+                return attend_to_kept(q_BNSH, keys, values, cache, self.window)
         dropout = self.dropout if self.training else 0.0
         with self.kernels.around():
             return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
@@ -156,7 +89,7 @@ class SelfAttention(nn.Module):
         self.head_width = width
         self.groups = max(1, groups // axis.size)
         self.queries_per_group = queries // axis.kv_copies
-        self.recompute: Recompute = NOTHING
+        self.recompute = axes.options.recompute
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.linear_qkv = build_module(
             submodules.linear_qkv,
@@ -177,6 +110,12 @@ class SelfAttention(nn.Module):
             attn_mask_type=attn_mask_type,
             axes=axes,
         )
+        self.called_apart: dict[str, str] = {}
+        self._core_apart: Forward | None = None
+        compile = axes.options.compile
+        if compile is not None and (reason := self._why_core_is_apart(compile)):
+            self.called_apart["core_attention"] = reason
+            self._core_apart = compile.called_apart(self, "core_attention")
         attended = config.num_attention_heads * width
         proj_bias = config.add_bias_linear or config.add_proj_bias
         scale = residual_scale(config.num_layers)
@@ -210,10 +149,28 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = (_rotated(t, rope, *angles) for t in (q_BNSH, k_BKSH))
-        out_BNSH: Tensor = self.core_attention(
-            q_BNSH, k_BKSH, v_BKSH, **documents_for(self.core_attention, documents)
-        )
+        attend = self._core_apart or self.core_attention
+        out_BNSH: Tensor = attend(q_BNSH, k_BKSH, v_BKSH, **documents_for(self.core_attention, documents))
         return out_BNSH.transpose(1, 2).flatten(2)
+
+    def _why_core_is_apart(self, compile: Compile) -> str:
+        """Why the attention proper interrupts the graph of a compiled layer, if it does."""
+        # A class of a user's own, which is told of documents, is apart as a whole.
+        documents = compile.documents and type(self) is SelfAttention
+        if documents:
+            documents_for(self.core_attention, ())
+        context = getattr(self.core_attention, "context", None)
+        if getattr(context, "size", 1) > 1:
+            return "attention that talks to other context ranks"
+        return "attention within documents, which begin elsewhere in every batch" if documents else ""
+
+
+def can_keep(layer: nn.Module) -> bool:
+    """Whether a KV cache can serve a layer: it attends with the attention above, or not at all."""
+    attention = getattr(layer, "attention", None)
+    if isinstance(attention, SelfAttention):
+        return type(attention.core_attention) is DotProductAttention
+    return isinstance(attention, IdentityOp)
 
 
 def _rotated(x_BNSH: Tensor, rope: RotaryEmbedding, cos: Tensor, sin: Tensor) -> Tensor:

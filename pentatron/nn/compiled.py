@@ -1,7 +1,7 @@
-"""Layers that are compiled, one by one or some together: each becomes one graph, and all layers of a kind share what is made for the first.
+"""How layers are compiled: each becomes one graph, or some of them together, and all layers of a kind share what is made for the first.
 
-What talks to other ranks, what decides while it runs, and what depends on the tokens stays as it is: it interrupts the graph of its layer, and
-the parts around it are compiled.
+Each layer takes its compiled form when it is built. A part that talks to other ranks, decides while it runs or depends on the
+tokens keeps itself out: it interrupts the graph of its layer, and the parts around it are compiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,81 +13,63 @@ from torch import Tensor, nn
 
 from pentatron.kernels.choice import triton_works
 from pentatron.layout.documents import DocumentStarts
-from pentatron.nn.attention import SelfAttention
-from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, WeightedModule
-from pentatron.nn.moe import MoE
-from pentatron.nn.norm import LayerNorm, RMSNorm
-from pentatron.nn.spec import documents_for
-from pentatron.nn.transformer_layer import TransformerLayer
 
 # Kinds of layers, times training and evaluation, times shapes: all of one function, for which torch allows few by default.
 _MOST_VERSIONS = 64
 
+Forward = Callable[..., Tensor]
+
 
 @dataclass(frozen=True)
-class Compiled:
-    """How many layers are compiled, and what was left out, with the reason."""
+class Compile:
+    """How the layers of a model are compiled.
 
-    layers: int
-    left_out: tuple[str, ...]
-
-
-def compile_layers(
-    stages: Iterable[nn.Module],
-    documents: bool,
-    backend: Any = "inductor",
-    options: dict[str, Any] | None = None,
-    together: int = 1,
-) -> Compiled:
-    """Compiles the layers of these stages, and their last norm, when they first run.
-
-    `documents`: sequences are divided by what their tokens are. `together`: so many layers are one graph, where nothing comes
-    between them. The forward of a module is replaced, so that hooks (those that gather shards, say) stay outside. Must be called when the stages are whole: with weight gradients deferred, if they are.
+    `backend` and `options` are those of `torch.compile`. `together`: so many layers are one graph, where nothing comes between
+    them. `documents`: sequences are divided into documents, which no graph looks at.
     """
-    from torch import _dynamo as dynamo
 
-    dynamo.assume_constant_result(triton_works)
-    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_VERSIONS)
-    # Shards hide what else a layer is: without these guards one with a window would run the graph of one without.
-    dynamo.config.skip_fsdp_guards = False
-    count, left_out = 0, dict[str, None]()
-    for stage in stages:
-        whole = not documents
-        for layer in stage.get_submodule("layers").children():
-            # A layer of a user's own may look at documents, which are out of sight inside.
-            if not isinstance(layer, TransformerLayer) or (documents and type(layer) is not TransformerLayer):
-                left_out[f"{type(layer).__name__}, a layer of your own"] = None
-                whole = False
-                continue
-            for module, reason in _apart(layer, documents):
-                whole = False
-                left_out[reason] = None
-                forward = _opened(module.forward) if documents else module.forward
-                module.forward = torch.compiler.disable(forward)
-            _compile(layer, backend, options)
-            if documents:
-                layer.forward = _sealed(layer.forward)  # type: ignore[method-assign]
-            count += 1
-        if together > 1 and whole:
-            stage.together = Together(together, backend, options)  # type: ignore[assignment]
-        norm = getattr(stage, "final_norm", None)
-        if isinstance(norm, RMSNorm | LayerNorm):
-            _compile(norm, backend, options)
-    return Compiled(count, tuple(left_out))
+    backend: Any = "inductor"
+    options: dict[str, Any] | None = None
+    together: int = 1
+    documents: bool = False
 
+    def whole(self, forward: Forward) -> Forward:
+        """A forward that is compiled when it first runs. Hooks of its module stay outside."""
+        from torch import _dynamo as dynamo
 
-def _compile(module: nn.Module, backend: Any, options: dict[str, Any] | None) -> None:
-    module.forward = torch.compile(module.forward, backend=backend, options=options)
-    module.runs_whole = True  # type: ignore[assignment]
+        dynamo.assume_constant_result(triton_works)
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_VERSIONS)
+        # Shards hide what else a layer is: without these guards one with a window would run the graph of one without.
+        dynamo.config.skip_fsdp_guards = False
+        made: Forward = torch.compile(forward, backend=self.backend, options=self.options)
+        return made
+
+    def layer(self, forward: Forward) -> Forward:
+        """The same for a layer, which hands documents on unseen."""
+        return _sealed(self.whole(forward)) if self.documents else self.whole(forward)
+
+    def apart(self, forward: Forward) -> Forward:
+        """A part of a layer that interrupts its graph and runs as it is written."""
+        made: Forward = torch.compiler.disable(_opened(forward) if self.documents else forward)
+        return made
+
+    def called_apart(self, owner: nn.Module, name: str) -> Forward:
+        """Calls a part of `owner` so, whatever its class: what its owner knows to interrupt the graph."""
+
+        def call(*inputs: Any, **named: Any) -> Tensor:
+            made: Tensor = getattr(owner, name)(*inputs, **named)
+            return made
+
+        return self.apart(call)
 
 
 class Together:
     """Some layers that follow each other as one compiled function. To enter one, its guards and its way into autograd, takes the host as long as
     many launches: a model of small layers waits for that."""
 
-    def __init__(self, count: int, backend: Any, options: dict[str, Any] | None) -> None:
-        self.count = count
-        self._compiled = torch.compile(_in_turn, backend=backend, options=options)
+    def __init__(self, compile: Compile) -> None:
+        self.count = compile.together
+        self._compiled = compile.whole(_in_turn)
 
     def __call__(
         self, x_BSD: Tensor, layers: Sequence[nn.Module], *inputs: Any
@@ -96,6 +78,13 @@ class Together:
         while len(some := tuple(layers[: self.count])) == self.count and not any(map(_has_hooks, some)):
             x_BSD, layers = self._compiled(some, x_BSD, *inputs), layers[self.count :]
         return x_BSD, layers
+
+
+def together_of(compile: Compile | None, layers: Iterable[nn.Module]) -> Together | None:
+    """Several layers as one function, if that is wanted and all of them are compiled whole."""
+    if compile is None or compile.together == 1 or compile.documents or compiled_of(layers).left_out:
+        return None
+    return Together(compile)
 
 
 def _in_turn(layers: Sequence[nn.Module], x_BSD: Tensor, *inputs: Any) -> Tensor:
@@ -117,14 +106,14 @@ class _Sealed:
     documents: DocumentStarts
 
 
-def _sealed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _sealed(forward: Forward) -> Forward:
     def call(*inputs: Any, documents: DocumentStarts | None = None) -> Tensor:
         return forward(*inputs, documents=None if documents is None else _Sealed(documents))
 
     return call
 
 
-def _opened(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _opened(forward: Forward) -> Forward:
     def call(*inputs: Any, **named: Any) -> Tensor:
         if isinstance(sealed := named.get("documents"), _Sealed):
             named["documents"] = sealed.documents
@@ -133,35 +122,34 @@ def _opened(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _apart(module: nn.Module, documents: bool) -> Iterator[tuple[nn.Module, str]]:
-    """The largest parts of a module that are not compiled."""
-    for child in module.children():
-        reason = _reason(child)
-        if documents and child is getattr(module, "attention", None) and type(child) is not SelfAttention:
-            documents_for(child, ())
-            reason = f"{type(child).__name__}, which is told of documents"
-        if reason:
-            yield child, reason
+@dataclass(frozen=True)
+class Compiled:
+    """How many layers are compiled, and what was left out, with the reason."""
+
+    layers: int
+    left_out: tuple[str, ...]
+
+
+def compiled_of(layers: Iterable[nn.Module]) -> Compiled:
+    """What is compiled of layers that were built to be."""
+    count, left_out = 0, dict[str, None]()
+    for layer in layers:
+        if not getattr(layer, "runs_whole", False):
+            left_out[f"{type(layer).__name__}, a layer of your own"] = None
             continue
-        if isinstance(child, SelfAttention) and (reason := _reason_of_attention(child, documents)):
-            if documents:
-                documents_for(child.core_attention, ())
-            yield child.core_attention, reason
-        yield from _apart(child, documents)
+        left_out |= dict.fromkeys(_reasons(layer))
+        count += 1
+    return Compiled(count, tuple(left_out))
 
 
-def _reason(module: nn.Module) -> str:
-    if isinstance(module, MoE):
-        return "experts, whose sizes follow from their tokens"
-    if isinstance(module, WeightedModule) and module.deferred is not None:
-        return "matrix products, whose weight gradients wait for another part of the schedule"
-    if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.axis.size > 1:
-        return "matrix products that talk to other tensor ranks"
-    return ""
-
-
-def _reason_of_attention(attention: SelfAttention, documents: bool) -> str:
-    context = getattr(attention.core_attention, "context", None)
-    if getattr(context, "size", 1) > 1:
-        return "attention that talks to other context ranks"
-    return "attention within documents, which begin elsewhere in every batch" if documents else ""
+def _reasons(module: nn.Module) -> Iterator[str]:
+    """Why the largest parts of a module that are not compiled are not. A part may say so itself, or the module that calls it."""
+    called_apart: dict[str, str] = getattr(module, "called_apart", {})
+    yield from called_apart.values()
+    for name, child in module.named_children():
+        if name in called_apart:
+            continue
+        if reason := getattr(child, "left_out", ""):
+            yield reason
+        else:
+            yield from _reasons(child)

@@ -5,24 +5,31 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.nn.axes import Axes
 from pentatron.nn.experts_on_device import Matrices, mixed_on_device
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import WeightedModule, activated
-from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.router import Routing
 from pentatron.parallel.deferral import grouped_linear
-from pentatron.parallel.expert_axis import ExpertAxis
 from pentatron.parallel.grouped import GroupedRows, Groups, one_kernel_can
+from pentatron.parallel.linear_options import PLAIN, LinearOptions
 from pentatron.parallel.pieces import Declared, Initial, Piece, Shape
 
 
 class ExpertLinear(WeightedModule):
     """`y = x Wᵀ` with a matrix for each expert."""
 
-    def __init__(self, shape: Shape, local: Shape, pieces: tuple[Piece, ...], scale: float) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        shape: Shape,
+        local: Shape,
+        pieces: tuple[Piece, ...],
+        scale: float,
+        options: LinearOptions = PLAIN,
+    ) -> None:
+        super().__init__(options)
         declared = Declared(shape, pieces, Initial(scale), copies="expert_data")
-        self.weight = self.declare("weight", local, declared)
+        self.weight = self.declare_weight(local, declared)
 
     def forward(self, rows_ND: Tensor, groups: GroupedRows) -> Tensor:
         return grouped_linear(rows_ND, self.weight, groups, self.deferred)
@@ -34,14 +41,15 @@ class Experts(nn.Module):
     # Weights that are on their way are waited for at its door: a device that mixes all experts does not run their matrices one by one.
     runs_whole = True
 
-    def __init__(self, config: TransformerConfig, moe: MoEConfig, axis: ExpertAxis) -> None:
+    def __init__(self, config: TransformerConfig, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
+        axis = axes.expert
         assert moe.num_experts and moe.moe_ffn_hidden_size
         self.gated = config.gated_linear_unit
         self.count = moe.num_experts
         # In one matmul for all experts, unless the user does not want that.
         self.grouped = moe.moe_grouped_gemm is not False
-        self.recompute: Recompute = NOTHING
+        self.recompute = axes.options.recompute
         hidden, inner, own = config.hidden_size, moe.moe_ffn_hidden_size, axis.own(moe.num_experts)
         share, count = inner // axis.cut, len(own)
         halves = 2 if self.gated else 1
@@ -58,12 +66,14 @@ class Experts(nn.Module):
             (count, halves * share, hidden),
             rows,
             1.0,
+            axes.tensor.linear,
         )
         self.linear_fc2 = ExpertLinear(
             (moe.num_experts, hidden, inner),
             (count, hidden, share),
             (columns,),
             residual_scale(config.num_layers),
+            axes.tensor.linear,
         )
 
     def forward(
@@ -92,7 +102,7 @@ class Experts(nn.Module):
 
     def _mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
         # What lies between the matrices is made again in any case; asked to keep less, the rows are too.
-        keeps_rows = "moe_act" not in self.recompute.parts
+        keeps_rows = "moe_act" not in self.recompute.wanted.parts
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         matrices = Matrices(fc1.weight, fc2.weight, self.gated, keeps_rows, fc1.deferred)
         return mixed_on_device(x_TD, routing, self.count, matrices)

@@ -6,17 +6,14 @@ the filling leaves in later slots is never seen, because the sequence's own toke
 far.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from pentatron.nn.attention import DotProductAttention, SelfAttention
-from pentatron.nn.spec import IdentityOp
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,21 @@ class Pass:
 
 
 class KVCache:
-    """Which tokens the layers of a model are given now; `capacity` positions are kept of each sequence.
+    """Keys and values of the layers of a model, `capacity` positions of each sequence, and which tokens the layers are given now.
 
-    What follows from that is made for the first layer that asks, and once for all of them.
+    What follows from the tokens is made for the first layer that asks, and once for all of them.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self._layers: dict[object, LayerCache] = {}
         self.begin(Pass((), 0))
+
+    def of(self, attention: object) -> "LayerCache":
+        """What is kept for one attention, which gives itself."""
+        if attention not in self._layers:
+            self._layers[attention] = LayerCache(self)
+        return self._layers[attention]
 
     def begin(self, now: Pass) -> None:
         assert not now.starts or now.end <= self.capacity, (
@@ -102,43 +106,20 @@ class LayerCache:
         return self.keys_values
 
 
-class KeepingAttention(nn.Module):
-    """Attention in the place of `inner` that remembers. What it is given first, `inner` computes itself."""
+class CacheInUse:
+    """The cache of the forward that runs now, if it has one. The attentions of a model share one of these."""
 
-    def __init__(self, inner: DotProductAttention, cache: KVCache) -> None:
-        super().__init__()
-        self.inner = inner
+    def __init__(self) -> None:
+        self.cache: KVCache | None = None
+
+    @contextmanager
+    def using(self, cache: KVCache | None) -> Iterator[None]:
+        """Around the layers of one forward."""
         self.cache = cache
-        self.kept = LayerCache(cache)
-
-    def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-        keys, values = self.kept.keep(k_BKSH, v_BKSH)
-        if self.cache.now.is_first:
-            made: Tensor = self.inner(q_BNSH, k_BKSH, v_BKSH)
-            return made
-        return attend_to_kept(q_BNSH, keys, values, self.cache, self.inner.window)
-
-
-def can_keep(layer: nn.Module) -> bool:
-    """Whether a layer attends in the way it is known here how to remember, or not at all."""
-    attention = getattr(layer, "attention", None)
-    if isinstance(attention, SelfAttention):
-        return type(attention.core_attention) is DotProductAttention
-    return isinstance(attention, IdentityOp)
-
-
-@contextmanager
-def keeping(layers: Iterable[nn.Module], cache: KVCache) -> Iterator[None]:
-    """Within, the attention of the layers, which can keep, remembers the tokens it is given."""
-    places = [layer.attention for layer in layers if isinstance(layer.attention, SelfAttention)]
-    before = [attention.core_attention for attention in places]
-    for attention, inner in zip(places, before):
-        attention.core_attention = KeepingAttention(inner, cache)
-    try:
-        yield
-    finally:
-        for attention, inner in zip(places, before):
-            attention.core_attention = inner
+        try:
+            yield
+        finally:
+            self.cache = None
 
 
 def attend_to_kept(

@@ -1,23 +1,20 @@
 """Linear layers and tables, split over the tensor axis. With one rank on it they are the ordinary ones."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentatron.kernels.fp8 import MULTIPLE
 from pentatron.kernels.gate import gated
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.deferral import DeferredGradients, linear
+from pentatron.parallel.deferral import linear
 from pentatron.parallel.gated_linear import gated_linear
+from pentatron.parallel.linear_options import PLAIN, LinearOptions, WeightScale
 from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
-from pentatron.parallel.scaled_linear import (
-    UNKNOWN,
-    Fp8Format,
-    Scale,
-    can_be_scaled,
-    scaled_linear,
-)
+from pentatron.parallel.scaled_linear import Fp8Format, can_be_scaled, scaled_linear
 from pentatron.parallel.tensor_axis import TensorAxis
 
 
@@ -42,13 +39,37 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
 
 
 class WeightedModule(DeclaringModule):
-    """Multiplies by its weight; with `deferred`, that weight's gradient may come later than the others; with `fp8`, in fp8, with a
-    scale that is known or not."""
+    """Multiplies by its weight as the options say; in fp8 if the sides of the weight allow it.
+
+    `is_split`: other tensor ranks hold the rest of the matrix. `left_out` is why a compiled layer around it leaves it out.
+    """
 
     weight: nn.Parameter
-    deferred: DeferredGradients | None = None
     fp8: Fp8Format | None = None
-    scale: Scale = UNKNOWN
+    left_out = ""
+
+    def __init__(self, options: LinearOptions = PLAIN, is_split: bool = False) -> None:
+        super().__init__()
+        self.options = options
+        self.deferred = options.deferred
+        self.scale = WeightScale()
+        if options.in_graph and options.deferred is not None:
+            self.left_out = "matrix products, whose weight gradients wait for another part of the schedule"
+        elif options.in_graph and is_split:
+            self.left_out = "matrix products that talk to other tensor ranks"
+        if self.left_out:
+            self.forward = torch.compiler.disable(self.forward)
+
+    def declare_weight(
+        self, local_shape: Shape, declared: Declared, shared: nn.Parameter | None = None
+    ) -> nn.Parameter:
+        """The matrix, or one that another layer has too. Its sides decide whether products are in fp8; those of experts are not."""
+        weight = self.declare("weight", local_shape, declared, shared)
+        if len(local_shape) == 2 and all(side % MULTIPLE == 0 for side in local_shape):
+            self.fp8 = self.options.fp8
+        if self.fp8 is not None and self.options.scales is not None:
+            self.scale = self.options.scales.of(self)
+        return weight
 
     @property
     def is_plain(self) -> bool:
@@ -58,28 +79,20 @@ class WeightedModule(DeclaringModule):
     def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
         """With `gates`, `silu(gate) * up` of it, its first half being the gate."""
         if self.fp8 is not None and can_be_scaled(x):
-            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale, gates)
+            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates)
         made = linear(x, self.weight, bias, self.deferred)
         return gated(made) if gates else made
-
-
-def defer_weight_gradients(stages: Iterable[nn.Module], deferred: DeferredGradients) -> None:
-    """From now on the linear layers of these stages can leave their weight gradients for later."""
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, WeightedModule):
-                module.deferred = deferred
 
 
 class ColumnParallelLinear(WeightedModule):
     """`y = x Wᵀ + b` with the outputs, which are the rows of W, spread over the ranks; the input is the stream."""
 
     def __init__(self, inputs: int, outputs: int, rows: Sequence[Rows], bias: bool, axis: TensorAxis) -> None:
-        super().__init__()
+        super().__init__(axis.linear, is_split=axis.size > 1)
         self.axis = axis
         local = sum(r.count for r in rows)
-        self.weight = self.declare(
-            "weight", (local, inputs), Declared((outputs, inputs), _row_pieces(rows, (inputs,)), Initial())
+        self.weight = self.declare_weight(
+            (local, inputs), Declared((outputs, inputs), _row_pieces(rows, (inputs,)), Initial())
         )
         self.bias = (
             self.declare("bias", (local,), Declared((outputs,), _row_pieces(rows, ()), ZEROS))
@@ -108,12 +121,12 @@ class RowParallelLinear(WeightedModule):
     """`y = x Wᵀ + b` with the inputs, which are the columns of W, spread over the ranks; the output is the stream."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, axis: TensorAxis, scale: float = 1.0) -> None:
-        super().__init__()
+        super().__init__(axis.linear, is_split=axis.size > 1)
         self.axis = axis
         share = axis.share(inputs)
         piece = Piece((0, axis.rank * share), (0, 0), (outputs, share))
-        self.weight = self.declare(
-            "weight", (outputs, share), Declared((outputs, inputs), (piece,), Initial(scale))
+        self.weight = self.declare_weight(
+            (outputs, share), Declared((outputs, inputs), (piece,), Initial(scale))
         )
         # Added once, after the sum; with sequence parallelism each rank adds it to its own tokens.
         self.bias = (
@@ -131,7 +144,9 @@ class RowParallelLinear(WeightedModule):
 class VocabularyTable(WeightedModule):
     """Word vectors, the rows spread over the ranks, looked up by token.
 
-    Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked up.
+    Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked up. A tied table has a
+    second copy on the last stage (`tied` here, `tied_to` the name of the first one there), and the gradients of both make one. Where
+    both stages are on one rank there is no copy: the second table takes the weight of the first (`shared`).
     """
 
     def __init__(
@@ -142,18 +157,20 @@ class VocabularyTable(WeightedModule):
         axis: TensorAxis,
         tied_to: str | None = None,
         tied: bool = False,
+        shared: "VocabularyTable | None" = None,
     ) -> None:
-        super().__init__()
+        super().__init__(axis.linear)
         self.axis = axis
         share = axis.share(rows)
         self.first = axis.rank * share
         meaningful = max(0, min(vocabulary - self.first, share))
-        # A tied table has a second copy on the last stage; the gradients of both make one.
-        both_ends: frozenset[Axis] = frozenset({"embedding"}) if tied or tied_to else frozenset()
+        has_copy = tied or (tied_to is not None and shared is None)
+        both_ends: frozenset[Axis] = frozenset({"embedding"} if has_copy else ())
         # Also where it is empty, on a rank of padding alone: how a parameter is reduced must be the same on every rank.
         piece = Piece((min(self.first, vocabulary), 0), (0, 0), (meaningful, width), both_ends, both_ends)
         declared = Declared((vocabulary, width), (piece,), Initial(), tied_to)
-        self.weight = self.declare("weight", (share, width), declared)
+        given = None if shared is None else shared.weight
+        self.weight = self.declare_weight((share, width), declared, given)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Each rank finds the tokens among its rows; the sum over the ranks is the stream."""
@@ -177,16 +194,6 @@ class VocabularyHead(VocabularyTable):
     ) -> Tensor:
         """Logits, or what `made` makes of the head and the stream: inside, since weights may be waited for at the door."""
         return self.logits(x_BSD) if made is None else made(self, x_BSD)
-
-
-def tie_on_one_rank(table: VocabularyTable, head: VocabularyHead) -> None:
-    """Makes the head multiply with the table's own weight: two stages, one parameter, and no copy on another rank."""
-    declared = table.declared["weight"]
-    alone: frozenset[Axis] = frozenset()
-    pieces = tuple(replace(piece, replicated_over=alone, partial_over=alone) for piece in declared.pieces)
-    table.declared["weight"] = replace(declared, pieces=pieces)
-    head.declared["weight"] = replace(head.declared["weight"], pieces=pieces)
-    head.weight = table.weight
 
 
 class PositionTable(DeclaringModule):

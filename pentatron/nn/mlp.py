@@ -1,6 +1,5 @@
 """The feed-forward part of a layer."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor, nn
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
 from pentatron.kernels.choice import by_kernel
+from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, activated, even_rows
 from pentatron.nn.spec import MLPSubmodules, build_module
-from pentatron.parallel.axes import ONE_PROCESS, Axes
 
 PLAIN_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -35,7 +34,7 @@ class MLP(nn.Module):
         assert inner is not None
         self.gated = config.gated_linear_unit
         # Whether the gate is a part of a matrix's function: in fp8 the first one's; otherwise the second one's, where there is a kernel.
-        self.fuses_gate = False
+        self.fuses_gate = self.gated and axes.options.fuses_gates
         hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
         gate = even_rows(inner, axis)
         # A rank needs the same share of gate and up: not a contiguous share of the two together.
@@ -63,14 +62,6 @@ class MLP(nn.Module):
         between = _GatedByHalves.apply(inner) if by_halves else activated(inner, self.gated)
         made: Tensor = second(between)
         return made
-
-
-def fuse_gates(stages: Iterable[nn.Module]) -> None:
-    """From now on gated MLPs of these stages keep nothing between their matrices, on GPUs."""
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, MLP):
-                module.fuses_gate = module.gated
 
 
 class _GatedByHalves(torch.autograd.Function):

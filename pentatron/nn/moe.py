@@ -9,13 +9,12 @@ from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
 from pentatron.errors import UserError
+from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.dispatch import DISPATCHERS
 from pentatron.nn.experts import Experts
 from pentatron.nn.mlp import MLP, PLAIN_MLP
-from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.router import Router
 from pentatron.nn.spec import MLPSubmodules
-from pentatron.parallel.axes import ONE_PROCESS, Axes
 from pentatron.parallel.pieces import DeclaringModule, Initial, whole
 from pentatron.parallel.tensor_axis import TensorAxis
 
@@ -27,14 +26,14 @@ class SharedExpert(nn.Module):
         self,
         config: TransformerConfig,
         moe: MoEConfig,
-        axis: TensorAxis,
+        axes: Axes,
         submodules: MLPSubmodules = PLAIN_MLP,
     ) -> None:
         super().__init__()
         assert moe.moe_shared_expert_intermediate_size is not None
         inner = moe.moe_shared_expert_intermediate_size
-        self.mlp = MLP(config, axes=Axes(tensor=axis), submodules=submodules, inner=inner)
-        self.gate = SharedGate(config.hidden_size, axis) if moe.moe_shared_expert_gate else None
+        self.mlp = MLP(config, axes=axes, submodules=submodules, inner=inner)
+        self.gate = SharedGate(config.hidden_size, axes.tensor) if moe.moe_shared_expert_gate else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         made: Tensor = self.mlp(x_BSD)
@@ -57,6 +56,8 @@ class SharedGate(DeclaringModule):
 class MoE(nn.Module):
     """`submodules` are those of the shared expert. `num_experts`, if given, must be what the configuration says;
     `grouped` asks for one grouped matmul even where that does not want it."""
+
+    left_out = ""
 
     def __init__(
         self,
@@ -82,13 +83,17 @@ class MoE(nn.Module):
         self.count = moe.num_experts
         if grouped:
             moe = dataclasses.replace(moe, moe_grouped_gemm=True)
+        if axes.options.compile is not None:
+            self.left_out = "experts, whose sizes follow from their tokens"
+            self.forward = axes.options.compile.apart(self.forward)  # type: ignore[method-assign]
+            axes = axes.out_of_graphs()
         self.axis = axes.expert
         self.dispatch = DISPATCHERS[moe.moe_token_dispatcher_type]
-        self.recompute: Recompute = NOTHING
+        self.recompute = axes.options.recompute
         self.router = Router(config.hidden_size, moe, axes)
-        self.experts = Experts(config, moe, axes.expert)
+        self.experts = Experts(config, moe, axes)
         shared = moe.moe_shared_expert_intermediate_size is not None
-        self.shared = SharedExpert(config, moe, axes.tensor, submodules) if shared else None
+        self.shared = SharedExpert(config, moe, axes, submodules) if shared else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.recompute("moe", self._mixed, x_BSD)

@@ -9,13 +9,23 @@ from torch.autograd.function import once_differentiable
 
 from pentatron.config.model import TransformerConfig
 from pentatron.layout.ranks import Axis
-from pentatron.nn.spec import Slot, build_module
+from pentatron.nn.compiled import Compile
+from pentatron.nn.spec import Slot, build_module, takes
 from pentatron.parallel.pieces import ONES, ZEROS, DeclaringModule, whole
 
 
 class RMSNorm(DeclaringModule):
-    def __init__(self, width: int, epsilon: float, partial_over: frozenset[Axis] = frozenset()) -> None:
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        partial_over: frozenset[Axis] = frozenset(),
+        compile: Compile | None = None,
+    ) -> None:
         super().__init__()
+        if compile is not None:
+            self.runs_whole = True
+            self.forward = compile.whole(self.forward)  # type: ignore[method-assign]
         self.weight = self.declare("weight", (width,), whole((width,), ONES, partial_over))
         self.epsilon = epsilon
 
@@ -65,8 +75,17 @@ class _NormedInFewPasses(torch.autograd.Function):
 
 
 class LayerNorm(DeclaringModule):
-    def __init__(self, width: int, epsilon: float, partial_over: frozenset[Axis] = frozenset()) -> None:
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        partial_over: frozenset[Axis] = frozenset(),
+        compile: Compile | None = None,
+    ) -> None:
         super().__init__()
+        if compile is not None:
+            self.runs_whole = True
+            self.forward = compile.whole(self.forward)  # type: ignore[method-assign]
         self.weight = self.declare("weight", (width,), whole((width,), ONES, partial_over))
         self.bias = self.declare("bias", (width,), whole((width,), ZEROS, partial_over))
         self.epsilon = epsilon
@@ -83,12 +102,19 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"RMSNorm": RMSNorm, "LayerN
 
 
 def norm_in(
-    slot: Slot, config: TransformerConfig, width: int, partial_over: frozenset[Axis] = frozenset()
+    slot: Slot,
+    config: TransformerConfig,
+    width: int,
+    partial_over: frozenset[Axis] = frozenset(),
+    compile: Compile | None = None,
 ) -> nn.Module:
     """The norm that a spec chooses.
 
-    `partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed.
+    `partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed. `compile`: as a graph
+    of its own, if it is one of ours; inside a compiled layer it is a part of the layer's.
     """
     chosen = NORMS[config.normalization] if slot is ConfiguredNorm else slot
-    made: nn.Module = build_module(chosen, width, config.layernorm_epsilon, partial_over)
+    by_itself = compile is not None and takes(chosen, (RMSNorm, LayerNorm), "compile")
+    more = {"compile": compile} if by_itself else {}
+    made: nn.Module = build_module(chosen, width, config.layernorm_epsilon, partial_over, **more)
     return made

@@ -26,20 +26,37 @@ _WITH_ATTENTION = (LAYERS, "core_attn")
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which parts run again: whole layers (`chunk` of them at a time, of a stage's `first` ones or of all) or modules.
-
-    `draws`: attention draws from torch's generator. `kernels` restricts attention to the kernels of the first run.
-    """
+    """Which parts run again: whole layers (`chunk` of them at a time, of a stage's `first` ones or of all) or modules."""
 
     parts: frozenset[str] = frozenset()
     chunk: int = 1
     first: int | None = None
-    draws: bool = False
-    kernels: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+NOTHING = Recompute()
+EVERY_LAYER = Recompute(frozenset({LAYERS}))
+
+
+class RecomputeSwitch:
+    """Runs the parts of one model, and runs those again in backward that `wanted` names.
+
+    All layers of a model share one, so that the model switches recompute on and off without touching them. `draws`: attention
+    draws from torch's generator. `kernels` restricts attention to the kernels of the first run.
+    """
+
+    def __init__(
+        self,
+        wanted: Recompute = NOTHING,
+        draws: bool = False,
+        kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.wanted = wanted
+        self.draws = draws
+        self.kernels = kernels
 
     def __call__(self, part: str, function: Callable[..., Tensor], *inputs: object) -> Tensor:
         """`function(*inputs)`, of which nothing but the inputs is kept if the part is to run again."""
-        if part not in self.parts or not torch.is_grad_enabled():
+        if part not in self.wanted.parts or not torch.is_grad_enabled():
             return function(*inputs)
 
         if torch.compiler.is_compiling():
@@ -58,7 +75,7 @@ class Recompute:
     @contextmanager
     def made_again(self, part: str, made: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
         """What runs inside does not keep `made` for its backward, if the part is to run again; `again` makes it there."""
-        if part not in self.parts or not torch.is_grad_enabled():
+        if part not in self.wanted.parts or not torch.is_grad_enabled():
             yield
             return
         place = made.data_ptr()
@@ -75,14 +92,11 @@ class Recompute:
 
     def chunks(self, layers: Sequence[Item]) -> Iterator[tuple[str, Sequence[Item]]]:
         """The layers of a stage in the runs that are done at a time, each with the part it belongs to."""
-        runs, rest = recomputed_runs(layers, self.chunk, self.first if LAYERS in self.parts else 0)
+        wanted = self.wanted
+        runs, rest = recomputed_runs(layers, wanted.chunk, wanted.first if LAYERS in wanted.parts else 0)
         yield from ((LAYERS, run) for run in runs)
         if rest:
             yield "", rest
-
-
-NOTHING = Recompute()
-EVERY_LAYER = Recompute(frozenset({LAYERS}))
 
 
 def recompute_of(memory: MemoryConfig) -> Recompute:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pentatron.config.model import MoEConfig
+from pentatron.nn.axes import Axes
 from pentatron.nn.balance import Routed, RouterLoad
-from pentatron.parallel.axes import Axes
 from pentatron.parallel.pieces import DeclaringModule, Initial, whole
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

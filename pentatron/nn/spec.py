@@ -100,12 +100,7 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
 
     A function is not called but handed back, with the spec's parameters filled in.
     """
-    spec = slot if isinstance(slot, ModuleSpec) else ModuleSpec(slot)
-    made_by = spec.module
-    if isinstance(made_by, tuple):
-        if len(made_by) != 2:
-            raise UserError(f'{spec}: an import path has two words, ("package.module", "Name")')
-        made_by = import_named(made_by[0], made_by[1], str(spec))
+    spec, made_by = _resolved(slot)
     if isinstance(made_by, FunctionType | functools.partial):
         return functools.partial(made_by, **spec.params) if spec.params else made_by
     if not isinstance(made_by, type):
@@ -122,6 +117,23 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
             "give its constructor these parameters, or **kwargs"
         ) from None
     return made_by(*args, **named)
+
+
+def takes(slot: Slot, base: type | tuple[type, ...], parameter: str) -> bool:
+    """Whether a slot holds a class derived from `base` whose constructor has this parameter."""
+    made_by = _resolved(slot)[1]
+    derived = isinstance(made_by, type) and issubclass(made_by, base)
+    return derived and parameter in inspect.signature(made_by).parameters
+
+
+def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
+    """A slot as a spec, and the class or function it stands for."""
+    spec = slot if isinstance(slot, ModuleSpec) else ModuleSpec(slot)
+    if not isinstance(spec.module, tuple):
+        return spec, spec.module
+    if len(spec.module) != 2:
+        raise UserError(f'{spec}: an import path has two words, ("package.module", "Name")')
+    return spec, import_named(spec.module[0], spec.module[1], str(spec))
 
 
 def documents_for(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from pentatron.config.model import TransformerConfig
 from pentatron.layout.documents import DocumentStarts
+from pentatron.nn.attention import SelfAttention
+from pentatron.nn.axes import ONE_PROCESS, Axes
+from pentatron.nn.compiled import Compile, Forward
 from pentatron.nn.dropout import DropoutKeys, dropout_added
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
-from pentatron.nn.recompute import NOTHING, Recompute
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module, documents_for
-from pentatron.parallel.axes import ONE_PROCESS, Axes
 
 
 def dropout_add(
@@ -26,9 +27,10 @@ def dropout_add(
 
 
 class TransformerLayer(nn.Module):
-    """`layer_number` counts from 1, as Megatron's does."""
+    """`layer_number` counts from 1, as Megatron's does. `runs_whole`: it is compiled, so no hooks inside it are called."""
 
     sites: Tensor
+    runs_whole = False
 
     def __init__(
         self,
@@ -49,7 +51,22 @@ class TransformerLayer(nn.Module):
         self.mlp = build(submodules.mlp)
         self.add_attention = build(submodules.self_attn_bda or _ADD)
         self.add_mlp = build(submodules.mlp_bda or _ADD)
-        self.recompute: Recompute = NOTHING
+        self.recompute = axes.options.recompute
+        self.called_apart: dict[str, str] = {}
+        self._attention_apart: Forward | None = None
+        compile = axes.options.compile
+        # A layer of a user's own may look at documents, which are out of sight inside.
+        if compile is not None and (not compile.documents or type(self) is TransformerLayer):
+            self._compile(compile)
+
+    def _compile(self, compile: Compile) -> None:
+        """The layer is one graph. Its forward is replaced rather than its call: hooks, such as those that gather shards, stay outside."""
+        if compile.documents and type(self.attention) is not SelfAttention:
+            documents_for(self.attention, ())
+            self.called_apart["attention"] = f"{type(self.attention).__name__}, which is told of documents"
+            self._attention_apart = compile.called_apart(self, "attention")
+        self.runs_whole = True
+        self.forward = compile.layer(self.forward)  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -60,7 +77,8 @@ class TransformerLayer(nn.Module):
         documents: DocumentStarts | None = None,
     ) -> Tensor:
         normed = self.recompute("layernorm", self.input_norm, x_BSD)
-        attended = self.attention(normed, rope, angles, **documents_for(self.attention, documents))
+        attend = self._attention_apart or self.attention
+        attended = attend(normed, rope, angles, **documents_for(self.attention, documents))
         x_BSD = self.add_attention(attended, x_BSD, keys, self._site(0), self.dropout)
         part = "" if isinstance(self.mlp, MoE) else "mlp"
         made = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))

@@ -15,16 +15,21 @@ from torch import Tensor
 
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.collectives import Group, all_gather_into, all_reduce_, reduce_scatter_into
+from pentatron.parallel.linear_options import PLAIN, LinearOptions
 from pentatron.parallel.world import ALONE, World
 
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """`kv_copies` neighbouring ranks hold the same key/value head, where there are fewer heads than ranks."""
+    """`kv_copies` neighbouring ranks hold the same key/value head, where there are fewer heads than ranks.
+
+    `linear`: how the layers that are built on this axis multiply.
+    """
 
     group: Group = ALONE
     kv_copies: int = 1
     sequence_parallel: bool = False
+    linear: LinearOptions = PLAIN
 
     @property
     def rank(self) -> int:

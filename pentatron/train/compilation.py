@@ -7,14 +7,16 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
-from pentatron.nn.compiled import Compiled, compile_layers
+from pentatron.models.causal_lm import CausalLM
+from pentatron.nn.compiled import Compile, Compiled, compiled_of
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.text import plural
 
@@ -97,15 +99,21 @@ class Compilation:
         return torch.compiler.set_stance("force_eager") if self.compiled.layers else nullcontext()
 
 
-def compile_stages(
-    config: RunConfig, device: torch.device, where: Whereabouts, stages: Iterable[nn.Module]
-) -> Compilation:
-    """Compiles what the settings say, or says why not. Weight gradients that are to wait must be deferred before."""
+@dataclass(frozen=True)
+class Decided:
+    """How the layers of a run are to be compiled, or None; `notes` say why not."""
+
+    compile: Compile | None = None
+    notes: tuple[str, ...] = ()
+
+
+def decide_compilation(config: RunConfig, device: torch.device) -> Decided:
+    """What the settings say, as far as something can be compiled here."""
     wanted = config.kernels.compile
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-        return Compilation()
+        return Decided()
     if wanted == "auto" and config.precision.deterministic_mode:
-        return Compilation(
+        return Decided(
             notes=(
                 "layers are not compiled: --deterministic-mode wants the same bits in every run, and a compiler may choose other kernels in "
                 "the next; --compile on compiles them, with kernels that are not chosen by the clock",
@@ -118,7 +126,7 @@ def compile_stages(
             f"use --compile off"
         )
     if problem:
-        return Compilation(
+        return Decided(
             notes=(
                 f"layers are not compiled, which costs much of the speed: nothing can be compiled here ({problem}); --compile off runs without "
                 f"this line",
@@ -126,12 +134,25 @@ def compile_stages(
         )
     # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
     torch._dynamo.config.suppress_errors = wanted == "auto"
-    documents = config.data.reset_attention_mask or config.data.sft_packing
+    return Decided(compile_of(config))
+
+
+def compile_of(config: RunConfig) -> Compile:
+    """How layers are compiled, where they are."""
     # The compiler tries some kernels, and takes those that were fastest then: not the same in every run, and sums in another order.
     options = {"deterministic": True} if config.precision.deterministic_mode else None
-    compiled = compile_layers(
-        stages, documents, options=options, together=config.kernels.compile_layers_together
+    return Compile(
+        options=options,
+        together=config.kernels.compile_layers_together,
+        documents=config.data.reset_attention_mask or config.data.sft_packing,
     )
+
+
+def compilation_of(decided: Decided, stages: Iterable[CausalLM], where: Whereabouts) -> Compilation:
+    """What is compiled of stages that were built as it was decided."""
+    if decided.compile is None:
+        return Compilation(notes=decided.notes)
+    compiled = compiled_of(layer for stage in stages for layer in stage.layers.values())
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)

@@ -17,7 +17,7 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.models.generate import End, GenerationModel, Made, generate, generation_model
 from pentatron.models.sampling import Sampling
-from pentatron.parallel.axes import axes_of
+from pentatron.nn.axes import axes_of
 from pentatron.parallel.world import World, single_process
 from pentatron.train.text_source import ModelSource, find_weights, open_source
 

@@ -9,22 +9,19 @@ from torch import Tensor
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.models.causal_lm import CausalLM
+from pentatron.nn.axes import Axes, axes_of
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
-from pentatron.nn.linear import defer_weight_gradients
-from pentatron.nn.loss import cross_entropy_of
-from pentatron.nn.mlp import fuse_gates
-from pentatron.nn.recompute import recompute_of
-from pentatron.parallel.axes import Axes, axes_of
 from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.executor import Executor
+from pentatron.parallel.linear_options import WeightScales
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
-from pentatron.train.compilation import Compilation, compile_stages
-from pentatron.train.fp8 import WeightScales, use_fp8
+from pentatron.train.compilation import Compilation, compilation_of, decide_compilation
 from pentatron.train.graphs import Recording, record_steps
+from pentatron.train.model_options import model_options
 from pentatron.train.objective import Objective
 from pentatron.train.program import CONFIGURED, Program, StageCall
 from pentatron.train.router_loads import RouterLoads
@@ -92,17 +89,11 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     parts = {number: config.stages[number] for number in own}
     # What is to be cut into shards may be too large for a device: it goes there unit by unit.
     device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
-    stages = program.build_stages(config, parts, axes, device)
-    for stage in stages.values():
-        stage.use_recompute(recompute_of(config.memory))
-        stage.use_cross_entropy(cross_entropy_of(config.kernels))
-    use_fp8(config, stages.values())
-    if config.kernels.bias_swiglu_fusion:
-        fuse_gates(stages.values())
-    deferred = DeferredGradients()
-    if config.defers_weight_gradients:
-        defer_weight_gradients(stages.values(), deferred)
-    compilation = compile_stages(config, world.device, world.whereabouts, stages.values())
+    decided = decide_compilation(config, world.device)
+    deferred, scales = DeferredGradients(), WeightScales(world.device)
+    options = model_options(config, decided.compile, deferred, scales, world)
+    stages = program.build_stages(config, parts, axes, device, options)
+    compilation = compilation_of(decided, stages.values(), world.whereabouts)
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     executor = Executor(
         open_messages(world, config.placement),
@@ -114,7 +105,6 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     )
     routers = RouterLoads(config, world, stages)
     recording = record_steps(config, world.device, configured=type(program) is Program)
-    scales = WeightScales(config, world, stages.values())
     return ParallelModel(
         config, world, axes, stages, executor, routers, scales, program, compilation, recording
     )

@@ -18,8 +18,9 @@ from pentatron.data.loader import Batch
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.monitor.display import Display
+from pentatron.nn.axes import Axes
 from pentatron.nn.dropout import DropoutKeys
-from pentatron.parallel.axes import Axes
+from pentatron.nn.options import ModelOptions
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.datasets import OpenedData, open_data
@@ -59,12 +60,15 @@ class Program:
         return open_data(config, world, folder, display)
 
     def build_stages(
-        self, config: RunConfig, parts: Mapping[int, StagePart], axes: Axes, device: torch.device
+        self,
+        config: RunConfig,
+        parts: Mapping[int, StagePart],
+        axes: Axes,
+        device: torch.device,
+        options: ModelOptions,
     ) -> dict[int, CausalLM]:
-        """The stages of a rank in fp32, with their initial weights."""
-        return build_stages(
-            config.model, config.moe, parts, axes, config.run.seed, device, config.kernels.attention_backend
-        )
+        """The stages of a rank in fp32, with their initial weights. They compute as the options say."""
+        return build_stages(config.model, config.moe, parts, axes, config.run.seed, device, options)
 
     def forward(self, module: CausalLM, call: StageCall) -> Tensor:
         """The stream for the next stage; of the last one, the micro-batch's share of the step's objective."""

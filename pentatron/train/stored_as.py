@@ -15,9 +15,9 @@ from pentatron.checkpoint.load import WEIGHTS
 from pentatron.config.run import RunConfig
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.models.causal_lm import CausalLM, build_stages
+from pentatron.nn.axes import axes_of
 from pentatron.optim.build import has_copies
 from pentatron.optim.optimizer import plans_of
-from pentatron.parallel.axes import axes_of
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.pieces import Fragment, fragments_in, held_parameters
 from pentatron.parallel.world import World

@@ -10,6 +10,7 @@ from torch import Tensor
 from pentatron.config.model import TransformerConfig
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn.loss import CrossEntropy
+from pentatron.nn.options import DEFAULT_OPTIONS, ModelOptions
 from tests.support import LLAMA, model_config
 
 FAMILIES = {
@@ -22,9 +23,11 @@ FAMILIES = {
 }
 
 
-def build(words: str, seed: int = 1) -> tuple[CausalLM, TransformerConfig]:
+def build(
+    words: str, seed: int = 1, options: ModelOptions = DEFAULT_OPTIONS
+) -> tuple[CausalLM, TransformerConfig]:
     config = model_config(words)
-    model = build_model(config, seed, torch.device("cpu"))
+    model = build_model(config, seed, torch.device("cpu"), options=options)
     with torch.no_grad():
         # Norms of exactly one and biases of exactly zero would hide mistakes about them.
         for name, p in model.named_parameters():
@@ -192,7 +195,7 @@ def test_attention_kernels_agree() -> None:
     outputs = []
     for backend in ("auto", "math", "flash"):
         config = model_config(LLAMA)
-        model = build_model(config, 1, torch.device("cpu"), backend)
+        model = build_model(config, 1, torch.device("cpu"), options=ModelOptions(backend))
         tokens, positions, _ = batch()
         outputs.append(model(tokens, positions))
     assert torch.allclose(outputs[0], outputs[1], atol=1e-5) and torch.allclose(
@@ -218,8 +221,7 @@ def test_a_fused_cross_entropy_changes_rounding_alone(words: str, chunk: int) ->
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
     found = []
     for how in (CrossEntropy("off"), CrossEntropy("on", "native", chunk)):
-        model, _ = build(words)
-        model.use_cross_entropy(how)
+        model, _ = build(words, options=ModelOptions(cross_entropy=how))
         losses = model(tokens, positions, labels)
         (losses * weights).sum().backward()
         found.append((losses.detach(), [p.grad for p in model.parameters()]))

@@ -8,7 +8,7 @@ from pentatron.models import generate as generation
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.generate import GenerationModel, Made, generate, generation_model
 from pentatron.models.sampling import Sampling
-from pentatron.nn import kv_cache
+from pentatron.nn import attention, kv_cache
 from pentatron.parallel.world import single_process
 from tests.support import LLAMA, resolved
 
@@ -88,7 +88,7 @@ def test_a_window_that_is_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) 
     model = built(FAMILIES["window"])
     right = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
     plain = kv_cache.attend_to_kept
-    monkeypatch.setattr(kv_cache, "attend_to_kept", lambda q, k, v, now, window: plain(q, k, v, now))
+    monkeypatch.setattr(attention, "attend_to_kept", lambda q, k, v, now, window: plain(q, k, v, now))
     wrong = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
     assert all(max(abs(a - b) for a, b in zip(*pair)) > 1e-3 for pair in zip(wrong[1], right[1]))
 
@@ -168,7 +168,7 @@ def test_numbers_that_are_none_are_no_text() -> None:
 
 
 def test_attention_of_another_kind_reads_everything_anew() -> None:
-    class Nearby(kv_cache.DotProductAttention):
+    class Nearby(attention.DotProductAttention):
         """Keys are changed by their neighbours, so what is kept of one token would not do."""
 
         def forward(self, q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, v_BKSH: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Recompute: the same bits, exactly the forwards it must run, and less that is kept for backward."""
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -13,7 +12,8 @@ from pentatron.config.model import TransformerConfig
 from pentatron.config.parallel import MemoryConfig
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
-from pentatron.nn.recompute import LAYERS, NOTHING, Recompute, recompute_of
+from pentatron.nn.options import ModelOptions
+from pentatron.nn.recompute import LAYERS, NOTHING, RecomputeSwitch, recompute_of
 from tests.support import LLAMA, model_config
 
 BATCH, LENGTH, HIDDEN = 2, 16, 32
@@ -36,8 +36,8 @@ def build(
     words: str = "", kind: str | None = None, layers: int = 4, backend: str = "auto"
 ) -> tuple[CausalLM, TransformerConfig]:
     config = model_config(f"{words} --num-layers {layers}")
-    model = build_model(config, 1, CPU, backend)
-    model.use_recompute(recompute_of(KINDS[kind]) if kind else NOTHING)
+    recompute = recompute_of(KINDS[kind]) if kind else NOTHING
+    model = build_model(config, 1, CPU, options=ModelOptions(backend, recompute))
     return model, config
 
 
@@ -85,9 +85,7 @@ def test_every_bit_is_that_of_a_run_without(kind: str, family: str, dropout: str
 def test_attention_dropout_that_is_drawn_anew_would_be_seen(kind: str) -> None:
     words = f"{LLAMA} {DROPOUTS['attention']}"
     model, config = build(words, kind)
-    for module in model.modules():
-        if isinstance(getattr(module, "recompute", None), Recompute):
-            module.recompute = dataclasses.replace(module.recompute, draws=False)
+    model.recompute.draws = False
     found = differing(loss_and_gradients(model, config), loss_and_gradients(*build(words)))
     assert "loss" not in found and "layers.0.attention.linear_qkv.weight" in found
 
@@ -171,7 +169,7 @@ def test_an_evaluation_runs_everything_once() -> None:
 @pytest.mark.parametrize("kind", ["uniform 1", "uniform 2", "uniform 3", "block 1", "block 3", "mlp"])
 def test_chunks_hold_every_layer_once_and_in_order(kind: str, layers: int) -> None:
     memory = KINDS[kind]
-    chunks = list(recompute_of(memory).chunks(list(range(layers))))
+    chunks = list(RecomputeSwitch(recompute_of(memory)).chunks(list(range(layers))))
     assert [n for _, chunk in chunks for n in chunk] == list(range(layers))
     covered = [list(chunk) for part, chunk in chunks if part == LAYERS]
     match memory.recompute_method, memory.recompute_num_layers:

@@ -5,12 +5,16 @@ from torch import Tensor, nn
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.run import RunConfig
+from pentatron.nn.axes import Axes
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
+from pentatron.nn.options import LayerOptions
+from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
 from pentatron.nn.router import Router
-from pentatron.parallel.axes import Axes
 from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
+from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.expert_axis import NO_EXPERTS_ELSEWHERE, ExpertAxis
+from pentatron.parallel.linear_options import LinearOptions
 from pentatron.parallel.pieces import held_parameters
 from tests.support import LLAMA, resolved
 
@@ -37,9 +41,20 @@ def router(
     return made
 
 
-def layer(words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE) -> MoE:
+def axes_with(
+    recompute: Recompute = NOTHING,
+    deferred: DeferredGradients | None = None,
+    axis: ExpertAxis = NO_EXPERTS_ELSEWHERE,
+) -> Axes:
+    """Of one process beside the expert axis; `deferred` keeps weight gradients."""
+    options = LayerOptions(RecomputeSwitch(recompute))
+    return Axes(expert=axis, options=options).with_linear(LinearOptions(deferred))
+
+
+def layer(words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE, axes: Axes | None = None) -> MoE:
     config = config_of(words)
-    made = drawn(MoE(CoreTransformerConfig.of(config.model, config.moe), axes=Axes(expert=axis)))
+    core = CoreTransformerConfig.of(config.model, config.moe)
+    made = drawn(MoE(core, axes=axes or Axes(expert=axis)))
     assert isinstance(made, MoE)
     return made
 

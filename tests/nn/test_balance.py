@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pentatron.models.causal_lm import build_model
 from pentatron.nn.balance import RouterLoad, loss_weights
+from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
 from pentatron.nn.router import Router
 from pentatron.parallel.collectives import Group
@@ -147,8 +148,8 @@ def test_nothing_is_counted_without_a_backward() -> None:
 def counted(recompute: Recompute) -> dict[str, Any]:
     """What the routers of a model say of one micro-batch, and the gradients."""
     config = config_of(f"{ALL} --num-layers 3 --moe-shared-expert-intermediate-size 16")
-    model = build_model(config.model, 1, torch.device("cpu"), moe=config.moe)
-    model.use_recompute(recompute)
+    options = ModelOptions(recompute=recompute)
+    model = build_model(config.model, 1, torch.device("cpu"), config.moe, options)
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(5))
     model(tokens, torch.arange(16).expand(2, 16), tokens.roll(-1, 1)).sum().backward()
     loads = {number: layer.mlp.router.load for number, layer in model.layers.items()}

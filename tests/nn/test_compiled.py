@@ -1,6 +1,7 @@
 """Compiled layers: one graph without breaks for all layers of a kind, and the numbers of the eager ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from torch._dynamo.utils import counters
 from pentatron.config.run import RunConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.models.layer_specs import spec_of
 from pentatron.nn import mlp
 from pentatron.nn.attention import SelfAttention
-from pentatron.nn.compiled import compile_layers
+from pentatron.nn.compiled import Compile, compiled_of
 from pentatron.nn.dropout import dropout_keys
-from pentatron.nn.mlp import fuse_gates
+from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import recompute_of
+from pentatron.nn.transformer_layer import TransformerLayer
 from tests.support import LLAMA, resolved
 
 CPU = torch.device("cpu")
@@ -48,11 +51,21 @@ class Counting:
         return self.compile(graph, examples)
 
 
-def build(words: str, layers: int = 3) -> tuple[CausalLM, RunConfig]:
+def build(
+    words: str, layers: int = 3, compile: Compile | None = None, fuses_gates: bool = False
+) -> tuple[CausalLM, RunConfig]:
     config = resolved(f"{words} --num-layers {layers}").config
-    model = build_model(config.model, 1, CPU, config.kernels.attention_backend, config.moe)
-    model.use_recompute(recompute_of(config.memory))
-    return model, config
+    options = ModelOptions(
+        attention_backend=config.kernels.attention_backend,
+        recompute=recompute_of(config.memory),
+        fuses_gates=fuses_gates,
+        compile=compile,
+    )
+    return build_model(config.model, 1, CPU, config.moe, options), config
+
+
+def left_out(model: CausalLM) -> tuple[str, ...]:
+    return compiled_of(model.layers.values()).left_out
 
 
 def computed(
@@ -102,9 +115,9 @@ ONE = 2
 )
 def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs: int) -> None:
     eager, _ = computed(*build(words))
-    model, config = build(words)
     counting = Counting()
-    assert compile_layers([model], documents=False, backend=counting).left_out == ()
+    model, config = build(words, compile=Compile(counting))
+    assert left_out(model) == ()
     for _ in range(2):
         found, _ = computed(model, config)
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
@@ -118,9 +131,8 @@ def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs:
 def test_layers_together_are_one_graph(words: str) -> None:
     """Two and two of seven, which share it; the one that is left has its own."""
     eager, _ = computed(*build(words, layers=7))
-    model, config = build(words, layers=7)
     counting = Counting()
-    compile_layers([model], documents=False, backend=counting, together=2)
+    model, config = build(words, 7, Compile(counting, together=2))
     for _ in range(2):
         found, _ = computed(model, config)
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
@@ -128,8 +140,7 @@ def test_layers_together_are_one_graph(words: str) -> None:
 
 
 def test_hooks_around_a_layer_are_called_though_it_is_compiled_with_others() -> None:
-    model, config = build(GROUPED, layers=4)
-    compile_layers([model], documents=False, backend=Counting("eager"), together=2)
+    model, config = build(GROUPED, 4, Compile(Counting("eager"), together=2))
     called: list[int] = []
     layer = model.layers["1"]
     computed(model, config)
@@ -144,13 +155,11 @@ def test_hooks_around_a_layer_are_called_though_it_is_compiled_with_others() -> 
     assert called == [1, 2]
 
 
-def test_a_number_of_its_own_would_be_compiled_for_every_layer() -> None:
+def test_a_number_of_its_own_would_be_compiled_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the place of a layer, given as a number."""
-    model, config = build("--hidden-dropout 0.2")
-    for layer in model.layers.values():
-        layer._site = lambda which, first=layer.first_site: first + which  # type: ignore[assignment]
+    monkeypatch.setattr(TransformerLayer, "_site", lambda self, which: self.first_site + which)
     counting = Counting("eager")
-    compile_layers([model], documents=False, backend=counting)
+    model, config = build("--hidden-dropout 0.2", compile=Compile(counting))
     computed(model, config)
     assert counting.graphs > ONE
 
@@ -167,11 +176,9 @@ def test_a_number_of_its_own_would_be_compiled_for_every_layer() -> None:
 )
 def test_recompute_saves_memory_in_compiled_layers(words: str) -> None:
     counting = Counting("aot_eager_decomp_partition")
-    plain, config = build(GROUPED + (" --hidden-dropout 0.2" if "dropout" in words else ""))
-    compile_layers([plain], documents=False, backend=counting)
-    expected, everything = computed(plain, config)
-    model, config = build(f"{GROUPED} {words}")
-    compile_layers([model], documents=False, backend=counting)
+    compile, dropout = Compile(counting), " --hidden-dropout 0.2" if "dropout" in words else ""
+    expected, everything = computed(*build(f"{GROUPED}{dropout}", compile=compile))
+    model, config = build(f"{GROUPED} {words}", compile=compile)
     found, kept = computed(model, config)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert kept < 0.95 * everything
@@ -180,9 +187,9 @@ def test_recompute_saves_memory_in_compiled_layers(words: str) -> None:
 
 def test_documents_that_begin_elsewhere_need_no_other_graphs() -> None:
     eager, config = build(GROUPED)
-    model, _ = build(GROUPED)
     counting = Counting()
-    assert len(compile_layers([model], documents=True, backend=counting).left_out) == 1
+    model, _ = build(GROUPED, compile=Compile(counting, documents=True))
+    assert len(left_out(model)) == 1
     seen = []
     for documents in (*DOCUMENTS, None):
         torch.testing.assert_close(
@@ -201,21 +208,22 @@ class OwnAttention(SelfAttention):
 
 
 def test_attention_of_users_is_told_of_documents() -> None:
-    model, config = build(GROUPED)
-    eager, _ = computed(model, config, DOCUMENTS[0])
-    for layer in model.layers.values():
-        layer.attention.__class__ = OwnAttention  # type: ignore[union-attr,assignment]
-    left_out = compile_layers([model], documents=True, backend=Counting("eager")).left_out
-    assert left_out == ("OwnAttention, which is told of documents",)
-    torch.testing.assert_close(computed(model, config, DOCUMENTS[0])[0], eager, rtol=1e-4, atol=1e-5)
+    eager, config = build(GROUPED)
+    expected, _ = computed(eager, config, DOCUMENTS[0])
+    spec = spec_of(config.model, config.moe, 0)
+    attention = replace(spec.submodules.self_attention, module=OwnAttention)
+    own = replace(spec, submodules=replace(spec.submodules, self_attention=attention))
+    compile = Compile(Counting("eager"), documents=True)
+    model = build_model(config.model, 1, CPU, options=ModelOptions(compile=compile), spec=own)
+    assert left_out(model) == ("OwnAttention, which is told of documents",)
+    torch.testing.assert_close(computed(model, config, DOCUMENTS[0])[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_stay_as_they_are() -> None:
     words = f"{GROUPED} {EXPERTS} --moe-layer-freq 2"
     eager, _ = computed(*build(words))
-    model, config = build(words)
-    left_out = compile_layers([model], documents=False, backend=Counting()).left_out
-    assert left_out == ("experts, whose sizes follow from their tokens",)
+    model, config = build(words, compile=Compile(Counting()))
+    assert left_out(model) == ("experts, whose sizes follow from their tokens",)
     torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-4, atol=1e-5)
 
 
@@ -226,10 +234,8 @@ def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mlp, "by_kernel", lambda inner, gates=gates: gates)
         torch._dynamo.reset()
         eager, _ = computed(*build(GROUPED))
-        model, config = build(GROUPED)
-        fuse_gates([model])
         counting = Counting("aot_eager_decomp_partition")
-        compile_layers([model], documents=False, backend=counting)
+        model, config = build(GROUPED, compile=Compile(counting), fuses_gates=True)
         found, bytes_kept = computed(model, config)
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
         assert counting.graphs == ONE and not counters["graph_break"]

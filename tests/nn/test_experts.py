@@ -9,21 +9,21 @@ from torch import Tensor
 
 from pentatron.config.parallel import MemoryConfig
 from pentatron.models.causal_lm import build_model
+from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.experts import Experts
 from pentatron.nn.moe import SharedExpert
+from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import NOTHING, recompute_of
 from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.expert_axis import NO_EXPERTS_ELSEWHERE
-from pentatron.parallel.tensor_axis import TensorAxis
-from tests.nn.mixtures import HIDDEN, config_of, drawn, layer, stream
+from tests.nn.mixtures import HIDDEN, axes_with, config_of, drawn, layer, stream
 from tests.support import resolved
 
 COUNTS = (3, 0, 5, 1, 0, 0, 7, 2)
 
 
-def experts(words: str = "") -> Experts:
+def experts(words: str = "", axes: Axes = ONE_PROCESS) -> Experts:
     config = config_of(words)
-    made = drawn(Experts(config.model, config.moe, NO_EXPERTS_ELSEWHERE))
+    made = drawn(Experts(config.model, config.moe, axes))
     assert isinstance(made, Experts)
     return made
 
@@ -67,9 +67,8 @@ def test_each_expert_is_an_mlp_of_its_own(words: str, counts: tuple[int, ...]) -
 
 
 def test_weight_gradients_may_come_later() -> None:
-    at_once, later = experts(), experts()
     x, deferred = stream(2, sum(COUNTS), HIDDEN), DeferredGradients()
-    later.linear_fc1.deferred = later.linear_fc2.deferred = deferred
+    at_once, later = experts(), experts(axes=axes_with(deferred=deferred))
     at_once(x, COUNTS).square().sum().backward()
     with deferred.collecting((0, 0)):
         later(x, COUNTS).square().sum().backward()
@@ -95,7 +94,7 @@ def test_every_token_goes_through_the_shared_expert(gate: str) -> None:
     without = model(x) - expected
     model.shared = None
     assert torch.allclose(model(x), without, atol=1e-5)
-    assert (drawn(SharedExpert(config.model, config.moe, TensorAxis())).gate is None) == (gate == "")
+    assert (drawn(SharedExpert(config.model, config.moe, ONE_PROCESS)).gate is None) == (gate == "")
 
 
 # --- what is kept for backward ---
@@ -107,10 +106,9 @@ MODULES = ("moe_act", "moe", "shared_experts")
 def run(modules: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
     """Bytes that autograd keeps between forward and backward, each piece of memory once; and all gradients."""
     config = config_of(ALL)
-    model = build_model(config.model, 1, torch.device("cpu"), moe=config.moe)
-    model.use_recompute(
-        recompute_of(MemoryConfig("selective", recompute_modules=modules)) if modules else NOTHING
-    )
+    recompute = recompute_of(MemoryConfig("selective", recompute_modules=modules)) if modules else NOTHING
+    options = ModelOptions(recompute=recompute)
+    model = build_model(config.model, 1, torch.device("cpu"), config.moe, options)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, int] = {}
     alive = []

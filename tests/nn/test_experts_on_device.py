@@ -12,7 +12,7 @@ from pentatron.nn.moe import MoE
 from pentatron.nn.recompute import Recompute
 from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.gathering import _runs
-from tests.nn.mixtures import HIDDEN, layer, stream
+from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 
 
 def found_by(model: MoE, on_device: bool) -> dict[str, Tensor]:
@@ -61,8 +61,7 @@ def test_experts_without_tokens_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("part", ["moe", "moe_act"])
 def test_what_is_made_again_in_backward_is_the_same(part: str) -> None:
-    again = layer()
-    again.recompute = again.experts.recompute = Recompute(frozenset({part}))
+    again = layer(axes=axes_with(Recompute(frozenset({part}))))
     expected, found = found_by(layer(), True), found_by(again, True)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -87,8 +86,7 @@ def kept_bytes(model: MoE) -> int:
 def test_little_is_kept() -> None:
     """Beside what the host's way keeps no second copy of the widest rows, nor what lies between the matrices."""
     pairs = 3 * 16 * 2
-    models = [layer() for _ in range(3)]
-    models[2].recompute = models[2].experts.recompute = Recompute(frozenset({"moe_act"}))
+    models = [layer(), layer(), layer(axes=axes_with(Recompute(frozenset({"moe_act"}))))]
     for model, on_device in zip(models, (False, True, True)):
         model.experts.all_on = lambda x_TD, chosen=on_device: chosen  # type: ignore[method-assign, misc]
     host, device, least = map(kept_bytes, models)
@@ -100,9 +98,8 @@ def test_little_is_kept() -> None:
 
 
 def test_weight_gradients_may_come_later() -> None:
-    at_once, later = layer(), layer()
     deferred = DeferredGradients()
-    later.experts.linear_fc1.deferred = later.experts.linear_fc2.deferred = deferred
+    at_once, later = layer(), layer(axes=axes_with(deferred=deferred))
     expected = found_by(at_once, True)
     with deferred.collecting((0, 0)):
         assert "experts.linear_fc1.weight" not in found_by(later, True)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from pentatron.nn.attention import AttentionKernels, chosen_kernels
+from pentatron.nn.attention_kernels import AttentionKernels, chosen_kernels
 from pentatron.nn.init import draw_weights, named_generator, normal_region
 from pentatron.nn.linear import activated
 from pentatron.nn.mlp import _GatedByHalves

@@ -13,6 +13,7 @@ from pentatron.nn import loss as loss_module
 from pentatron.nn.linear import VocabularyHead
 from pentatron.nn.loss import CrossEntropy
 from pentatron.parallel.deferral import DeferredGradients
+from pentatron.parallel.linear_options import LinearOptions
 from pentatron.parallel.tensor_axis import TensorAxis
 from tests.harness import distributed
 from tests.nn.test_tensor_parallel import axis, drawn, stream
@@ -137,14 +138,14 @@ def test_the_weights_gradient_may_come_later() -> None:
     """In one product, however small the chunks: the gradients of all logits are kept for it anyway."""
     expected, x = head(), stream(1, BATCH, LENGTH, WIDTH)
     wanted = computed(FUSED, expected, x)
-    layer = head()
-    layer.deferred = DeferredGradients()
+    deferred = DeferredGradients()
+    layer = head(TensorAxis(linear=LinearOptions(deferred)))
     x.requires_grad_()
     losses = CrossEntropy("on", "native", 3).of_stream(layer, x, LABELS, VOCABULARY)
-    with layer.deferred.collecting((0, 0)):
+    with deferred.collecting((0, 0)):
         (losses * WEIGHTS).sum().backward()
-    assert layer.weight.grad is None and layer.deferred.elements == BATCH * LENGTH * (WIDTH + ROWS)
-    layer.deferred.compute((0, 0))
+    assert layer.weight.grad is None and deferred.elements == BATCH * LENGTH * (WIDTH + ROWS)
+    deferred.compute((0, 0))
     agree((x.grad, layer.weight.grad), wanted[1:], 1e-6)
 
 

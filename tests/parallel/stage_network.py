@@ -34,7 +34,9 @@ def width(stage: int) -> int:
 class Linear(nn.Linear):
     """May leave its weight gradient for later."""
 
-    deferred: DeferredGradients | None = None
+    def __init__(self, inputs: int, outputs: int, deferred: DeferredGradients | None) -> None:
+        super().__init__(inputs, outputs)
+        self.deferred = deferred
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, self.deferred)
@@ -47,10 +49,9 @@ def build_stage(
     deferred: DeferredGradients | None = None,
 ) -> nn.Module:
     generator = torch.Generator().manual_seed(100 + stage)
-    module = nn.Sequential(Linear(width(stage), 8), nn.Tanh(), Linear(8, width(stage + 1)))
-    for layer in module:
-        if isinstance(layer, Linear):
-            layer.deferred = deferred
+    module = nn.Sequential(
+        Linear(width(stage), 8, deferred), nn.Tanh(), Linear(8, width(stage + 1), deferred)
+    )
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))

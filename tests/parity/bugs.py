@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pentatron.kernels.cross_entropy as fused_module
-import pentatron.models.causal_lm as causal_lm_module
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as context_module
 import pentatron.nn.loss as loss_module
@@ -299,13 +298,14 @@ def weight_gradient_of_another_micro_batch() -> None:
 
 def tied_head_without_a_gradient() -> None:
     """Where first and last stage share one parameter, only its first use brings a gradient."""
-    tie = causal_lm_module.tie_on_one_rank
+    build = VocabularyHead.__init__
 
-    def half_tied(table: VocabularyTable, head: VocabularyHead) -> None:
-        tie(table, head)
-        head.multiplied = lambda x, bias=None: F.linear(x, head.weight.detach())  # type: ignore[method-assign]
+    def half_tied(head: VocabularyHead, *sizes: Any, **given: Any) -> None:
+        build(head, *sizes, **given)
+        if given.get("shared") is not None:
+            head.multiplied = lambda x, bias=None: F.linear(x, head.weight.detach())  # type: ignore[method-assign]
 
-    causal_lm_module.tie_on_one_rank = half_tied
+    VocabularyHead.__init__ = half_tied  # type: ignore[method-assign]
 
 
 def deferred_gradient_for_a_copy() -> None:

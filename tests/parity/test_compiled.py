@@ -3,12 +3,12 @@
 from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import pentatron.train.compilation as compilation
 from pentatron.layout.actions import Kind
-from pentatron.nn.compiled import compile_layers
+from pentatron.nn.compiled import Compile
+from pentatron.nn.options import ModelOptions
 from pentatron.optim.build import build_optimizer
 from pentatron.train.comparison import Trajectory, failures, gaps
 from pentatron.train.parallel_model import build_parallel_model, model_dtype
@@ -27,7 +27,7 @@ WINDOWS = "--window-size 4,0 --window-attn-skip-freq 2"
 def without_a_compiler(backend: str) -> None:
     """What is at stake is what is traced: no kernels are generated."""
     compilation._trial = lambda device: ""
-    compilation.compile_layers = partial(compile_layers, backend=backend)  # type: ignore[assignment]
+    compilation.Compile = partial(Compile, backend)  # type: ignore[assignment,misc]
 
 
 def compiled_on_a_rank(words: str) -> Trajectory:
@@ -65,7 +65,8 @@ def waiting_on_a_rank(words: str, split: bool) -> int:
     """The most numbers that wait for weight gradients in one step; without `split`, compiled as if nothing had to wait."""
     without_a_compiler("eager" if split else "aot_eager")
     if not split:
-        compilation.compile_layers = _as_if_nothing_waited  # type: ignore[assignment]
+        # Layers whose linear layers do not keep themselves out of the graph.
+        ModelOptions.linear_of_layer = lambda self, layer: self.linear  # type: ignore[method-assign]
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
@@ -81,13 +82,6 @@ def waiting_on_a_rank(words: str, split: bool) -> int:
     optimizer.end_backward = counting_end  # type: ignore[method-assign,assignment]
     train_step(model, optimizer, [next(batches) for _ in range(config.accumulation)], 1e-3, step=0)
     return most
-
-
-def _as_if_nothing_waited(stages: object, documents: bool, together: int) -> object:
-    for stage in stages:  # type: ignore[attr-defined]
-        for layer in stage.layers.values():
-            layer.forward = torch.compile(layer.forward, backend="aot_eager")
-    return compilation._NOTHING
 
 
 def test_weight_gradients_wait_in_compiled_layers() -> None:

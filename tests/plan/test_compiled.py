@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pentatron.models.causal_lm import build_model
-from pentatron.nn.compiled import compile_layers
+from pentatron.nn.compiled import Compile
+from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import recompute_of
 from pentatron.plan.activations import layer
 from pentatron.plan.shape import Shape
@@ -26,9 +27,10 @@ QWEN3 = f"{GROUPED} --qk-layernorm"
 def kept_by_a_layer(words: str) -> int:
     """Bytes of the second of two layers: of the first, what comes from outside counts as well."""
     config = resolved(words).config
-    model = build_model(config.model, 1, torch.device("cpu"), moe=config.moe).to(torch.bfloat16)
-    model.use_recompute(recompute_of(config.memory))
-    compile_layers([model], documents=False, backend="aot_eager_decomp_partition")
+    options = ModelOptions(
+        recompute=recompute_of(config.memory), compile=Compile("aot_eager_decomp_partition")
+    )
+    model = build_model(config.model, 1, torch.device("cpu"), config.moe, options).to(torch.bfloat16)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 

@@ -13,13 +13,15 @@ import pentatron.train.compilation as compilation
 import pentatron.train.parallel_model as parallel_model
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
+from pentatron.models.causal_lm import build_model
 from pentatron.nn.compiled import Compiled
+from pentatron.nn.options import ModelOptions
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.parallel.world import connect
-from pentatron.train.compilation import Compilation, compile_stages
+from pentatron.train.compilation import Compilation, compilation_of, decide_compilation
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
-from tests.support import LLAMA, resolved
+from tests.support import LLAMA, model_config, resolved
 
 CPU = torch.device("cpu")
 
@@ -30,14 +32,12 @@ def settled(
     monkeypatch.setattr(compilation, "_trial", lambda device: problem)
     repeatable = {"deterministic": True} if "--deterministic-mode" in words else None
 
-    def compile_layers(
-        stages: object, documents: bool, options: dict[str, bool] | None, together: int
-    ) -> Compiled:
-        assert options == repeatable, "kernels that are chosen by the clock are others in the next run"
-        return Compiled(3, ())
-
-    monkeypatch.setattr(compilation, "compile_layers", compile_layers)
-    return compile_stages(resolved(words).config, torch.device(device), Whereabouts(), [])
+    decided = decide_compilation(resolved(words).config, torch.device(device))
+    assert decided.compile is None or decided.compile.options == repeatable, (
+        "kernels that are chosen by the clock are others in the next run"
+    )
+    model = build_model(model_config("--num-layers 3"), 1, CPU, options=ModelOptions(compile=decided.compile))
+    return compilation_of(decided, [model], Whereabouts())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def with_a_stubborn_stage(folder: str) -> None:
 def trained(words: str, grid: Grid, compiled: Callable[..., Compilation]) -> None:
     """By two ranks, with something in the compiler's place."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parallel_model, "compile_stages", compiled)
+        patched.setattr(parallel_model, "compilation_of", compiled)
         world = connect(grid, dist.get_rank(), dist.get_rank(), CPU)
         run_training(resolved(f"{LLAMA} {words} --no-save-checkpoints", 2), world, True)
 

@@ -11,9 +11,11 @@ import pentatron.train.fitting as fitting
 from pentatron.errors import AgreedError
 from pentatron.kernels.fp8 import E4M3, scaled
 from pentatron.nn.linear import WeightedModule
+from pentatron.parallel.linear_options import WeightScales
 from pentatron.parallel.scaled_linear import UNKNOWN
 from pentatron.parallel.world import single_process
-from pentatron.train.fp8 import WeightScales, left_in_bf16, require_fp8
+from pentatron.train import model_options
+from pentatron.train.fp8 import left_in_bf16, require_fp8
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
@@ -124,21 +126,21 @@ def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pyte
         patch.setattr(WeightScales, "refresh", lambda self: next(first_only, lambda scales: None)(self))
         patch.setattr(WeightScales, "forget", lambda self: None)
         assert run("once") != kept
-    monkeypatch.setattr(WeightScales, "__init__", lambda self, *given: setattr(self, "_modules", []))
+    monkeypatch.setattr(model_options, "keeps_scales", lambda config, world: False)
     assert run("each") == kept
 
 
 def test_scales_are_kept_for_those_who_ask_to_find_them() -> None:
     model = built(FP8)
     matrices = [m for m in weighted(model) if m.fp8 is not None]
-    assert all(m.scale == UNKNOWN for m in matrices), "nobody has looked yet"
+    assert all(m.scale.known == UNKNOWN for m in matrices), "nobody has looked yet"
     model.weight_scales.refresh()
-    assert all(m.scale[0] == scaled(m.weight, E4M3).scale for m in matrices)
+    assert all(m.scale.known[0] == scaled(m.weight, E4M3).scale for m in matrices)
     model.weight_scales.forget()
-    assert all(m.scale == UNKNOWN for m in matrices)
+    assert all(m.scale.known == UNKNOWN for m in matrices)
     by_rows = built(f"{FP8} --fp8-recipe rowwise")
     by_rows.weight_scales.refresh()
-    assert all(m.scale == UNKNOWN for m in weighted(by_rows)) and in_fp8(by_rows)
+    assert all(m.scale.known == UNKNOWN for m in weighted(by_rows)) and in_fp8(by_rows)
     assert all(m.fp8.by_rows for m in weighted(by_rows) if m.fp8 is not None)
 
 

@@ -1,5 +1,6 @@
 """The language model inside a run: it finds its stage, what the stage before made, and the keys of dropout by itself."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class GPTModel(gpt_model.GPTModel):
             run = current()
             pg_collection = run.groups
             vp_stage = run.virtual_rank if vp_stage is None else vp_stage
+        elif pg_collection is not None and pg_collection.options is None and is_running():
+            pg_collection = dataclasses.replace(pg_collection, options=current().groups.options)
         super().__init__(
             core,
             transformer_layer_spec,
