@@ -64,7 +64,11 @@ class WeightedModule(DeclaringModule):
         self, local_shape: Shape, declared: Declared, shared: nn.Parameter | None = None
     ) -> nn.Parameter:
         """The matrix, or one that another layer has too. Its sides decide whether products are in fp8; those of experts are not."""
-        weight = self.declare("weight", local_shape, declared, shared)
+        if shared is None:
+            weight = self.declare("weight", local_shape, declared)
+        else:
+            self.register_parameter("weight", shared)
+            weight, self.declared["weight"] = shared, declared
         if len(local_shape) == 2 and all(side % MULTIPLE == 0 for side in local_shape):
             self.fp8 = self.options.fp8
         if self.fp8 is not None and self.options.scales is not None:

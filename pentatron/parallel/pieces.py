@@ -88,11 +88,9 @@ class DeclaringModule(nn.Module):
         super().__init__()
         self.declared: dict[str, Declared] = {}
 
-    def declare(
-        self, name: str, local_shape: Shape, declared: Declared, shared: nn.Parameter | None = None
-    ) -> nn.Parameter:
-        """An uninitialised parameter, registered under `name`; with `shared`, that of another layer."""
-        parameter = nn.Parameter(torch.empty(local_shape)) if shared is None else shared
+    def declare(self, name: str, local_shape: Shape, declared: Declared) -> nn.Parameter:
+        """An uninitialised parameter, registered under `name`."""
+        parameter = nn.Parameter(torch.empty(local_shape))
         self.register_parameter(name, parameter)
         self.declared[name] = declared
         return parameter

@@ -18,9 +18,11 @@ from pentatron.nn import mlp
 from pentatron.nn.attention import SelfAttention
 from pentatron.nn.compiled import Compile, compiled_of
 from pentatron.nn.dropout import dropout_keys
-from pentatron.nn.options import ModelOptions
+from pentatron.nn.options import Fp8Options, ModelOptions
 from pentatron.nn.recompute import recompute_of
 from pentatron.nn.transformer_layer import TransformerLayer
+from pentatron.parallel.linear_options import WeightScales
+from pentatron.parallel.scaled_linear import FORMATS
 from tests.support import LLAMA, resolved
 
 CPU = torch.device("cpu")
@@ -243,3 +245,25 @@ def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     width = resolved(GROUPED).config.model.ffn_hidden_size
     assert width is not None
     assert kept[0] - kept[1] == 3 * BATCH * LENGTH * width * 4, "three layers"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_layers_in_fp8_share_one_graph(kept: bool) -> None:
+    """Also with scales that are kept for each weight: they are inputs of the graph, and not numbers in it."""
+    scales, counting = WeightScales(CPU), Counting()
+    fp8 = Fp8Options(FORMATS["hybrid"], range(3), scales=scales if kept else None)
+    config = resolved(f"{GROUPED} --num-layers 3 --ffn-hidden-size 64").config
+
+    def built(compile: Compile | None) -> CausalLM:
+        return build_model(config.model, 1, CPU, options=ModelOptions(fp8=fp8, compile=compile))
+
+    eager, model = built(None), built(Compile(counting))
+    for _ in range(2):
+        scales.refresh()
+        found, expected = computed(model, config)[0], computed(eager, config)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        scales.forget()
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *eager.parameters()):
+                parameter.mul_(1.01)
+    assert counting.graphs == ONE and not counters["graph_break"]

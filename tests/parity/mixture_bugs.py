@@ -135,13 +135,13 @@ def expert_gate_and_up_cut_as_one() -> None:
     """A rank that has a part of an expert takes consecutive rows of [gate; up]."""
     build = experts_module.ExpertLinear.__init__
 
-    def contiguous(self: Any, shape: Any, local: Any, pieces: tuple[Piece, ...], scale: float) -> None:
+    def contiguous(self: Any, shape: Any, local: Any, pieces: tuple[Piece, ...], *others: Any) -> None:
         if len(pieces) == 2 and shape[1] > local[1]:
             first = pieces[0]
             part = first.start[1] // first.size[1]
             start = (first.start[0], part * local[1], 0)
             pieces = (Piece(start, (0, 0, 0), (first.size[0], local[1], local[2])),)
-        build(self, shape, local, pieces, scale)
+        build(self, shape, local, pieces, *others)
 
     experts_module.ExpertLinear.__init__ = contiguous  # type: ignore[method-assign]
 
