@@ -13,14 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import pentatron.train.compilation as compilation
 import pretrain_gpt
 from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.layout.stages import StagePart
 from pentatron.megatron.names import as_megatron
 from pentatron.megatron.program import UserProgram
+from pentatron.models.causal_lm import CausalLM
+from pentatron.monitor.display import Silent
+from pentatron.nn.axes import Axes
+from pentatron.nn.recompute import NOTHING
 from pentatron.parallel.world import connect
+from pentatron.train.parallel_model import build_parallel_model
 from pentatron.train.program import Program
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
@@ -128,3 +135,46 @@ def test_a_program_trains_as_the_configured_one(
     for row, other in zip(rows, expected, strict=True):
         assert row == other or (program is guide and row[0] == pytest.approx(other[0], rel=1e-6))
         assert row[2] == (other[2] if other[2] is None else pytest.approx(other[2], rel=1e-6))
+
+
+def chosen(program: Program, words: str) -> dict[str, object]:
+    """What the layers of this rank chose when they were built."""
+    given = resolved(f"{RUN} {words}", dist.get_world_size())
+    world = connect(given.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    with program.running(given, world, Silent()):
+        model = build_parallel_model(given.config, world, program)
+        # A model that is built beside those of the run has nothing to do with them.
+        beside = CausalLM(given.config.model, given.config.moe, StagePart((0,), False, False), Axes())
+    assert beside.recompute.wanted == NOTHING
+    found: dict[str, object] = {"compiled": model.compilation.compiled.layers}
+    for number, stage in model.stages.items():
+        found[f"{number}"] = (stage.recompute.wanted, stage.cross_entropy, stage.kernels.chosen)
+        for name, module in stage.named_modules():
+            switch, fp8 = getattr(module, "recompute", stage.recompute), getattr(module, "fp8", None)
+            is_deferred = getattr(module, "deferred", None) is model.executor.deferred
+            gate, whole = getattr(module, "fuses_gate", None), getattr(module, "runs_whole", None)
+            found[f"{number} {name}"] = (switch is stage.recompute, fp8, is_deferred, gate, whole)
+    ends = [stage.embedding.word.weight for stage in model.stages.values() if stage.embedding is not None]
+    ends += [stage.head.weight for stage in model.stages.values() if stage.head is not None]
+    return {**found, "ends": len(ends), "tied ends": len({id(weight) for weight in ends})}
+
+
+def choose_both(program: Callable[[], Program], words: str) -> tuple[dict[str, object], dict[str, object]]:
+    # Nothing runs, so nothing is compiled.
+    compilation._trial = lambda device: ""
+    return chosen(Program(), words), chosen(program(), words)
+
+
+@pytest.mark.parametrize("program", [ours, guide])
+def test_the_layers_of_a_program_are_built_as_the_configured_ones(program: Callable[[], Program]) -> None:
+    words = (
+        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule zbv --bf16 --fp8 hybrid --compile on "
+        "--recompute-granularity selective --recompute-modules mlp"
+    )
+    ranks = run_distributed(choose_both, 2, program=program, words=words)
+    for configured, own in ranks:
+        assert own == configured and own["compiled"] == 2
+    first, _ = ranks[0]
+    fp8, deferred = first["0 layers.0.mlp.linear_fc1"][1:3]  # type: ignore[index]
+    assert fp8 is not None and deferred
+    assert (first["ends"], first["tied ends"]) == (2, 1)

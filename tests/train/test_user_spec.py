@@ -15,6 +15,8 @@ from pentatron.errors import AgreedError, UserError
 from pentatron.hf.architecture import config_of
 from pentatron.parallel.world import single_process
 from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
+from pentatron.train.fp8 import left_in_bf16
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.parity.cases import SHAPE
@@ -252,3 +254,23 @@ def test_a_missing_module_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
         == 2
     )
     assert "--spec no_such_layers f: module no_such_layers cannot be imported" in capsys.readouterr().err
+
+
+def test_parts_of_own_layers_are_built_as_their_axes_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And parts without axes as on one process; in fp8 a note says so."""
+    monkeypatch.chdir(tmp_path)
+
+    def built(spec: str) -> ParallelModel:
+        asked = f"{LLAMA} --num-layers 1 --bf16 --fp8 hybrid --recompute-granularity selective {spec}"
+        return build_parallel_model(resolved(asked).config, single_process())
+
+    model = built(example(tmp_path, "handing_layers"))
+    mlp = model.stages[0].layers["0"].mlp.mlp  # type: ignore[union-attr]
+    assert mlp.linear_fc1.fp8 is not None and mlp.fuses_gate
+    assert left_in_bf16(model.config, model.stages.values()) == []
+    model = built(example(tmp_path, "keeping_layers", ("MLP(config, layer_number, axes)", "MLP(config)")))
+    assert left_in_bf16(model.config, model.stages.values()) == [
+        "--fp8: matrices of layers of your own stay in bf16 where they are built without axes: mlp.mlp.linear_fc1, mlp.mlp.linear_fc2"
+    ]
