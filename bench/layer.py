@@ -23,6 +23,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.steps import milliseconds_in_a_row
+from pentatron.config.decisions import decide
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
@@ -32,6 +33,7 @@ from pentatron.nn.compiled import compile_layers
 from pentatron.nn.mlp import fuse_gates
 from pentatron.parallel.axes import Axes
 from pentatron.parallel.world import single_process
+from pentatron.train.device_facts import device_facts
 from pentatron.train.fp8 import WeightScales, use_fp8
 
 LAYERS, WARM, TIMED = 4, 3, 8
@@ -59,8 +61,9 @@ def build(shape: str, backend: str, sequence: int, more: str) -> CausalLM:
     fuse_gates([model])
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
-    use_fp8(config, [model])
-    WeightScales(config, single_process(DEVICE), [model]).refresh()
+    decided = decide(config, device_facts(config, DEVICE)).fp8
+    use_fp8(decided, [model])
+    WeightScales(config, decided, single_process(DEVICE), [model]).refresh()
     return model
 
 

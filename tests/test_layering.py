@@ -58,7 +58,9 @@ def test_no_module_imports_upward() -> None:
     """In one test: hundreds of them take far longer to report than to run."""
     assert len(MODULES) > 100
     found = {
-        module: upward_imports(module.relative_to(PACKAGE).with_suffix("").parts[0], module.read_text(encoding="utf-8"))
+        module: upward_imports(
+            module.relative_to(PACKAGE).with_suffix("").parts[0], module.read_text(encoding="utf-8")
+        )
         for module in MODULES
     }
     assert {module: packages for module, packages in found.items() if packages} == {}

@@ -82,7 +82,7 @@ class Progress:
 def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progress | None) -> Row:
     from pentatron.bench.processes import free_port
     from pentatron.cli.bench_rank import Job, reason_of_failure, work
-    from pentatron.models.flops import step_flops
+    from pentatron.config.flops import step_flops
     from pentatron.monitor.peaks import peak_of
 
     words, prepared, reason = prepared_layout(sweep, layout)

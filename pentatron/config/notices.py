@@ -1,16 +1,19 @@
 """One line for every setting that was given but cannot change anything in this run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pentatron.config.data_notices import IDLE_OF_DATA
-from pentatron.config.device_notices import IDLE_OF_DEVICES, slow_on_a_cpu
+from pentatron.config.decided import Decisions
 from pentatron.config.document_notices import IDLE_OF_DOCUMENTS
 from pentatron.config.draft import Draft, Facts
+from pentatron.config.flags import is_written
 from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
 from pentatron.config.model_notices import IDLE_OF_THE_MODEL
 from pentatron.config.precision_rules import IDLE_OF_PRECISION
-from pentatron.config.run import table
+from pentatron.config.run import RunConfig, table
 from pentatron.config.schedule_notices import IDLE_OF_SCHEDULES
+from pentatron.config.setting import Setting
 from pentatron.config.sft_rules import IDLE_OF_SFT
 from pentatron.layout.schedules import takes_groups
 
@@ -18,12 +21,14 @@ from pentatron.layout.schedules import takes_groups
 Reason = Callable[[Draft, Facts], str]
 
 
-def notices_for(draft: Draft, facts: Facts) -> list[str]:
+def notices_for(draft: Draft, facts: Facts, decisions: Decisions) -> list[str]:
+    """`decisions`: as far as the settings alone decide them."""
     found = []
     for name, item in table().items():
-        if not _asked_for(draft, name):
+        if not _asked_for(item, draft[name], draft.source(name)):
             continue
         reason = item.notice if draft[name] != item.default else ""
+        reason = reason or decisions.idle.get(name, "")
         reason = reason or (IDLE[name](draft, facts) if name in IDLE else "")
         if reason:
             found.append(f"{item.written(draft[name], draft.source(name))}: {reason}")
@@ -34,7 +39,7 @@ def notices_for(draft: Draft, facts: Facts) -> list[str]:
         )
     found += [*_every_layer_recomputed(draft), *_idle_pipeline(draft), *_no_bias_in_experts(draft)]
     found += _without_checkpoints(draft)
-    return [*found, *slow_on_a_cpu(draft)]
+    return [*found, *decisions.remarks]
 
 
 def _without_checkpoints(draft: Draft) -> list[str]:
@@ -84,10 +89,20 @@ def _idle_pipeline(draft: Draft) -> list[str]:
     ]
 
 
-def _asked_for(draft: Draft, name: str) -> bool:
+def _asked_for(item: Setting, value: Any, source: str) -> bool:
     """A file may list every setting there is; only a flag, or a value of its own, is a wish."""
-    by_flag = draft.source(name).startswith("flag")
-    return by_flag or (draft.given(name) and draft[name] != table()[name].default)
+    return source.startswith("flag") or (is_written(source) and value != item.default)
+
+
+def notices_of_decisions(config: RunConfig, sources: Mapping[str, str], decisions: Decisions) -> list[str]:
+    """One line for every setting that was given and that these decisions leave nothing to change."""
+    found = []
+    for name, item in table().items():
+        value, source = getattr(getattr(config, item.section), name), sources[name]
+        reason = decisions.idle.get(name)
+        if reason and _asked_for(item, value, source):
+            found.append(f"{item.written(value, source)}: {reason}")
+    return [*found, *decisions.remarks]
 
 
 def _no_tensor_axis(draft: Draft, facts: Facts) -> str:
@@ -191,31 +206,11 @@ def _instances(draft: Draft, facts: Facts) -> str:
     return ""
 
 
-def _no_early_reduction(draft: Draft, facts: Facts) -> str:
-    if not draft["overlap_grad_reduce"]:
-        return ""
-    return _one_copy(draft, facts) or _always_overlapped(draft)
-
-
-def _always_overlapped(draft: Draft) -> str:
-    return "ZeRO 3 always sums and gathers one layer while others compute" if draft["zero_stage"] == 3 else ""
-
-
 def _nobody_to_share_with(draft: Draft, facts: Facts) -> str:
     # Experts may have copies on tensor ranks, which then share those.
     of_experts = draft["num_experts"] is not None and draft["tensor_model_parallel_size"] > 1
     alone = draft["zero_stage"] > 0 and _one_replica(draft) and not of_experts
     return "one data-parallel rank has nobody to share with, so it keeps everything" if alone else ""
-
-
-def _nothing_to_gather(draft: Draft, facts: Facts) -> str:
-    if not draft["overlap_param_gather"]:
-        return ""
-    if draft["zero_stage"] == 0:
-        return "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
-    return (
-        "one data-parallel rank has nothing to gather" if _one_replica(draft) else _always_overlapped(draft)
-    )
 
 
 def _alone(draft: Draft, facts: Facts) -> str:
@@ -337,8 +332,6 @@ IDLE: dict[str, Reason] = {
         _nothing_divided,
     ),
     "zero_stage": _nobody_to_share_with,
-    "overlap_grad_reduce": _no_early_reduction,
-    "overlap_param_gather": _nothing_to_gather,
     "cp_comm_type": _whole_sequences,
     **IDLE_OF_THE_MODEL,
     **IDLE_OF_DOCUMENTS,
@@ -361,7 +354,6 @@ IDLE: dict[str, Reason] = {
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), _nothing_recomputed),
     "recompute_modules": _modules_not_recomputed,
     **IDLE_OF_PRECISION,
-    **IDLE_OF_DEVICES,
     "memory_monitor_interval": _not_monitored,
     **dict.fromkeys(
         (

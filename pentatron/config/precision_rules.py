@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
+from pentatron.config.decisions import FP8_MULTIPLE
 from pentatron.config.draft import Draft, Facts
 from pentatron.config.entry import GRAD_SCALER
 from pentatron.config.run import table
 
 Values = Mapping[str, Any]
-# Sides of the matrices that GPUs multiply in fp8.
-FP8_MULTIPLE = 16
 Reason = Callable[[Draft, Facts], str]
 
 
@@ -97,22 +96,7 @@ def _no_momentum(draft: Draft, facts: Facts) -> str:
     return "--optimizer adam has moments of its own (--adam-beta1)" if draft["optimizer"] != "sgd" else ""
 
 
-def _no_fp8(draft: Draft, facts: Facts) -> str:
-    return "there are no fp8 matmuls (--fp8)" if draft["fp8_format"] is None else ""
-
-
-def _no_layers_left_out(draft: Draft, facts: Facts) -> str:
-    every = (
-        ""
-        if draft["first_last_layers_bf16"]
-        else "all layers have fp8 matmuls without --first-last-layers-bf16"
-    )
-    return _no_fp8(draft, facts) or every
-
-
 IDLE_OF_PRECISION: dict[str, Reason] = {
-    **dict.fromkeys(("fp8_recipe", "fp8_output_layer", "first_last_layers_bf16"), _no_fp8),
-    **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _no_layers_left_out),
     **{n: _of_the_search(n) for n in table() if "loss_scale" in n or n == "hysteresis"},
     "loss_scale": _nothing_scaled,
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), _not_adam),

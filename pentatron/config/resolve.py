@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pentatron.config.data_sources import read_data_files
+from pentatron.config.decided import Decisions
+from pentatron.config.decisions import decide, device_of_settings
 from pentatron.config.deepspeed import read_deepspeed
 from pentatron.config.derive import derive
 from pentatron.config.draft import Draft, Facts
@@ -12,7 +14,7 @@ from pentatron.config.entry import EntryPoint
 from pentatron.config.files import read_file
 from pentatron.config.flags import Assigned, did_you_mean, is_written, parse_flags
 from pentatron.config.limits import not_available, out_of_limits
-from pentatron.config.notices import notices_for
+from pentatron.config.notices import notices_for, notices_of_decisions
 from pentatron.config.presets import presets
 from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, build, table
@@ -29,8 +31,7 @@ _REPLACES_DEMO = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, the origin of each value, and what the user should be told; `on_a_cpu`: also, if that is what
-    `--device auto` turns out to be.
+    """A configuration, the origin of each value, and what the user should be told.
 
     `with_epoch` resolves the same words again, for a pass over the data of so many samples: where the run itself tokenizes or counts its data,
     the length of a run with `--epochs` is not known before. `epoch`: how many it was taken for.
@@ -40,7 +41,6 @@ class Resolved:
     sources: Mapping[str, str]
     notices: Sequence[str]
     with_epoch: "Again"
-    on_a_cpu: Sequence[str] = ()
     epoch: int | None = None
 
     def given(self, name: str) -> bool:
@@ -139,20 +139,19 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     problems += [problem for problem in found if problem not in missing]
     if problems:
         raise ConfigError(problems)
-    notices = notices_for(draft, facts)
-    without_gpu = Draft(
-        {**draft.values, "device": Assigned("cpu", draft.source("device"))}, epoch=draft.epoch
-    )
-    on_a_cpu = [told for told in notices_for(without_gpu, facts) if told not in notices]
-    told = [*draft.notices, *missing, *notices]
-    return Resolved(
-        build(values),
-        sources,
-        told,
-        Again(before, facts, built_only),
-        on_a_cpu if draft["device"] == "auto" else (),
-        draft.epoch,
-    )
+    config = build(values)
+    told = [
+        *draft.notices,
+        *missing,
+        *notices_for(draft, facts, decide(config, device_of_settings(config))),
+    ]
+    return Resolved(config, sources, told, Again(before, facts, built_only), draft.epoch)
+
+
+def notices_of_device(resolved: Resolved, decisions: Decisions) -> list[str]:
+    """What could not be told before the device was known: the lines of its decisions that `resolved` has not told."""
+    found = notices_of_decisions(resolved.config, resolved.sources, decisions)
+    return [line for line in found if line not in resolved.notices]
 
 
 def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:

@@ -2,19 +2,19 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from pentatron.config.address import meeting_point
 from pentatron.config.data_sources import NAMED, Blend, names_files
+from pentatron.config.decisions import not_recordable, requires_graphs
 from pentatron.config.draft import Facts
-from pentatron.config.graph_rules import GRAPH_RULES
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule, Values
 from pentatron.config.limits import not_available, out_of_limits
 from pentatron.config.loop_rules import LOOP_RULES
 from pentatron.config.moe_rules import MOE_RULES
 from pentatron.config.position_rules import POSITION_RULES
 from pentatron.config.precision_rules import PRECISION_RULES
-from pentatron.config.run import table
+from pentatron.config.run import RunConfig, table
 from pentatron.config.schedule_rules import SCHEDULE_RULES
 from pentatron.config.sft_rules import SFT_RULES
 from pentatron.config.zero_rules import ZERO_RULES
@@ -56,6 +56,26 @@ class _Watched(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         self.seen.add(name)
         return super().__getitem__(name)
+
+
+class _Sections:
+    """Values by section and name, as a `RunConfig` has them; only those that are asked for are looked at."""
+
+    def __init__(self, values: Values, section: str = "") -> None:
+        self._values, self._section = values, section
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values[name] if self._section else _Sections(self._values, name)
+
+
+def _graphs(v: Values, facts: Facts) -> str | None:
+    config = cast(RunConfig, _Sections(v))
+    if not requires_graphs(config.kernels.cuda_graphs):
+        return None
+    reason = "the run is on a CPU" if config.launch.device == "cpu" else not_recordable(config)
+    if not reason:
+        return None
+    return f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
 
 
 def _meeting_point(v: Values, facts: Facts) -> str | None:
@@ -168,7 +188,7 @@ RULES: tuple[Rule, ...] = (
     *ZERO_RULES,
     *POSITION_RULES,
     *SFT_RULES,
-    *GRAPH_RULES,
+    _graphs,
     *PRECISION_RULES,
     *LOOP_RULES,
     _meeting_point,

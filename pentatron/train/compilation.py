@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.run import RunConfig
+from pentatron.config.decided import CompileDecision
 from pentatron.errors import UserError
 from pentatron.nn.compiled import Compiled, compile_layers
 from pentatron.parallel.whereabouts import Whereabouts
@@ -97,21 +97,13 @@ class Compilation:
 
 
 def compile_stages(
-    config: RunConfig, device: torch.device, where: Whereabouts, stages: Iterable[nn.Module]
+    decided: CompileDecision, device: torch.device, where: Whereabouts, stages: Iterable[nn.Module]
 ) -> Compilation:
-    """Compiles what the settings say, or says why not. Weight gradients that are to wait must be deferred before."""
-    wanted = config.kernels.compile
-    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-        return Compilation()
-    if wanted == "auto" and config.precision.deterministic_mode:
-        return Compilation(
-            notes=(
-                "layers are not compiled: --deterministic-mode wants the same bits in every run, and a compiler may choose other kernels in "
-                "the next; --compile on compiles them, with kernels that are not chosen by the clock",
-            )
-        )
+    """Compiles what was decided, or says why not. Weight gradients that are to wait must be deferred before."""
+    if not decided.on:
+        return Compilation(notes=(decided.held_back,) if decided.held_back else ())
     problem = _trial(device)
-    if problem and wanted == "on":
+    if problem and decided.required:
         raise UserError(
             f"--compile on: nothing can be compiled here ({problem}); install what is missing (a C++ compiler; on a GPU also triton), or "
             f"use --compile off"
@@ -124,13 +116,10 @@ def compile_stages(
             )
         )
     # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
-    torch._dynamo.config.suppress_errors = wanted == "auto"
-    documents = config.data.reset_attention_mask or config.data.sft_packing
+    torch._dynamo.config.suppress_errors = not decided.required
     # The compiler tries some kernels, and takes those that were fastest then: not the same in every run, and sums in another order.
-    options = {"deterministic": True} if config.precision.deterministic_mode else None
-    compiled = compile_layers(
-        stages, documents, options=options, together=config.kernels.compile_layers_together
-    )
+    options = {"deterministic": True} if decided.deterministic else None
+    compiled = compile_layers(stages, decided.documents, options=options, together=decided.together)
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         made.watch(where)

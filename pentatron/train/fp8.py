@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pentatron.config.fp8 import fp8_layers
+from pentatron.config.decided import Fp8Decision
 from pentatron.config.run import RunConfig
 from pentatron.errors import AgreedError
 from pentatron.kernels.fp8 import E4M3, MULTIPLE, scales_of
@@ -15,39 +15,21 @@ from pentatron.nn.linear import VocabularyTable, WeightedModule
 from pentatron.parallel.scaled_linear import FORMATS, UNKNOWN
 from pentatron.parallel.world import World
 
-# The first GPUs with such instructions are Ada's; Hopper and Blackwell have them too.
-_LEAST_CAPABILITY = (8, 9)
 
-
-def require_fp8(config: RunConfig, device: torch.device) -> None:
-    """Refuses to train on a device without matmuls in fp8: emulated, they would be slower than any others."""
-    wanted = config.precision.fp8_format
-    if wanted is None:
-        return
-    lacking = _lacking(device)
-    if lacking:
+def require_fp8(decided: Fp8Decision) -> None:
+    """Refuses to train on a device without matmuls in fp8."""
+    if decided.lacking:
         raise AgreedError(
-            f"--fp8 {wanted} needs a GPU with fp8 matmuls (NVIDIA's from compute capability 8.9 on: Ada, Hopper, Blackwell), and "
-            f"{lacking}; leave it out"
+            f"--fp8 {decided.format} needs a GPU with fp8 matmuls (NVIDIA's from compute capability 8.9 on: Ada, Hopper, Blackwell), and "
+            f"{decided.lacking}; leave it out"
         )
 
 
-def _lacking(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip:
-        return "this run is on a CPU" if device.type == "cpu" else "this is no GPU of NVIDIA's"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) >= _LEAST_CAPABILITY:
-        return ""
-    return f"this one ({torch.cuda.get_device_name(device)}) has {major}.{minor}"
-
-
-def use_fp8(config: RunConfig, stages: Iterable[CausalLM]) -> None:
-    """From now on the linear layers of these stages multiply in fp8, as far as the settings want it and the sizes allow it."""
-    for _, module in _wanted(config, stages):
-        if _fits(module):
-            assert config.precision.fp8_format is not None
-            by_rows = config.precision.fp8_recipe == "rowwise"
-            module.fp8 = replace(FORMATS[config.precision.fp8_format], by_rows=by_rows)
+def use_fp8(decided: Fp8Decision, stages: Iterable[CausalLM]) -> None:
+    """From now on the linear layers of these stages multiply in fp8, as far as it was decided and the sizes allow it."""
+    for _, module in _wanted(decided, stages):
+        if _fits(module) and decided.format is not None:
+            module.fp8 = replace(FORMATS[decided.format], by_rows=decided.by_rows)
 
 
 class WeightScales:
@@ -57,10 +39,11 @@ class WeightScales:
     while others compute, and each layer finds its own.
     """
 
-    def __init__(self, config: RunConfig, world: World, stages: Iterable[CausalLM]) -> None:
+    def __init__(
+        self, config: RunConfig, decided: Fp8Decision, world: World, stages: Iterable[CausalLM]
+    ) -> None:
         whole = world.replicas.size == 1 or config.parallel.zero_stage == 0
-        by_tensor = config.precision.fp8_recipe == "tensorwise"
-        wanted = _wanted(config, stages) if whole and by_tensor else ()
+        wanted = _wanted(decided, stages) if whole and not decided.by_rows else ()
         self._modules = [module for _, module in wanted if module.fp8 is not None]
         self._scales = [torch.ones((), device=world.device) for _ in self._modules]
         self._unscales = [torch.ones((), device=world.device) for _ in self._modules]
@@ -83,32 +66,26 @@ class WeightScales:
             module.scale = UNKNOWN
 
 
-def left_in_bf16(config: RunConfig, stages: Collection[CausalLM]) -> list[str]:
+def left_in_bf16(decided: Fp8Decision, stages: Collection[CausalLM]) -> list[str]:
     """What the user may think to be in fp8 and is not."""
     found = []
-    small = {name for name, module in _wanted(config, stages) if module.fp8 is None}
+    small = {name for name, module in _wanted(decided, stages) if module.fp8 is None}
     if small:
         found.append(
             f"--fp8: matrices stay in bf16 where a side is no multiple of {MULTIPLE}: {', '.join(sorted(small))}"
         )
-    layers = fp8_layers(config.precision, config.model.num_layers)
-    if config.moe.num_experts is not None and len(layers):
+    if decided.experts_left:
         found.append("--fp8: the matmuls of experts stay in bf16")
     return found
 
 
-def _wanted(config: RunConfig, stages: Iterable[CausalLM]) -> Iterator[tuple[str, WeightedModule]]:
+def _wanted(decided: Fp8Decision, stages: Iterable[CausalLM]) -> Iterator[tuple[str, WeightedModule]]:
     """The matrices that are to be multiplied in fp8, with their names in a layer. Those of experts are not among them."""
-    layers = fp8_layers(config.precision, config.model.num_layers)
     for stage in stages:
         for number, layer in stage.layers.items():
-            if int(number) in layers:
+            if int(number) in decided.layers:
                 yield from _matrices(layer)
-        if (
-            config.precision.fp8_format
-            and config.precision.fp8_output_layer
-            and (head := _head(stage)) is not None
-        ):
+        if decided.head and (head := _head(stage)) is not None:
             yield "head", head
 
 

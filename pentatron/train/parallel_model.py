@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from pentatron.config.decided import Decisions
+from pentatron.config.decisions import decide
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.models.causal_lm import CausalLM
@@ -23,6 +25,7 @@ from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.train.compilation import Compilation, compile_stages
+from pentatron.train.device_facts import device_facts
 from pentatron.train.fp8 import WeightScales, use_fp8
 from pentatron.train.graphs import Recording, record_steps
 from pentatron.train.objective import Objective
@@ -39,6 +42,7 @@ class ParallelModel:
     executor: Executor
     routers: RouterLoads
     weight_scales: WeightScales
+    decisions: Decisions
     program: Program = CONFIGURED
     compilation: Compilation = field(default_factory=Compilation)
     recording: Recording = field(default_factory=Recording)
@@ -87,6 +91,7 @@ class ParallelModel:
 
 
 def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
+    decisions = decide(config, device_facts(config, world.device), own_program=type(program) is not Program)
     axes = axes_of(world, config.parallel)
     own = config.placement.stages_of(world.at.pipeline)
     parts = {number: config.stages[number] for number in own}
@@ -95,14 +100,14 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     stages = program.build_stages(config, parts, axes, device)
     for stage in stages.values():
         stage.use_recompute(recompute_of(config.memory))
-        stage.use_cross_entropy(cross_entropy_of(config.kernels))
-    use_fp8(config, stages.values())
-    if config.kernels.bias_swiglu_fusion:
+        stage.use_cross_entropy(cross_entropy_of(decisions.loss))
+    use_fp8(decisions.fp8, stages.values())
+    if decisions.gate.on:
         fuse_gates(stages.values())
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)
-    compilation = compile_stages(config, world.device, world.whereabouts, stages.values())
+    compilation = compile_stages(decisions.compile, world.device, world.whereabouts, stages.values())
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     executor = Executor(
         open_messages(world, config.placement),
@@ -113,10 +118,10 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
         timers,
     )
     routers = RouterLoads(config, world, stages)
-    recording = record_steps(config, world.device, configured=type(program) is Program)
-    scales = WeightScales(config, world, stages.values())
+    recording = record_steps(config, decisions.graphs, world.device)
+    scales = WeightScales(config, decisions.fp8, world, stages.values())
     return ParallelModel(
-        config, world, axes, stages, executor, routers, scales, program, compilation, recording
+        config, world, axes, stages, executor, routers, scales, decisions, program, compilation, recording
     )
 
 

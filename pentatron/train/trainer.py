@@ -9,10 +9,10 @@ from typing import NoReturn
 import torch
 
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.flops import step_flops
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.errors import AgreedError, BadNumbers
-from pentatron.models.flops import step_flops
 from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.peaks import peak_of
 from pentatron.monitor.ranks import RankReport

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.device_notices import IDLE_OF_DEVICES
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.config.draft import Facts
 from pentatron.config.entry import TRAIN
 from pentatron.config.loop_rules import IDLE_OF_THE_LOOP
@@ -13,7 +14,8 @@ from pentatron.config.notices import IDLE
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import table
 from pentatron.config.sft_rules import IDLE_OF_SFT
-from tests.config.builders import LEAST, about, notices, other_value
+from tests.config.builders import LEAST, about, notices, other_value, resolved
+from tests.config.test_device_notices import ON_A_GPU
 
 ONE = Facts(1)
 TWO = Facts(2, 2)
@@ -514,9 +516,10 @@ def test_every_idle_reason_has_a_case() -> None:
         | set(IDLE_OF_THE_MODEL)
         | set(IDLE_OF_SFT)
         | set(IDLE_OF_THE_LOOP)
-        | set(IDLE_OF_DEVICES)
+        | set(ON_A_GPU)
     )
-    assert set(IDLE) - elsewhere == {case[0] for case in CASES} - elsewhere
+    decided = decide(resolved().config, DeviceFacts()).idle
+    assert (set(IDLE) | set(decided)) - elsewhere == {case[0] for case in CASES} - elsewhere
 
 
 def test_what_a_line_looks_like() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import pentatron.train.compilation as compilation
 import pentatron.train.parallel_model as parallel_model
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.nn.compiled import Compiled
@@ -37,7 +39,8 @@ def settled(
         return Compiled(3, ())
 
     monkeypatch.setattr(compilation, "compile_layers", compile_layers)
-    return compile_stages(resolved(words).config, torch.device(device), Whereabouts(), [])
+    decided = decide(resolved(words).config, DeviceFacts(device)).compile
+    return compile_stages(decided, torch.device(device), Whereabouts(), [])
 
 
 @pytest.mark.parametrize(

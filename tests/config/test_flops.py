@@ -2,9 +2,9 @@ import pytest
 
 from pentatron.config.draft import Facts
 from pentatron.config.entry import PRETRAIN_GPT
+from pentatron.config.flops import step_flops
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
-from pentatron.models.flops import step_flops
 
 
 def shape(preset: str, words: str = "") -> RunConfig:
