@@ -13,7 +13,13 @@ from pentatron.config.stages import costs_of, division_of
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.ranks import world_size_problem
-from pentatron.layout.schedules import FOLDED, schedule_problem, takes_groups
+from pentatron.layout.schedules import (
+    Stages,
+    group_problem,
+    micro_batches_problem,
+    stages_misfit,
+    takes_groups,
+)
 from pentatron.layout.stages import Costs, stage_parts
 
 Values = Mapping[str, Any]
@@ -240,23 +246,22 @@ def _schedule(v: Values, facts: Facts) -> str | None:
     """Whether there is such a schedule for this number of stages."""
     kind, ranks = v["pipeline_schedule"], v["pipeline_model_parallel_size"]
     virtual = v["virtual_pipeline_model_parallel_size"] or 1
-    if ranks == 1:
-        return None
-    if kind == "interleaved" and virtual == 1:
-        return (
-            "--pipeline-schedule interleaved needs several stages on each rank; "
-            "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
-        )
-    if kind in FOLDED and virtual != 2:
-        return (
-            f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
-            f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
-        )
-    if kind in ("1f1b", "gpipe") and virtual > 1:
-        return (
-            f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
-            f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
-        )
+    match None if ranks == 1 else stages_misfit(kind, virtual):
+        case Stages.SEVERAL:
+            return (
+                f"--pipeline-schedule {kind} needs several stages on each rank; "
+                "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
+            )
+        case Stages.TWO:
+            return (
+                f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
+                f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
+            )
+        case Stages.ONE:
+            return (
+                f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
+                f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
+            )
     return None
 
 
@@ -273,9 +278,7 @@ def _enough_micro_batches(v: Values, facts: Facts) -> str | None:
         v["pipeline_model_parallel_size"],
         _micro_batch_count(v, facts),
     )
-    if kind != "dualpipev" or ranks == 1 or count is None:
-        return None
-    problem = schedule_problem(kind, ranks, 2, count)
+    problem = None if ranks == 1 or count is None else micro_batches_problem(kind, ranks, count)
     return None if problem is None else f"--pipeline-schedule {problem}"
 
 
@@ -285,9 +288,7 @@ def _micro_batch_groups(v: Values, facts: Facts) -> str | None:
     if group is None or virtual == 1 or ranks == 1 or not takes_groups(v["pipeline_schedule"], virtual):
         return None
     count = _micro_batch_count(v, facts)
-    if count is None:
-        return None
-    problem = schedule_problem("interleaved", ranks, virtual, count, group)
+    problem = None if count is None else group_problem(ranks, count, group)
     return (
         None if problem is None else f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}"
     )
