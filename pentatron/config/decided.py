@@ -131,7 +131,7 @@ class OptimizerOptions:
 @dataclass(frozen=True)
 class Decisions:
     device: DeviceFacts
-    compile: CompileDecision
+    compilation: CompileDecision
     gate: GateDecision
     loss: LossDecision
     experts: ExpertsDecision
@@ -158,7 +158,7 @@ class Decisions:
             "overlap_grad_reduce": self.grad_overlap.idle,
             "overlap_param_gather": self.param_overlap.idle,
             "moe_grouped_gemm": self.experts.idle,
-            "compile_layers_together": self.compile.together_idle,
+            "compile_layers_together": self.compilation.together_idle,
             "fp8_recipe": self.fp8.idle,
             "fp8_output_layer": self.fp8.idle,
             "first_last_layers_bf16": self.fp8.idle,

@@ -156,7 +156,7 @@ def _norm_keeps_input(shape: Shape) -> bool:
 
 def _norm_widens(shape: Shape) -> bool:
     """An RMSNorm in fewer bits than fp32 keeps a copy of its input in fp32 instead, unless it is compiled or on a CPU."""
-    return bool(shape.on_gpu) and shape.width != _FP32 and not shape.decisions.compile.on
+    return bool(shape.on_gpu) and shape.width != _FP32 and not shape.decisions.compilation.on
 
 
 def _norm(shape: Shape, again: bool) -> int:
@@ -170,7 +170,7 @@ def _norm(shape: Shape, again: bool) -> int:
 def _norm_row(shape: Shape, width: int) -> int:
     if shape.config.model.normalization == "LayerNorm":
         return shape.width * width + 2 * _FP32
-    if shape.decisions.compile.on:
+    if shape.decisions.compilation.on:
         return shape.width * width + _FP32
     return ((_FP32 if _norm_widens(shape) else shape.width) + shape.width) * width + _FP32
 
@@ -183,7 +183,7 @@ def _attention(shape: Shape, again: bool, fp8: bool) -> int:
     given, found = (1 if fp8 else e) * tokens * s.hidden, (1 if fp8 else e) * tokens * s.queries
     if again:
         # A compiler makes what the heads found anew as well.
-        return given + e * tokens * projected + (0 if s.decisions.compile.on else found)
+        return given + e * tokens * projected + (0 if s.decisions.compilation.on else found)
     rotated = model.position_embedding_type == "rope"
     # Queries of several groups cannot stay a view of the projection.
     copied = s.heads > s.groups > 1
@@ -209,7 +209,7 @@ def _norms_of_heads(shape: Shape, copied: bool) -> int:
     s, tokens = shape, shape.tokens
     rows = tokens * (s.heads + s.groups)
     layer_norm = s.config.model.normalization == "LayerNorm"
-    if layer_norm or s.decisions.compile.on:
+    if layer_norm or s.decisions.compilation.on:
         return (s.width * tokens * s.queries if copied else 0) + (1 + layer_norm) * _FP32 * rows
     widened = _FP32 * tokens * (s.queries + s.keys)
     if not _norm_widens(s):
@@ -249,7 +249,7 @@ def between(shape: Shape, sparse: bool = False) -> int:
         return 2
     if shape.decisions.gate.in_second and not sparse:
         return 2
-    return 3 if shape.decisions.compile.on and not sparse else 4
+    return 3 if shape.decisions.compilation.on and not sparse else 4
 
 
 def _experts(shape: Shape, modules: frozenset[str]) -> int:

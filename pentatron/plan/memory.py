@@ -170,7 +170,7 @@ def _in_update(shape: Shape, part: StagePart) -> int:
 def _inside_layer(shape: Shape) -> int:
     """Gradients on their way through the matrices of an MLP, where a compiler does not let go of what it was given before they are
     made: of the stream, of what lies between and of what goes into that."""
-    if not shape.decisions.compile.on or shape.sparse_layers:
+    if not shape.decisions.compilation.on or shape.sparse_layers:
         return 0
     inner = (shape.halves + 2 if shape.halves > 1 else 2) * shape.inner
     return shape.width * (shape.in_stream * shape.hidden + shape.tokens * inner)

@@ -107,7 +107,7 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     deferred = DeferredGradients()
     if config.defers_weight_gradients:
         defer_weight_gradients(stages.values(), deferred)
-    compilation = compile_stages(decisions.compile, world.device, world.whereabouts, stages.values())
+    compilation = compile_stages(decisions.compilation, world.device, world.whereabouts, stages.values())
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     executor = Executor(
         open_messages(world, config.placement),

@@ -220,7 +220,7 @@ def left_out(config: RunConfig) -> list[str]:
         found.append("fp8 is left out: what it rounds depends on the layout")
     if config.model.attention_dropout > 0:
         found.append("attention dropout is left out: what it drops depends on the layout")
-    if decisions.compile.required:
+    if decisions.compilation.required:
         found.append("the compiler is left out: where it rounds depends on the layout")
     if config.launch.device == "cuda":
         found.append("--device cuda has no effect: the comparison runs on a CPU")

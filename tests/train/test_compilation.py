@@ -39,7 +39,7 @@ def settled(
         return Compiled(3, ())
 
     monkeypatch.setattr(compilation, "compile_layers", compile_layers)
-    decided = decide(resolved(words).config, DeviceFacts(device)).compile
+    decided = decide(resolved(words).config, DeviceFacts(device)).compilation
     return compile_stages(decided, torch.device(device), Whereabouts(), [])
 
 
