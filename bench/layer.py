@@ -24,6 +24,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.steps import milliseconds_in_a_row
+from pentatron.config.decisions import decide
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.settings import Facts
@@ -34,6 +35,7 @@ from pentatron.nn.compiled import Compile
 from pentatron.parallel.deferral import DeferredGradients
 from pentatron.parallel.linear_options import WeightScales
 from pentatron.parallel.world import single_process
+from pentatron.train.device_facts import device_facts
 from pentatron.train.model_options import model_options
 
 LAYERS, WARM, TIMED = 4, 3, 8
@@ -59,7 +61,9 @@ def build(shape: str, backend: str, sequence: int, compile: Compile | None, more
     part = StagePart(tuple(range(LAYERS)), embedding=False, head=False)
     world, scales = single_process(DEVICE), WeightScales(DEVICE)
     options = replace(
-        model_options(config, compile, DeferredGradients(), scales, world),
+        model_options(
+            config, decide(config, device_facts(config, DEVICE)), compile, DeferredGradients(), scales, world
+        ),
         attention_backend=backend,
         fuses_gates=True,
     )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pentatron.errors import UserError
 
 GIB = 2**30
+# Sides of matrices that a GPU multiplies in fp8 are multiples of this.
+FP8_MULTIPLE = 16
 _TERA, _GIGA = 1e12, 1e9
 
 

@@ -82,8 +82,8 @@ class Progress:
 def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progress | None) -> Row:
     from pentatron.bench.processes import free_port
     from pentatron.cli.bench_rank import Job, reason_of_failure, work
+    from pentatron.config.flops import step_flops
     from pentatron.devices import chip_of
-    from pentatron.models.flops import step_flops
 
     words, prepared, reason = prepared_layout(sweep, layout)
     row = Row(layout, "refused", sweep.processes, command_of(sweep, layout, prepared), reason)

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from pentatron.cli.environment import Worker
 from pentatron.cli.terminal import complain
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.config.run import RunConfig
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.host_memory import host_memory
@@ -29,7 +31,8 @@ def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> Non
     room = room_of(device, _sharing(device, worker))
     _act_on(None if room is None else judge(config, at.pipeline, room), config, worker)
     in_background = config.checkpoint.async_save and config.checkpoint.save_checkpoints
-    if device.type != "cpu" and (config.parallel.optimizer_cpu_offload or in_background):
+    offloads = decide(config, DeviceFacts(device.type)).offload.on
+    if device.type != "cpu" and (offloads or in_background):
         host = _host_room(worker.local_size)
         _act_on(None if host is None else judge_host(config, host), config, worker)
 

@@ -14,10 +14,10 @@ from pentatron.cli.plan_report import Report, as_text
 from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
 from pentatron.cli.report_output import show
 from pentatron.cli.terminal import say
+from pentatron.config.decisions import requires_graphs
 from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
 from pentatron.config.flags import is_flag
-from pentatron.config.graph_rules import WANTED
 from pentatron.config.limits import ONE_OR_MORE, SHARE, Limit
 from pentatron.config.loaded import adopt
 from pentatron.config.parsing import parse_json
@@ -219,7 +219,7 @@ def _complete(draft: Draft, device: Device, world: int) -> list[str]:
             f"--fp8 {draft.fp8_format} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
             "leave it out"
         )
-    if WANTED.get(draft.cuda_graphs) == "on" and not device.is_gpu:
+    if requires_graphs(draft.cuda_graphs) and not device.is_gpu:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):

@@ -168,7 +168,7 @@ def _rows(report: Report, layouts: Sequence[Layout]) -> Iterator[str]:
     sparse = any(layout.shape.sparse_layers for layout in layouts)
     split = any(layout.shape.grid.context > 1 for layout in layouts)
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
-    width = 8 if any(layout.config.parallel.optimizer_cpu_offload for layout in layouts) else 5
+    width = 8 if any(layout.shape.decisions.offload.on for layout in layouts) else 5
     yield (
         "      "
         + "".join(f"{head:>5}" for head in heads)
@@ -191,7 +191,7 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool,
         *([f"{grid.expert}"] if sparse else []),
     ]
     sizes.append(f"{grid.data}")
-    zero = f"{config.parallel.zero_stage}{'+host' if config.parallel.optimizer_cpu_offload else ''}"
+    zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
     total = layout.largest.total
     speed, utilisation = speed_of(layout)
     return (

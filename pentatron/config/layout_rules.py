@@ -12,7 +12,13 @@ from pentatron.config.stages import costs_of, division_of
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.ranks import world_size_problem
-from pentatron.layout.schedules import FOLDED, schedule_problem, takes_groups
+from pentatron.layout.schedules import (
+    Stages,
+    group_problem,
+    micro_batches_problem,
+    stages_misfit,
+    takes_groups,
+)
 from pentatron.layout.stages import Costs, stage_parts
 
 Rule = Callable[[Settings], str | None]
@@ -238,23 +244,22 @@ def _schedule(s: Settings) -> str | None:
     """Whether there is such a schedule for this number of stages."""
     kind, ranks = s.pipeline_schedule, s.pipeline_model_parallel_size
     virtual = s.virtual_pipeline_model_parallel_size or 1
-    if ranks == 1:
-        return None
-    if kind == "interleaved" and virtual == 1:
-        return (
-            "--pipeline-schedule interleaved needs several stages on each rank; "
-            "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
-        )
-    if kind in FOLDED and virtual != 2:
-        return (
-            f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
-            f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
-        )
-    if kind in ("1f1b", "gpipe") and virtual > 1:
-        return (
-            f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
-            f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
-        )
+    match None if ranks == 1 else stages_misfit(kind, virtual):
+        case Stages.SEVERAL:
+            return (
+                f"--pipeline-schedule {kind} needs several stages on each rank; "
+                "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
+            )
+        case Stages.TWO:
+            return (
+                f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
+                f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
+            )
+        case Stages.ONE:
+            return (
+                f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
+                f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
+            )
     return None
 
 
@@ -271,9 +276,7 @@ def _enough_micro_batches(s: Settings) -> str | None:
         s.pipeline_model_parallel_size,
         _micro_batch_count(s),
     )
-    if kind != "dualpipev" or ranks == 1 or count is None:
-        return None
-    problem = schedule_problem(kind, ranks, 2, count)
+    problem = None if ranks == 1 or count is None else micro_batches_problem(kind, ranks, count)
     return None if problem is None else f"--pipeline-schedule {problem}"
 
 
@@ -283,9 +286,7 @@ def _micro_batch_groups(s: Settings) -> str | None:
     if group is None or virtual == 1 or ranks == 1 or not takes_groups(s.pipeline_schedule, virtual):
         return None
     count = _micro_batch_count(s)
-    if count is None:
-        return None
-    problem = schedule_problem("interleaved", ranks, virtual, count, group)
+    problem = None if count is None else group_problem(ranks, count, group)
     return (
         None if problem is None else f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}"
     )

@@ -3,12 +3,6 @@
 from dataclasses import dataclass
 
 from pentatron.config.limits import ABOVE_ZERO, BELOW_ONE, ONE_OR_MORE, SHARE, TOKENS_OR_ALL, ZERO_OR_MORE
-from pentatron.config.needs.device import (
-    a_fused_gate,
-    a_fused_loss,
-    layers_compiled_together,
-    one_matmul_for_experts,
-)
 from pentatron.config.needs.model import (
     BALANCING,
     BALANCING_WEIGHT,
@@ -255,7 +249,6 @@ class MoEConfig:
         None,
         "run the experts of a rank as one grouped matmul (where its kernel is: bf16 on a GPU)",
         sets={"--moe-grouped-gemm": True, "--no-moe-grouped-gemm": False},
-        needs=one_matmul_for_experts,
         in_weights=False,
     )
     moe_use_legacy_grouped_gemm: bool = setting(
@@ -316,7 +309,6 @@ class KernelConfig:
         1,
         "layers that are compiled as one: more take longer to compile, and less of the host's time in every step, for which small models wait",
         limit=ABOVE_ZERO,
-        needs=layers_compiled_together,
     )
     cuda_graphs: str = setting(
         "auto",
@@ -350,7 +342,6 @@ class KernelConfig:
     bias_swiglu_fusion: bool = setting(
         True,
         "on a GPU one kernel for backward of the gate of an MLP; without fp8 it makes what lies between the matrices again, so none is kept",
-        needs=a_fused_gate,
     )
     fused_cross_entropy: str = setting(
         "auto",
@@ -362,11 +353,9 @@ class KernelConfig:
         "auto",
         "how: torch's own operations, or one Triton kernel (auto: the kernel on a GPU that has Triton)",
         choices=("auto", "native", "te"),
-        needs=a_fused_loss,
     )
     cross_entropy_chunk: int = setting(
         32768,
         "tokens whose logits a fused loss has at a time; further ones are computed again in backward",
         limit=ABOVE_ZERO,
-        needs=a_fused_loss,
     )

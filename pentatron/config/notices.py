@@ -1,19 +1,19 @@
 """Notices for the user: settings that were given but have no effect in this run, and consequences worth a line."""
 
-from pentatron.config.needs.device import slow_on_a_cpu
+from pentatron.config.decided import Decisions
 from pentatron.config.needs.need import first_unmet
 from pentatron.config.run import table
 from pentatron.config.settings import Settings
 
 
-def notices_for(s: Settings) -> list[str]:
-    """Every notice for these settings."""
+def notices_for(s: Settings, decisions: Decisions) -> list[str]:
+    """Every notice for these settings. `decisions`: as far as the settings alone decide them."""
     found = []
     for name, item in table().items():
         if not _asked_for(s, name):
             continue
         reason = item.notice if getattr(s, name) != item.default else ""
-        if reason := reason or first_unmet(item.needs, s):
+        if reason := reason or decisions.idle.get(name, "") or first_unmet(item.needs, s):
             found.append(f"{item.written(getattr(s, name), s.source(name))}: {reason}")
     if s.attention_dropout > 0:
         found.append(
@@ -22,7 +22,14 @@ def notices_for(s: Settings) -> list[str]:
         )
     found += [*_every_layer_recomputed(s), *_idle_pipeline(s), *_no_bias_in_experts(s)]
     found += _without_checkpoints(s)
-    return [*found, *slow_on_a_cpu(s)]
+    return [*found, *decisions.remarks]
+
+
+def notices_of_decisions(s: Settings, decisions: Decisions) -> list[str]:
+    """One line for each setting that was given and that these decisions leave without effect."""
+    idle = {name: reason for name, reason in decisions.idle.items() if reason and _asked_for(s, name)}
+    lines = [f"{table()[n].written(getattr(s, n), s.source(n))}: {idle[n]}" for n in table() if n in idle]
+    return [*lines, *decisions.remarks]
 
 
 def _without_checkpoints(s: Settings) -> list[str]:

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from pentatron.config.limits import ABOVE_ZERO, SEED, ZERO_OR_MORE
 from pentatron.config.needs.data import a_sample, a_tokenizer
-from pentatron.config.needs.device import a_choice_of_profiler
 from pentatron.config.needs.run import (
     A_DASHBOARD,
     CHECKPOINTS,
@@ -193,6 +192,5 @@ class LogConfig:
     use_pytorch_profiler: bool = setting(
         False,
         "on a GPU: torch's profiler and its trace, instead of a range for nsys",
-        needs=a_choice_of_profiler,
     )
     progress_bar: str = setting("auto", "live progress bar", choices=("auto", "on", "off"))

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pentatron.config.limits import ABOVE_ONE, ABOVE_ZERO, BETWEEN, PORT, ZERO_OR_MORE
-from pentatron.config.needs.device import gpu_allocations, gpu_memory
 from pentatron.config.needs.model import EXPERTS
-from pentatron.config.needs.optim import FP8, LAYERS_IN_BF16, loss_scale_search, nonzero_loss_scale
+from pentatron.config.needs.optim import loss_scale_search, nonzero_loss_scale
 from pentatron.config.needs.parallel import (
     GROUPED_MICRO_BATCHES,
     PIPELINE,
@@ -15,8 +14,6 @@ from pentatron.config.needs.parallel import (
     STAGES,
     TENSOR_AXIS,
     buckets,
-    early_reduction,
-    gathered_parameters,
     hybrid_shards,
     ranks_to_shard_over,
     recomputed_modules,
@@ -118,9 +115,10 @@ class ParallelConfig:
         limit=ABOVE_ZERO,
         needs=hybrid_shards,
     )
-    overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs", needs=early_reduction)
+    overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs")
     overlap_param_gather: bool = setting(
-        False, "gather parameters while forward runs", needs=gathered_parameters
+        False,
+        "gather parameters while forward runs",
     )
     ddp_bucket_size: int = setting(
         40_000_000, "gradients reduced in one collective, in elements", limit=ABOVE_ZERO, needs=buckets
@@ -128,7 +126,6 @@ class ParallelConfig:
     optimizer_cpu_offload: bool = setting(
         False,
         "keep master weights and Adam's state in host memory, and update them there (ZeRO 0 to 2)",
-        needs=gpu_memory,
     )
     deepspeed: bool = setting(
         False,
@@ -169,7 +166,6 @@ class MemoryConfig:
     record_memory_history: bool = setting(
         False,
         "record the allocations of a GPU, with where they came from, for pytorch.org/memory_viz",
-        needs=gpu_allocations,
     )
     memory_snapshot_path: str = setting(
         "snapshot.pickle",
@@ -245,17 +241,21 @@ class PrecisionConfig:
         choices=("tensorwise", "rowwise", "delayed", "blockwise"),
         not_yet="another scaling of fp8 than by tensor or by row",
         available=("rowwise",),
-        needs=FP8,
     )
-    fp8_output_layer: bool = setting(False, "the head's matmuls in fp8 too", needs=FP8)
+    fp8_output_layer: bool = setting(False, "the head's matmuls in fp8 too")
     first_last_layers_bf16: bool = setting(
-        False, "the first and the last layers stay in bf16 where the others have fp8 matmuls", needs=FP8
+        False,
+        "the first and the last layers stay in bf16 where the others have fp8 matmuls",
     )
     num_layers_at_start_in_bf16: int = setting(
-        1, "how many first layers then stay in bf16", limit=ZERO_OR_MORE, needs=LAYERS_IN_BF16
+        1,
+        "how many first layers then stay in bf16",
+        limit=ZERO_OR_MORE,
     )
     num_layers_at_end_in_bf16: int = setting(
-        1, "how many last layers then stay in bf16", limit=ZERO_OR_MORE, needs=LAYERS_IN_BF16
+        1,
+        "how many last layers then stay in bf16",
+        limit=ZERO_OR_MORE,
     )
     deterministic_mode: bool = setting(False, "refuse kernels whose result is not repeatable")
 

@@ -2,8 +2,8 @@
 
 from math import gcd
 
-from pentatron.config.fp8 import FP8_MULTIPLE
 from pentatron.config.settings import Settings
+from pentatron.devices import FP8_MULTIPLE
 
 
 def _precision(s: Settings) -> str | None:

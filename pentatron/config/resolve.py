@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pentatron.config.data_sources import read_data_files
+from pentatron.config.decided import Decisions
+from pentatron.config.decisions import decide, device_of_settings
 from pentatron.config.deepspeed import read_deepspeed
 from pentatron.config.derive import derive
 from pentatron.config.derive_schedule import derive_length
@@ -11,7 +13,7 @@ from pentatron.config.draft import Draft
 from pentatron.config.entry import EntryPoint
 from pentatron.config.files import read_file
 from pentatron.config.flags import did_you_mean, parse_flags
-from pentatron.config.notices import notices_for
+from pentatron.config.notices import notices_for, notices_of_decisions
 from pentatron.config.presets import presets
 from pentatron.config.rules import not_available, out_of_limits, problems_of
 from pentatron.config.run import RunConfig, table
@@ -31,14 +33,13 @@ _REPLACES_DEMO = (
 class Resolved:
     """A configuration, its settings with their origins, and the notices for the user.
 
-    `on_a_cpu`: further notices if `--device auto` turns out to be a CPU. `open`: the settings before the length of the run was
-    derived, if `--epochs` asks for passes over data that only the run can count.
+    `open`: the settings before the length of the run was derived, if `--epochs` asks for passes over data that only the
+    run can count.
     """
 
     config: RunConfig
     settings: Settings
     notices: Sequence[str]
-    on_a_cpu: Sequence[str] = ()
     open: Draft | None = None
 
     def given(self, name: str) -> bool:
@@ -140,18 +141,17 @@ def _with_length(draft: Draft) -> Resolved:
     problems += [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
     if problems:
         raise ConfigError(problems)
-    notices = notices_for(draft)
-    on_a_cpu = []
-    if draft.device == "auto":
-        on_a_cpu = [told for told in notices_for(draft.changed(device="cpu")) if told not in notices]
+    config = RunConfig.of(draft)
+    notices = notices_for(draft, decide(config, device_of_settings(config)))
     is_open = draft.epochs is not None and not draft.is_synthetic and draft.epoch_samples is None
-    return Resolved(
-        RunConfig.of(draft),
-        draft,
-        [*draft.notices, *missing, *notices, *draft.further_notices],
-        on_a_cpu,
-        before if is_open else None,
-    )
+    told = [*draft.notices, *missing, *notices, *draft.further_notices]
+    return Resolved(config, draft, told, before if is_open else None)
+
+
+def notices_of_device(resolved: Resolved, decisions: Decisions) -> list[str]:
+    """The notices that wait for the device: those of its decisions that are not among the notices of `resolved`."""
+    found = notices_of_decisions(resolved.settings, decisions)
+    return [line for line in found if line not in resolved.notices]
 
 
 def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:

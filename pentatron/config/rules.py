@@ -6,7 +6,7 @@ from typing import Any
 
 from pentatron.config.address import meeting_point
 from pentatron.config.blend import NAMED, Blend, names_files
-from pentatron.config.graph_rules import GRAPH_RULES
+from pentatron.config.decisions import not_recordable, requires_graphs
 from pentatron.config.layout_rules import LAYOUT_RULES, Rule
 from pentatron.config.loop_rules import LOOP_RULES
 from pentatron.config.moe_rules import MOE_RULES
@@ -84,6 +84,15 @@ def _way_out(items: list[Setting], s: Settings) -> str:
     if inherited:
         return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to do without"
     return f"leave {'it' if len(items) == 1 else 'them'} out"
+
+
+def _graphs(s: Settings) -> str | None:
+    if not requires_graphs(s.cuda_graphs):
+        return None
+    reason = "the run is on a CPU" if s.device == "cpu" else not_recordable(s)
+    if not reason:
+        return None
+    return f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
 
 
 def _meeting_point(s: Settings) -> str | None:
@@ -196,7 +205,7 @@ RULES: tuple[Rule, ...] = (
     *ZERO_RULES,
     *POSITION_RULES,
     *SFT_RULES,
-    *GRAPH_RULES,
+    _graphs,
     *PRECISION_RULES,
     *LOOP_RULES,
     _meeting_point,

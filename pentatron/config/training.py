@@ -22,7 +22,6 @@ from pentatron.config.needs.data import (
     text_or_ids,
     weighted_data,
 )
-from pentatron.config.needs.device import one_pass_update
 from pentatron.config.needs.optim import (
     ADAM,
     DECAY,
@@ -280,5 +279,4 @@ class OptimConfig:
         True,
         "on a GPU, clip, update by AdamW and round the weights in one pass over memory, without waiting for the norm; off: torch's "
         "operators one after the other, the reference",
-        needs=one_pass_update,
     )

@@ -22,8 +22,6 @@ from pentatron.kernels.operators import operator
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-# Of every dimension of a matrix, in elements: what the tensor cores of a GPU can take.
-MULTIPLE = 16
 # Sides of the squares in which the largest elements of rows and columns are looked for.
 TILE = 128
 # Smaller tensors are zeros for all purposes; their scale would not be a number.

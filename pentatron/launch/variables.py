@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.config.run import RunConfig
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -27,7 +29,7 @@ def connections_for(config: RunConfig) -> Variable | None:
     sizes = config.parallel
     if sizes.tensor_model_parallel_size * sizes.context_parallel_size == 1:
         return None
-    if sizes.zero_stage == 3 or (sizes.overlap_param_gather and config.grid.data * config.grid.context > 1):
+    if decide(config, DeviceFacts()).param_overlap.on:
         return None
     return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
 

@@ -6,6 +6,7 @@ distinguishes one schedule from another, and `lower`, which adds the messages an
 """
 
 import bisect
+import enum
 import functools
 import itertools
 import math
@@ -38,6 +39,46 @@ def takes_groups(kind: str, virtual: int) -> bool:
     return kind == "interleaved" or (kind == "zero-bubble" and virtual > 1)
 
 
+class Stages(enum.Enum):
+    """How many stages a schedule runs on each rank."""
+
+    ONE = "one"
+    TWO = "two"
+    SEVERAL = "several"
+
+    def admits(self, virtual: int) -> bool:
+        return {Stages.ONE: virtual == 1, Stages.TWO: virtual == 2, Stages.SEVERAL: virtual > 1}[self]
+
+
+def stages_misfit(kind: str, virtual: int) -> Stages | None:
+    """What a schedule needs, if this number of stages on each rank does not fit it."""
+    if kind == "zero-bubble":
+        return None
+    needed = Stages.TWO if kind in FOLDED else Stages.SEVERAL if kind == "interleaved" else Stages.ONE
+    return None if needed.admits(virtual) else needed
+
+
+def micro_batches_problem(kind: str, ranks: int, micro_batches: int) -> str | None:
+    """Why a step has too few micro-batches for a schedule, or None."""
+    if kind != "dualpipev" or micro_batches >= fewest_micro_batches(ranks):
+        return None
+    return (
+        f"dualpipev needs 2 × {ranks} (pipeline ranks) = {fewest_micro_batches(ranks)} or more micro-batches, "
+        f"not {micro_batches}; use {fewest_micro_batches(ranks)} or more, or the schedule zbv"
+    )
+
+
+def group_problem(ranks: int, micro_batches: int, group: int | None) -> str | None:
+    """Why ranks cannot turn to their next stage after groups of so many micro-batches, or None."""
+    if group is None or ranks <= group <= micro_batches or group == micro_batches:
+        return None
+    if micro_batches <= ranks:
+        allowed = f"{micro_batches}, all of them, as there are no more than the {ranks} pipeline ranks"
+    else:
+        allowed = f"a number from {ranks} (pipeline ranks) to {micro_batches} (micro-batches)"
+    return f"a group of {group} micro-batches does not fit {micro_batches} micro-batches; use {allowed}"
+
+
 def schedule_problem(
     kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None = None
 ) -> str | None:
@@ -49,33 +90,20 @@ def schedule_problem(
             f"a schedule needs 1 or more ranks, virtual stages and micro-batches, "
             f"not {ranks}, {virtual} and {micro_batches}"
         )
-    if kind == "interleaved" and virtual == 1:
-        return "interleaved needs 2 or more virtual stages per rank, not 1; use more, or the schedule 1f1b"
-    if takes_groups(kind, virtual):
-        return _group_problem(ranks, micro_batches, group)
-    if kind in FOLDED:
-        if virtual != 2:
+    match stages_misfit(kind, virtual):
+        case Stages.SEVERAL:
+            return f"{kind} needs 2 or more virtual stages per rank, not {virtual}; use more, or the schedule 1f1b"
+        case Stages.TWO:
             return f"{kind} runs 2 stages per rank, not {virtual}; use 2, or another schedule"
-        if kind == "dualpipev" and micro_batches < fewest_micro_batches(ranks):
-            return (
-                f"dualpipev needs 2 × {ranks} (pipeline ranks) = {fewest_micro_batches(ranks)} or more micro-batches, "
-                f"not {micro_batches}; use {fewest_micro_batches(ranks)} or more, or the schedule zbv"
-            )
-    elif kind != "zero-bubble" and virtual > 1:
-        return f"{kind} runs one stage per rank, not {virtual}; use the schedule interleaved, or 1 stage per rank"
+        case Stages.ONE:
+            return f"{kind} runs one stage per rank, not {virtual}; use the schedule interleaved, or 1 stage per rank"
+    if takes_groups(kind, virtual):
+        return group_problem(ranks, micro_batches, group)
+    if problem := micro_batches_problem(kind, ranks, micro_batches):
+        return problem
     if group is not None:
         return f"{kind} does not group micro-batches, so a group of {group} means nothing; leave it out"
     return None
-
-
-def _group_problem(ranks: int, micro_batches: int, group: int | None) -> str | None:
-    if group is None or ranks <= group <= micro_batches or group == micro_batches:
-        return None
-    if micro_batches <= ranks:
-        allowed = f"{micro_batches}, all of them, as there are no more than the {ranks} pipeline ranks"
-    else:
-        allowed = f"a number from {ranks} (pipeline ranks) to {micro_batches} (micro-batches)"
-    return f"a group of {group} micro-batches does not fit {micro_batches} micro-batches; use {allowed}"
 
 
 @functools.lru_cache(maxsize=32)

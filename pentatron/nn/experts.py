@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from pentatron.config.decisions import wants_grouped_experts
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.nn.axes import Axes
 from pentatron.nn.experts_on_device import Matrices, mixed_on_device
@@ -47,8 +48,7 @@ class Experts(nn.Module):
         assert moe.num_experts and moe.moe_ffn_hidden_size
         self.gated = config.gated_linear_unit
         self.count = moe.num_experts
-        # In one matmul for all experts, unless the user does not want that.
-        self.grouped = moe.moe_grouped_gemm is not False
+        self.grouped = wants_grouped_experts(moe)
         self.recompute = axes.options.recompute
         hidden, inner, own = config.hidden_size, moe.moe_ffn_hidden_size, axis.own(moe.num_experts)
         share, count = inner // axis.cut, len(own)

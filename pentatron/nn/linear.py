@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentatron.kernels.fp8 import MULTIPLE
+from pentatron.devices import FP8_MULTIPLE
 from pentatron.kernels.gate import gated
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.deferral import linear
@@ -69,7 +69,7 @@ class WeightedModule(DeclaringModule):
         else:
             self.register_parameter("weight", shared)
             weight, self.declared["weight"] = shared, declared
-        if len(local_shape) == 2 and all(side % MULTIPLE == 0 for side in local_shape):
+        if len(local_shape) == 2 and all(side % FP8_MULTIPLE == 0 for side in local_shape):
             self.fp8 = self.options.fp8
         if self.fp8 is not None and self.options.scales is not None:
             self.scale = self.options.scales.of(self)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pentatron.config.model import KernelConfig
+from pentatron.config.decided import LossDecision
 from pentatron.errors import UserError
 from pentatron.kernels import cross_entropy
 from pentatron.kernels.choice import by_kernel
@@ -78,13 +78,8 @@ class CrossEntropy:
         return losses
 
 
-def cross_entropy_of(kernels: KernelConfig) -> CrossEntropy:
-    """What the settings ask for."""
-    return CrossEntropy(
-        cast(Any, kernels.fused_cross_entropy),
-        cast(Any, kernels.cross_entropy_fusion_impl),
-        kernels.cross_entropy_chunk,
-    )
+def cross_entropy_of(decided: LossDecision) -> CrossEntropy:
+    return CrossEntropy("on" if decided.on else "off", cast(Any, decided.implementation), decided.chunk)
 
 
 def token_losses(

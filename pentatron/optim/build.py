@@ -1,13 +1,12 @@
 """Which optimizer a layout needs. Whoever has one need not know which it is."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
-from pentatron.config.parallel import ParallelConfig
+from pentatron.config.decided import OptimizerOptions
 from pentatron.config.training import OptimConfig
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.pieces import held_parameters
@@ -23,21 +22,18 @@ def build_optimizer(
     chunks: Mapping[int, nn.Module],
     world: World,
     config: OptimConfig,
-    parallel: ParallelConfig,
+    options: OptimizerOptions,
     dtype: torch.dtype,
 ) -> AnyOptimizer:
     """Shards of parameters for ZeRO 3, where there are ranks to divide them between; flat buckets for all else."""
-    if parallel.zero_stage == 3 and has_copies(chunks, world):
+    if options.zero_stage == 3 and has_copies(chunks, world):
         # Torch's sharding brings its compiler along, which other runs need not wait for.
         from pentatron.optim.sharded import ShardedOptimizer
 
-        return ShardedOptimizer(chunks, world, config, dtype)
+        return ShardedOptimizer(chunks, world, config, options, dtype)
     for chunk in chunks.values():
         chunk.to(world.device)
-    if world.device.type == "cpu":
-        # All there is lies in host memory already.
-        parallel = dataclasses.replace(parallel, optimizer_cpu_offload=False)
-    return Optimizer(chunks, world, config, parallel, dtype)
+    return Optimizer(chunks, world, config, options, dtype)
 
 
 def has_copies(chunks: Mapping[int, nn.Module], world: World) -> bool:

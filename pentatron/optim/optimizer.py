@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.parallel import ParallelConfig
+from pentatron.config.decided import OptimizerOptions
 from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
 from pentatron.optim.clip import build_norm
@@ -62,37 +62,37 @@ class Optimizer:
         chunks: Mapping[int, nn.Module],
         world: World,
         config: OptimConfig,
-        parallel: ParallelConfig,
+        options: OptimizerOptions,
         dtype: torch.dtype,
     ) -> None:
         self.world = world
         self.config = config
-        self._sharded = parallel.zero_stage > 0
+        self._sharded = options.zero_stage > 0
         self._chunks = chunks
-        found = self._take_over(chunks, parallel, dtype)
+        found = self._take_over(chunks, options, dtype)
         shared = any(bucket.copies.size > 1 for buckets in found.values() for bucket in buckets)
-        assert parallel.zero_stage < 3 or not shared, "sharded parameters are no matter of buckets"
-        self._reductions = _reductions(found, world, parallel)
+        assert options.zero_stage < 3 or not shared, "sharded parameters are no matter of buckets"
+        self._reductions = _reductions(found, world, options)
         # Buckets are packed from a model's end to its start. What two stages share is an embedding, which comes first.
         in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))
         forward = [bucket for stages in in_order for bucket in reversed(self._reductions[stages].buckets)]
-        self._gathering = WeightGathering(forward, chunks.values(), parallel.overlap_param_gather)
+        self._gathering = WeightGathering(forward, chunks.values(), options.overlap_gather)
         self._buckets = [bucket for reduction in self._reductions.values() for bucket in reduction.buckets]
         self._held = [held for reduction in self._reductions.values() for held in reduction.held]
         self._partial_sums = PartialSums(world, [_kept_gradients(held) for held in self._held])
         self._uncovered = [place for held in self._held for place in _uncovered(held)]
         self._normed = self._places_counted_here()
         self._stretches = [stretch for held in self._held for stretch in _stretches(held)]
-        self._update = build_update([stretch.part for stretch in self._stretches], config)
+        self._update = build_update([stretch.part for stretch in self._stretches], config, options.one_pass)
         self._norm = build_norm(world.device, self._update.decides)
         self._gradient_bytes = 0
 
     def _take_over(
-        self, chunks: Mapping[int, nn.Module], parallel: ParallelConfig, dtype: torch.dtype
+        self, chunks: Mapping[int, nn.Module], options: OptimizerOptions, dtype: torch.dtype
     ) -> dict[Stages, list[Bucket]]:
         return {
-            stages: [Bucket(plan, dtype, self._sharded, parallel.optimizer_cpu_offload) for plan in plans]
-            for stages, plans in plans_of(chunks, self.world, parallel).items()
+            stages: [Bucket(plan, dtype, self._sharded, options.in_host_memory) for plan in plans]
+            for stages, plans in plans_of(chunks, self.world, options.bucket_size).items()
         }
 
     def _used_by(self, stage: int) -> list[Reduction]:
@@ -245,10 +245,8 @@ class Optimizer:
         }
 
 
-def plans_of(
-    chunks: Mapping[int, nn.Module], world: World, parallel: ParallelConfig
-) -> dict[Stages, list[Plan]]:
-    """Buckets by the stages that use them: one stage, or the two ends of a folded pipeline for what they share."""
+def plans_of(chunks: Mapping[int, nn.Module], world: World, bucket_size: int) -> dict[Stages, list[Plan]]:
+    """Buckets of at most so many elements, by the stages that use them: one stage, or the two ends of a folded pipeline for what they share."""
     users: dict[int, Stages] = {}
     for stage in sorted(chunks):
         for held in held_parameters(chunks[stage]):
@@ -256,22 +254,20 @@ def plans_of(
     found: dict[Stages, list[Held]] = {(stage,): [] for stage in chunks}
     for held in held_parameters(*(chunks[stage] for stage in sorted(chunks))):
         found.setdefault(users[id(held.parameter)], []).append(held)
-    return {
-        stages: plan_buckets(held, parallel.ddp_bucket_size, world.group) for stages, held in found.items()
-    }
+    return {stages: plan_buckets(held, bucket_size, world.group) for stages, held in found.items()}
 
 
 def _reductions(
-    buckets: Mapping[Stages, Sequence[Bucket]], world: World, parallel: ParallelConfig
+    buckets: Mapping[Stages, Sequence[Bucket]], world: World, options: OptimizerOptions
 ) -> dict[Stages, Reduction]:
-    overlap, scatter = parallel.overlap_grad_reduce, parallel.zero_stage > 0
+    overlap, scatter = options.overlap_reduce, options.zero_stage > 0
     largest = max((b.size for stages, found in buckets.items() if len(stages) == 1 for b in found), default=0)
     buffers = ScatterBuffers(largest, world.device, overlap)
 
     def reduction(stages: Stages, found: Sequence[Bucket]) -> Reduction:
         if len(stages) > 1:
             return SharedReduction(found, scatter, overlap, len(stages))
-        if parallel.zero_stage == 2:
+        if options.zero_stage == 2:
             return ScatteredReduction(found, buffers)
         return WholeReduction(found, scatter, overlap)
 

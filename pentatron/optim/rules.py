@@ -13,8 +13,9 @@ _RULES: dict[str, type[Adam] | type[Sgd]] = {"adam": Adam, "sgd": Sgd}
 _KNOWN_BY = {"exp_avg/": "adam", "momentum_buffer/": "sgd"}
 
 
-def build_update(parts: Sequence[Part], config: OptimConfig) -> Update:
-    if config.optimizer == "adam" and config.fused_update and _suits_one_pass(parts):
+def build_update(parts: Sequence[Part], config: OptimConfig, one_pass: bool) -> Update:
+    """`one_pass`: by the kernel that does all of Adam at once, where it runs."""
+    if one_pass and _suits_one_pass(parts):
         # Triton is there where torch can compute on a GPU, and takes a while to import.
         from pentatron.optim.one_pass import OnePassAdam
 

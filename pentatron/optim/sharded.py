@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from pentatron.config.decided import OptimizerOptions
 from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
 from pentatron.optim.clip import build_norm
@@ -30,7 +31,12 @@ class ShardedOptimizer:
     """Owns the parameters of a rank's stages from the moment it is made."""
 
     def __init__(
-        self, chunks: Mapping[int, nn.Module], world: World, config: OptimConfig, dtype: torch.dtype
+        self,
+        chunks: Mapping[int, nn.Module],
+        world: World,
+        config: OptimConfig,
+        options: OptimizerOptions,
+        dtype: torch.dtype,
     ) -> None:
         self.world = world
         self.config = config
@@ -49,7 +55,7 @@ class ShardedOptimizer:
         self._parts = [
             (shard, Part(shard.values, shard.held.decays)) for shard in self._shards if shard.values.numel()
         ]
-        self._update = build_update([part for _, part in self._parts], config)
+        self._update = build_update([part for _, part in self._parts], config, options.one_pass)
         self._norm = build_norm(world.device, self._update.decides)
 
     def _owns(self, shard: Shard, piece: Piece) -> bool:

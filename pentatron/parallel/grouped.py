@@ -1,6 +1,5 @@
 """Products of consecutive groups of rows with a matrix for each group."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pentatron.config.decisions import fit_grouped_matmul
 from pentatron.kernels.products import through_fp32
 
 
@@ -83,8 +83,4 @@ class Groups:
 
 def one_kernel_can(rows: Tensor, *widths: int) -> bool:
     """The kernel is for bf16 on a GPU, and rows begin at multiples of 16 bytes in all that it reads or writes."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and fit_one_kernel(widths)
-
-
-def fit_one_kernel(widths: Sequence[int]) -> bool:
-    return all(width % 8 == 0 for width in widths)
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and fit_grouped_matmul(*widths)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pentatron.kernels.fp8 import E4M3, E5M2, MULTIPLE, Scaled, product, scale_of, scaled, scaled_by
+from pentatron.devices import FP8_MULTIPLE
+from pentatron.kernels.fp8 import E4M3, E5M2, Scaled, product, scale_of, scaled, scaled_by
 from pentatron.kernels.gate import gate_backward, gated
 from pentatron.parallel.deferral import DeferredGradients
 
@@ -51,7 +52,7 @@ class ScaledProduct:
 
 def can_be_scaled(x: Tensor) -> bool:
     """Whether there are as many tokens as the products take: tokens are what the gradient of a weight is summed over."""
-    return x.shape[:-1].numel() % MULTIPLE == 0
+    return x.shape[:-1].numel() % FP8_MULTIPLE == 0
 
 
 def scaled_linear(

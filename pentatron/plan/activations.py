@@ -90,7 +90,7 @@ def logits(shape: Shape) -> int:
     without padding where one rank has all of them."""
     model = shape.config.model
     assert model.vocab_size
-    if shape.fused_loss:
+    if shape.decisions.loss.on:
         return shape.width * chunk(shape) * shape.words
     words = shape.words if shape.grid.tensor > 1 else model.vocab_size
     return _FP32 * shape.tokens * words
@@ -99,9 +99,11 @@ def logits(shape: Shape) -> int:
 def logits_evaluated(shape: Shape) -> int:
     """Without a backward. What is not fused has logits in the model's precision and in fp32, and log-probabilities; a fused loss without
     a kernel of its own two blocks in fp32."""
-    if shape.fused_loss:
+    if shape.decisions.loss.on:
         elements = min(chunk(shape), _EVALUATED) * shape.words
-        return shape.width * elements + (0 if _loss_kernel(shape) else 2 * _FP32 * min(_BLOCK, elements))
+        return shape.width * elements + (
+            0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_BLOCK, elements)
+        )
     cast = _FP32 if shape.width != _FP32 else 0
     return (shape.width + cast + _FP32) * shape.tokens * shape.words
 
@@ -115,7 +117,7 @@ def chunk(shape: Shape) -> int:
     """Tokens of which a fused loss has the logits at a time; products that are deferred take all at once."""
     if shape.config.defers_weight_gradients:
         return shape.tokens
-    return min(shape.tokens, shape.config.kernels.cross_entropy_chunk)
+    return min(shape.tokens, shape.decisions.loss.chunk)
 
 
 def loss_in_backward(shape: Shape) -> int:
@@ -124,16 +126,12 @@ def loss_in_backward(shape: Shape) -> int:
     own by way of two blocks in fp32."""
     model = shape.config.model
     assert model.vocab_size
-    if shape.fused_loss:
-        return 0 if _loss_kernel(shape) else 2 * _FP32 * min(_BLOCK, chunk(shape) * shape.words)
+    if shape.decisions.loss.on:
+        return 0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_BLOCK, chunk(shape) * shape.words)
     if shape.grid.tensor == 1:
         return 2 * _FP32 * shape.tokens * model.vocab_size
     cast = shape.width if shape.width != _FP32 else 0
     return (2 * _FP32 + cast) * shape.tokens * shape.words
-
-
-def _loss_kernel(shape: Shape) -> bool:
-    return shape.on_gpu and shape.config.kernels.cross_entropy_fusion_impl != "native"
 
 
 def layer(shape: Shape, sparse: bool, modules: frozenset[str] | None = None, fp8: bool = False) -> int:
@@ -158,7 +156,7 @@ def _norm_keeps_input(shape: Shape) -> bool:
 
 def _norm_widens(shape: Shape) -> bool:
     """An RMSNorm in fewer bits than fp32 keeps a copy of its input in fp32 instead, unless it is compiled or on a CPU."""
-    return shape.on_gpu and shape.width != _FP32 and not shape.compiled
+    return bool(shape.on_gpu) and shape.width != _FP32 and not shape.decisions.compilation.on
 
 
 def _norm(shape: Shape, again: bool) -> int:
@@ -172,7 +170,7 @@ def _norm(shape: Shape, again: bool) -> int:
 def _norm_row(shape: Shape, width: int) -> int:
     if shape.config.model.normalization == "LayerNorm":
         return shape.width * width + 2 * _FP32
-    if shape.compiled:
+    if shape.decisions.compilation.on:
         return shape.width * width + _FP32
     return ((_FP32 if _norm_widens(shape) else shape.width) + shape.width) * width + _FP32
 
@@ -185,7 +183,7 @@ def _attention(shape: Shape, again: bool, fp8: bool) -> int:
     given, found = (1 if fp8 else e) * tokens * s.hidden, (1 if fp8 else e) * tokens * s.queries
     if again:
         # A compiler makes what the heads found anew as well.
-        return given + e * tokens * projected + (0 if s.compiled else found)
+        return given + e * tokens * projected + (0 if s.decisions.compilation.on else found)
     rotated = model.position_embedding_type == "rope"
     # Queries of several groups cannot stay a view of the projection.
     copied = s.heads > s.groups > 1
@@ -211,7 +209,7 @@ def _norms_of_heads(shape: Shape, copied: bool) -> int:
     s, tokens = shape, shape.tokens
     rows = tokens * (s.heads + s.groups)
     layer_norm = s.config.model.normalization == "LayerNorm"
-    if layer_norm or s.compiled:
+    if layer_norm or s.decisions.compilation.on:
         return (s.width * tokens * s.queries if copied else 0) + (1 + layer_norm) * _FP32 * rows
     widened = _FP32 * tokens * (s.queries + s.keys)
     if not _norm_widens(s):
@@ -239,7 +237,7 @@ def _mlp(shape: Shape, again: bool, fp8: bool) -> int:
         return shape.width * shape.in_stream * shape.hidden
     if fp8:
         # The input of each matrix in one byte; of a gate that is a part of the first matrix, what that one made.
-        wide = (2 if shape.gate_in_fp8 else between(shape) - 1) * shape.width
+        wide = (2 if shape.decisions.gate.on else between(shape) - 1) * shape.width
         return shape.tokens * (shape.hidden + (wide + 1) * shape.inner)
     return shape.width * shape.tokens * (shape.hidden + between(shape) * shape.inner)
 
@@ -249,9 +247,9 @@ def between(shape: Shape, sparse: bool = False) -> int:
     what comes out."""
     if not shape.config.model.gated_linear_unit:
         return 2
-    if shape.fused_gate and not sparse:
+    if shape.decisions.gate.in_second and not sparse:
         return 2
-    return 3 if shape.compiled and not sparse else 4
+    return 3 if shape.decisions.compilation.on and not sparse else 4
 
 
 def _experts(shape: Shape, modules: frozenset[str]) -> int:
@@ -261,7 +259,7 @@ def _experts(shape: Shape, modules: frozenset[str]) -> int:
     if "moe" in modules:
         return stream
     total = _router(s)
-    if s.experts_on_device:
+    if s.decisions.experts.on_device:
         total += _together(s, "moe_act" in modules)
         return total + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
     inner = s.halves if "moe_act" in modules else between(s, sparse=True)
@@ -303,7 +301,7 @@ def _shared_expert(shape: Shape, again: bool) -> int:
         return 0 if same else stream
     given = e * s.tokens * s.hidden if s.sequence_parallel else (0 if same else stream)
     gated = stream if s.config.moe.moe_shared_expert_gate else 0
-    kept = 2 if s.fused_gate else between(s, sparse=True)
+    kept = 2 if s.decisions.gate.in_second else between(s, sparse=True)
     return given + gated + e * s.tokens * kept * s.shared_inner
 
 
@@ -320,5 +318,5 @@ def _around(shape: Shape, part: StagePart) -> int:
         total += _INDEX * s.tokens if model.position_embedding_type == "learned_absolute" else 0
     if part.head:
         total += s.in_stream * _norm_row(s, s.hidden) + s.width * s.tokens * s.hidden
-        total += s.tokens * (_INDEX + _FP32 + (split and not s.fused_loss))
+        total += s.tokens * (_INDEX + _FP32 + (split and not s.decisions.loss.on))
     return total

@@ -158,7 +158,7 @@ def _fits_one(alone: RankMemory, room: float, fitting: list[Layout], world: int)
         ways = [f"data parallelism with ZeRO over {world} GPUs"] if world > 1 else []
         if all(found.config.memory.recompute_granularity for found in fitting):
             ways.append("recompute")
-        if all(found.config.parallel.optimizer_cpu_offload for found in fitting):
+        if all(found.shape.decisions.offload.on for found in fitting):
             ways.append("the optimizer in host memory")
         enough = (
             f"{' and '.join(ways)} are enough"

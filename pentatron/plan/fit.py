@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from pentatron.config.run import RunConfig
 from pentatron.plan.held import Held
-from pentatron.plan.launches import recorded
-from pentatron.plan.memory import RankMemory, memory_of
+from pentatron.plan.memory import RankMemory, memory_of, recorded
 from pentatron.text import binary_size, in_mib
 
 # Above this share of what is free, memory may run out: the allocator's gaps and the libraries need the rest.
@@ -61,7 +60,7 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
 
 def judge_host(config: RunConfig, room: Room) -> Verdict | None:
     """The same of what processes that compute on GPUs keep in the machine's memory; None if it fits, or is nothing."""
-    held = max((rank.held for rank in memory_of(config).ranks), key=lambda each: each.in_host)
+    held = max((rank.held for rank in memory_of(config, on_gpu=True).ranks), key=lambda each: each.in_host)
     needed = held.in_host
     if needed <= _TIGHT * room.free:
         return None

@@ -93,20 +93,20 @@ def _bucket_sizes(shape: Shape, parameters: Sequence[Parameter]) -> list[tuple[A
 
 
 def _in_buckets(shape: Shape, pipeline_rank: int) -> Held:
-    parallel = shape.config.parallel
+    parallel, offload = shape.config.parallel, shape.decisions.offload.on
     by_stages = buckets(shape, pipeline_rank)
     every = [bucket for found in by_stages.values() for bucket in found]
     whole = sum(size for _, size in every)
     own = sum(size // shape.ranks(axis) for axis, size in every)
     kept = own if parallel.zero_stage else whole
-    separate = parallel.optimizer_cpu_offload or shape.width != _FP32
+    separate = offload or shape.width != _FP32
     master, state = _FP32 * kept if separate else 0, moments(shape) * _FP32 * kept
     return Held(
         weights=shape.width * whole,
         gradients=_gradients(shape, pipeline_rank, by_stages),
         master=master,
         moments=state,
-        host=master + state if parallel.optimizer_cpu_offload else 0,
+        host=master + state if offload else 0,
         saving=_saving(shape, kept),
     )
 
@@ -151,7 +151,7 @@ def _scattered(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequence[tuple[
     # While one bucket is reduced the next one fills; with one bucket there is no next one.
     kinds = len({axis for axis, _ in single})
     # Experts and dense layers of a stage fill buckets at the same time.
-    buffers = kinds + (shape.config.parallel.overlap_grad_reduce and len(single) > 1)
+    buffers = kinds + (shape.decisions.grad_overlap.on and len(single) > 1)
     return shared + kept + buffers * largest
 
 

@@ -8,7 +8,6 @@ from pentatron.config.run import RunConfig
 from pentatron.layout.stages import StagePart
 from pentatron.plan import activations
 from pentatron.plan.held import Held, held, shards_parameters
-from pentatron.plan.launches import recorded
 from pentatron.plan.schedule import peak, received_ahead
 from pentatron.plan.shape import Shape
 
@@ -59,8 +58,13 @@ class Memory:
         return max(rank.held.in_host for rank in self.ranks)
 
 
-def memory_of(config: RunConfig, on_gpu: bool = False) -> Memory:
+def memory_of(config: RunConfig, on_gpu: bool | None = None) -> Memory:
     return memory_of_shape(Shape(config, on_gpu=on_gpu))
+
+
+def recorded(config: RunConfig) -> RunConfig:
+    """The same run with its micro-batches recorded for certain."""
+    return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, cuda_graphs="on"))
 
 
 def beside_graphs(config: RunConfig) -> int:
@@ -156,10 +160,8 @@ def _in_backward(shape: Shape, part: StagePart, coming: int = 0) -> int:
 
 def _in_update(shape: Shape, part: StagePart) -> int:
     """Gradients that came once are rounded; torch's update wants them in fp32, some at a time."""
-    config = shape.config
-    one_pass = shape.on_gpu and config.optim.fused_update and config.optim.optimizer == "adam"
     rounded = shape.width != _FP32 and shape.accumulation == 1 and shape.ranks("replicas") == 1
-    if not rounded or (one_pass and not config.parallel.optimizer_cpu_offload):
+    if not rounded or shape.decisions.update.on:
         return 0
     sizes = [p.elements for p in shape.stage(part)]
     return _FP32 * max(max(sizes), min(_UPDATED_AT_ONCE, sum(sizes)))
@@ -168,7 +170,7 @@ def _in_update(shape: Shape, part: StagePart) -> int:
 def _inside_layer(shape: Shape) -> int:
     """Gradients on their way through the matrices of an MLP, where a compiler does not let go of what it was given before they are
     made: of the stream, of what lies between and of what goes into that."""
-    if not shape.compiled or shape.sparse_layers:
+    if not shape.decisions.compilation.on or shape.sparse_layers:
         return 0
     inner = (shape.halves + 2 if shape.halves > 1 else 2) * shape.inner
     return shape.width * (shape.in_stream * shape.hidden + shape.tokens * inner)
@@ -178,8 +180,12 @@ def _of_head(shape: Shape, table: int) -> int:
     """While its matrix is differentiated: the gradient of the logits and that of the matrix, of which several chunks make a second.
     A fused loss has the gradient of its input by then. In fp8 there is the gradient of the logits in one byte too, as it is and
     transposed, and so the matrix."""
-    rounded = 2 * activations.chunk(shape) * shape.words + shape.words * shape.hidden if shape.fp8_head else 0
-    if not shape.fused_loss:
+    rounded = (
+        2 * activations.chunk(shape) * shape.words + shape.words * shape.hidden
+        if shape.on_gpu and shape.decisions.fp8.head
+        else 0
+    )
+    if not shape.decisions.loss.on:
         return shape.width * shape.tokens * shape.words + table + rounded
     chunks = 2 if activations.chunk(shape) < shape.tokens else 1
     return activations.logits(shape) + chunks * table + shape.width * shape.tokens * shape.hidden + rounded

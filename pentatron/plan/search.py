@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.config.draft import Draft
 from pentatron.config.resolve import resolve
 from pentatron.config.run import RunConfig, table
@@ -15,8 +17,7 @@ from pentatron.devices import GIB, Device
 from pentatron.errors import ConfigError
 from pentatron.layout.divisors import divisors
 from pentatron.plan.held import held
-from pentatron.plan.launches import recorded, would_record
-from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape
+from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape, recorded
 from pentatron.plan.shape import Shape
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
 
@@ -109,16 +110,16 @@ class Layout:
     @cached_property
     def if_recorded(self) -> RankMemory | None:
         """The memory of the one rank whose micro-batches would be recorded unasked, if there is room for that."""
-        config, peak = self.config, self.device.peak(self.shape.width) / 1e12
-        if not self.device.is_gpu or not would_record(config, peak):
+        peak = self.device.peak(self.shape.width) / 1e12
+        if not self.device.is_gpu or not decide(self.config, DeviceFacts("cuda", peak=peak)).graphs.if_room:
             return None
-        found = largest_of(self.shape.alike(recorded(config)))
+        found = largest_of(self.shape.alike(recorded(self.config)))
         return found if found.total <= usable(self.device) else None
 
     @property
     def host_of_a_machine(self) -> int:
         """Bytes of a machine's own memory, for what its devices keep there."""
-        if not (self.config.parallel.optimizer_cpu_offload or self.config.checkpoint.async_save):
+        if not (self.shape.decisions.offload.on or self.config.checkpoint.async_save):
             return 0
         each = max(held(self.shape, rank).in_host for rank in self.shape.telling_ranks)
         return each * min(self.per_machine, self.shape.grid.world_size)
@@ -301,8 +302,12 @@ def _rank(layout: Layout) -> tuple[float, ...]:
     """Smaller is better."""
     if not layout.fits:
         return 1.0, layout.largest.total
-    offloads = layout.config.parallel.optimizer_cpu_offload
-    return 0.0, float(offloads), round(layout.estimate.seconds, 4), layout.shape.grid.model_size
+    return (
+        0.0,
+        float(layout.shape.decisions.offload.on),
+        round(layout.estimate.seconds, 4),
+        layout.shape.grid.model_size,
+    )
 
 
 @dataclass(frozen=True)

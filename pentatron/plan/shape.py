@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pentatron.config.fp8 import fp8_layers
-from pentatron.config.graph_rules import WANTED
+from pentatron.config.decided import Decisions, DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.config.run import RunConfig
 from pentatron.layout.actions import Placement
 from pentatron.layout.ranks import Axis, Grid
@@ -37,10 +37,6 @@ _OF_A_DIVISION = (
 )
 
 
-def _chosen(setting: str, by_default: bool) -> bool:
-    return setting == "on" or (setting == "auto" and by_default)
-
-
 @dataclass(frozen=True)
 class Shape:
     """A configuration in short names. Widths are those of one rank."""
@@ -48,14 +44,20 @@ class Shape:
     config: RunConfig
     # What `pentatron.plan.held` found of each pipeline rank, so that it is packed once.
     buckets: dict[int, dict[tuple[int, ...], list[tuple[Axis, int]]]] = field(default_factory=dict)
-    # Some settings mean one thing on a GPU and another on a CPU.
-    on_gpu: bool = False
+    # Some settings mean one thing on a GPU and another on a CPU. None: a device that does what a CPU does, and what only
+    # a GPU does where it is asked for.
+    on_gpu: bool | None = None
 
     def alike(self, config: RunConfig) -> "Shape":
         """Of a configuration that divides the same model in the same way; what follows from that is not worked out again."""
         made = Shape(config, self.buckets, self.on_gpu)
         made.__dict__.update({name: self.__dict__[name] for name in _OF_A_DIVISION if name in self.__dict__})
         return made
+
+    @cached_property
+    def decisions(self) -> Decisions:
+        kinds = {True: "cuda", False: "cpu", None: ""}
+        return decide(self.config, DeviceFacts(kinds[self.on_gpu]))
 
     @cached_property
     def grid(self) -> Grid:
@@ -97,56 +99,15 @@ class Shape:
         precision = self.config.precision
         return 2 if precision.bf16 or precision.fp16 else 4
 
-    @cached_property
-    def fused_loss(self) -> bool:
-        return _chosen(self.config.kernels.fused_cross_entropy, self.on_gpu)
-
-    @cached_property
-    def compiled(self) -> bool:
-        """Layers, as far as they talk to nobody. What a compiler keeps of them differs from what the operations as written keep."""
-        return _chosen(
-            self.config.kernels.compile, self.on_gpu and not self.config.precision.deterministic_mode
-        )
-
-    @cached_property
+    @property
     def recorded(self) -> bool:
         """Micro-batches, for certain, as CUDA graphs: by default they are where there is room, so that no run needs more for it."""
-        return self.on_gpu and WANTED.get(self.config.kernels.cuda_graphs) == "on"
-
-    @cached_property
-    def fused_gate(self) -> bool:
-        """The gate of an MLP is a part of its second matrix, if that one is multiplied in the model's precision and at once."""
-        config = self.config
-        plain = not config.defers_weight_gradients and config.precision.fp8_format is None
-        return self.on_gpu and config.kernels.bias_swiglu_fusion and config.model.gated_linear_unit and plain
-
-    @cached_property
-    def gate_in_fp8(self) -> bool:
-        """In layers of fp8 it is a part of the first matrix."""
-        return self.config.kernels.bias_swiglu_fusion and self.config.model.gated_linear_unit
-
-    @cached_property
-    def fp8_head(self) -> bool:
-        precision = self.config.precision
-        return self.on_gpu and precision.fp8_format is not None and precision.fp8_output_layer
+        return bool(self.on_gpu) and self.decisions.graphs.required
 
     @cached_property
     def fp8_layers(self) -> range:
         """Layers whose matrices keep their inputs in one byte a number."""
-        return fp8_layers(self.config.precision, self.config.model.num_layers) if self.on_gpu else range(0)
-
-    @cached_property
-    def experts_on_device(self) -> bool:
-        """Experts that are multiplied as one, without the host: on one GPU, in bf16."""
-        config, alone = self.config, self.grid.expert * self.grid.expert_tensor == 1
-        fits = self.hidden % 8 == 0 and (config.moe.moe_ffn_hidden_size or 0) % 8 == 0
-        return (
-            self.on_gpu
-            and alone
-            and config.precision.bf16
-            and config.moe.moe_grouped_gemm is not False
-            and fits
-        )
+        return self.decisions.fp8.layers if self.on_gpu else range(0)
 
     @property
     def hidden(self) -> int:

@@ -8,10 +8,10 @@ and with the overlap flags what data parallelism sends is hidden behind backward
 
 from dataclasses import dataclass
 
+from pentatron.config.flops import step_flops
 from pentatron.config.stages import costs_of
 from pentatron.devices import Device
 from pentatron.layout.check import check
-from pentatron.models.flops import step_flops
 from pentatron.plan.shape import Shape
 from pentatron.plan.traffic import Traffic, traffic_of
 
@@ -121,14 +121,13 @@ def _sending(shape: Shape, traffic: Traffic, computing: float, device: Device, p
     data = traffic.data / rate(stage)
     passes = shape.accumulation if parallel.zero_stage >= 2 else 1
     hideable = backward * passes / shape.accumulation
-    overlaps = parallel.overlap_grad_reduce or parallel.zero_stage == 3
     context = traffic.context / rate(grid.tensor * grid.context)
     if parallel.cp_comm_type == "p2p":
         context = max(0.0, context - computing * _share_of_scores(shape))
     return Traffic(
         tensor=traffic.tensor / rate(grid.tensor),
         context=context,
-        data=max(0.0, data - hideable) if overlaps else data,
+        data=max(0.0, data - hideable) if shape.decisions.grad_overlap.on else data,
         expert=traffic.expert / rate(grid.expert * grid.expert_tensor),
     )
 

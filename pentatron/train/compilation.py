@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.config.run import RunConfig
+from pentatron.config.decided import CompileDecision
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.compiled import Compile, Compiled, compiled_of
@@ -100,58 +100,46 @@ class Compilation:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """How the layers of a run are to be compiled, or None; `notes` say why not."""
+class CheckedCompile:
+    """How layers are compiled on this machine, or None; `notes` say why not."""
 
     compile: Compile | None = None
     notes: tuple[str, ...] = ()
 
 
-def decide_compilation(config: RunConfig, device: torch.device) -> Decided:
-    """What the settings say, as far as something can be compiled here."""
-    wanted = config.kernels.compile
-    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-        return Decided()
-    if wanted == "auto" and config.precision.deterministic_mode:
-        return Decided(
-            notes=(
-                "layers are not compiled: --deterministic-mode wants the same bits in every run, and a compiler may choose other kernels in "
-                "the next; --compile on compiles them, with kernels that are not chosen by the clock",
-            )
-        )
+def checked_compilation(decided: CompileDecision, device: torch.device) -> CheckedCompile:
+    """What was decided, if the compiler works here."""
+    if not decided.on:
+        return CheckedCompile(notes=(decided.held_back,) if decided.held_back else ())
     problem = _trial(device)
-    if problem and wanted == "on":
+    if problem and decided.required:
         raise UserError(
             f"--compile on: nothing can be compiled here ({problem}); install what is missing (a C++ compiler; on a GPU also triton), or "
             f"use --compile off"
         )
     if problem:
-        return Decided(
+        return CheckedCompile(
             notes=(
                 f"layers are not compiled, which costs much of the speed: nothing can be compiled here ({problem}); --compile off runs without "
                 f"this line",
             )
         )
     # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
-    torch._dynamo.config.suppress_errors = wanted == "auto"
-    return Decided(compile_of(config))
+    torch._dynamo.config.suppress_errors = not decided.required
+    return CheckedCompile(compile_of(decided))
 
 
-def compile_of(config: RunConfig) -> Compile:
-    """How layers are compiled, where they are."""
+def compile_of(decided: CompileDecision) -> Compile:
+    """The compiler's options."""
     # The compiler tries some kernels, and takes those that were fastest then: not the same in every run, and sums in another order.
-    options = {"deterministic": True} if config.precision.deterministic_mode else None
-    return Compile(
-        options=options,
-        together=config.kernels.compile_layers_together,
-        documents=config.data.reset_attention_mask or config.data.sft_packing,
-    )
+    options = {"deterministic": True} if decided.deterministic else None
+    return Compile(options=options, together=decided.together, documents=decided.documents)
 
 
-def compilation_of(decided: Decided, stages: Iterable[CausalLM], where: Whereabouts) -> Compilation:
-    """What is compiled of stages that were built as it was decided."""
-    if decided.compile is None:
-        return Compilation(notes=decided.notes)
+def compilation_of(checked: CheckedCompile, stages: Iterable[CausalLM], where: Whereabouts) -> Compilation:
+    """The compiled part of stages that were built with these options."""
+    if checked.compile is None:
+        return Compilation(notes=checked.notes)
     compiled = compiled_of(layer for stage in stages for layer in stage.layers.values())
     made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:

@@ -17,17 +17,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pentatron.config.graph_rules import WANTED, not_recordable
+from pentatron.config.decided import GraphsDecision
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import TENSORS, Batch
-from pentatron.devices import chip_of
 from pentatron.errors import UserError
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.gradients import Holder
 from pentatron.parallel.pieces import Shape
-from pentatron.plan.launches import launches_hold_up
 from pentatron.plan.memory import beside_graphs
 from pentatron.text import binary_size
 
@@ -308,31 +306,15 @@ class _Replayed:
         return self.program.message_shape(stage, micro_batch)
 
 
-def record_steps(config: RunConfig, device: torch.device, configured: bool) -> Recording:
-    """Records what the settings say, or says why not. `configured`: the program is ours, from the first layer to the loss."""
-    wanted = WANTED[config.kernels.cuda_graphs]
-    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-        return Recording()
-    reason = not_recordable(config.settings)
-    if not configured:
-        reason = reason or "a model or a forward step of your own may decide while it runs"
-    if device.type != "cuda" or torch.version.hip:
-        reason = "there is no GPU of NVIDIA's"
+def record_steps(config: RunConfig, decided: GraphsDecision, device: torch.device) -> Recording:
+    """Records what was decided, or says why not. Whether there is room is seen when something is to be recorded."""
     draws = config.model.attention_dropout > 0
-    if wanted == "on":
-        if reason:
+    if decided.required:
+        if decided.problem:
             raise UserError(
-                f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
+                f"--cuda-graphs on is not possible: {decided.problem}; leave it out, or use --cuda-graphs auto"
             )
         return Recording(CudaGraphs(device), required=True, draws=draws)
-    found = chip_of(torch.cuda.get_device_name(device))
-    peak = None if found is None else found.teraflops(config.precision.name != "fp32")
-    if not launches_hold_up(config, peak):
-        return Recording()
-    if reason:
-        return Recording(
-            notes=(
-                f"CUDA graphs are left out, though launching kernels takes longer than such small layers compute: {reason}",
-            )
-        )
-    return Recording(CudaGraphs(device, beside_graphs(config)), draws=draws)
+    if decided.if_room:
+        return Recording(CudaGraphs(device, beside_graphs(config)), draws=draws)
+    return Recording(notes=(decided.left_out,) if decided.left_out else ())

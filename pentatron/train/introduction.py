@@ -33,7 +33,11 @@ def introduce(config: RunConfig, world: World, model: ParallelModel, output: Out
     output.note(footprint_line(config))
     output.note(planned_line(config, world.device.type == "cuda"))
     # Stages of a pipeline may differ by what they hold.
-    own = [*left_in_bf16(config, model.stages.values()), *model.compilation.notes, *model.recording.notes]
+    own = [
+        *left_in_bf16(model.decisions.fp8, model.stages.values()),
+        *model.compilation.notes,
+        *model.recording.notes,
+    ]
     for note in of_all_ranks([*own, *_without_kernels(world)], world):
         output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")

@@ -1,8 +1,8 @@
-"""What of the settings a model is built with. Each decision is a function of its own."""
+"""The options that a model is built with, from the decisions of its run."""
 
 from dataclasses import replace
 
-from pentatron.config.fp8 import fp8_layers
+from pentatron.config.decided import Decisions, Fp8Decision
 from pentatron.config.run import RunConfig
 from pentatron.nn.compiled import Compile
 from pentatron.nn.loss import cross_entropy_of
@@ -16,6 +16,7 @@ from pentatron.parallel.world import World
 
 def model_options(
     config: RunConfig,
+    decisions: Decisions,
     compile: Compile | None,
     deferred: DeferredGradients,
     scales: WeightScales,
@@ -25,29 +26,27 @@ def model_options(
     return ModelOptions(
         attention_backend=config.kernels.attention_backend,
         recompute=recompute_of(config.memory),
-        cross_entropy=cross_entropy_of(config.kernels),
-        fuses_gates=config.kernels.bias_swiglu_fusion,
-        fp8=fp8_of(config, scales if keeps_scales(config, world) else None),
+        cross_entropy=cross_entropy_of(decisions.loss),
+        fuses_gates=decisions.gate.on,
+        fp8=fp8_of(decisions.fp8, scales if keeps_scales(config, decisions.fp8, world) else None),
         deferred=deferred if config.defers_weight_gradients else None,
         compile=compile,
     )
 
 
-def fp8_of(config: RunConfig, scales: WeightScales | None) -> Fp8Options | None:
-    """Which matrices are multiplied in fp8, and in which format."""
-    precision = config.precision
-    if precision.fp8_format is None:
+def fp8_of(decided: Fp8Decision, scales: WeightScales | None) -> Fp8Options | None:
+    """The format of fp8 matmuls, and the layers that have them."""
+    if decided.format is None:
         return None
-    by_rows = precision.fp8_recipe == "rowwise"
     return Fp8Options(
-        format=replace(FORMATS[precision.fp8_format], by_rows=by_rows),
-        layers=fp8_layers(precision, config.model.num_layers),
-        head=precision.fp8_output_layer,
+        format=replace(FORMATS[decided.format], by_rows=decided.by_rows),
+        layers=decided.layers,
+        head=decided.head,
         scales=scales,
     )
 
 
-def keeps_scales(config: RunConfig, world: World) -> bool:
+def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
     """Whether the scales of fp8 weights are computed once a step: weights are whole between steps, with one scale each."""
     whole = world.replicas.size == 1 or config.parallel.zero_stage == 0
-    return whole and config.precision.fp8_recipe == "tensorwise"
+    return whole and not decided.by_rows

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from pentatron.config.decided import Decisions
+from pentatron.config.decisions import decide
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.models.causal_lm import CausalLM
@@ -19,7 +21,8 @@ from pentatron.parallel.messages import open_messages
 from pentatron.parallel.pieces import held_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
-from pentatron.train.compilation import Compilation, compilation_of, decide_compilation
+from pentatron.train.compilation import Compilation, checked_compilation, compilation_of
+from pentatron.train.device_facts import device_facts
 from pentatron.train.graphs import Recording, record_steps
 from pentatron.train.model_options import model_options
 from pentatron.train.objective import Objective
@@ -36,6 +39,7 @@ class ParallelModel:
     executor: Executor
     routers: RouterLoads
     weight_scales: WeightScales
+    decisions: Decisions
     program: Program = CONFIGURED
     compilation: Compilation = field(default_factory=Compilation)
     recording: Recording = field(default_factory=Recording)
@@ -84,16 +88,17 @@ class ParallelModel:
 
 
 def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
+    decisions = decide(config, device_facts(config, world.device), own_program=type(program) is not Program)
     axes = axes_of(world, config.parallel)
     own = config.placement.stages_of(world.at.pipeline)
     parts = {number: config.stages[number] for number in own}
     # What is to be cut into shards may be too large for a device: it goes there unit by unit.
     device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
-    decided = decide_compilation(config, world.device)
+    checked = checked_compilation(decisions.compilation, world.device)
     deferred, scales = DeferredGradients(), WeightScales(world.device)
-    options = model_options(config, decided.compile, deferred, scales, world)
+    options = model_options(config, decisions, checked.compile, deferred, scales, world)
     stages = program.build_stages(config, parts, axes, device, options)
-    compilation = compilation_of(decided, stages.values(), world.whereabouts)
+    compilation = compilation_of(checked, stages.values(), world.whereabouts)
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     executor = Executor(
         open_messages(world, config.placement),
@@ -104,9 +109,9 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
         timers,
     )
     routers = RouterLoads(config, world, stages)
-    recording = record_steps(config, world.device, configured=type(program) is Program)
+    recording = record_steps(config, decisions.graphs, world.device)
     return ParallelModel(
-        config, world, axes, stages, executor, routers, scales, program, compilation, recording
+        config, world, axes, stages, executor, routers, scales, decisions, program, compilation, recording
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pentatron.config.decided import Decisions
 from pentatron.config.run import RunConfig
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.world import World
@@ -24,16 +25,23 @@ class BesideTheSteps:
     """To be told when each step begins and ends, and of the end of the loop."""
 
     def __init__(
-        self, config: RunConfig, world: World, optimizer: AnyOptimizer, folder: Path, output: Output
+        self,
+        config: RunConfig,
+        decisions: Decisions,
+        world: World,
+        optimizer: AnyOptimizer,
+        folder: Path,
+        output: Output,
     ) -> None:
         self.config, self.world, self.optimizer, self.output = config, world, optimizer, output
+        self.decisions = decisions
         self.folder = folder
         self._trace: Any = None
         self._in_cuda_range = False
         if config.loop.manual_gc:
             gc.disable()
             gc.collect()
-        if config.memory.record_memory_history and world.device.type == "cuda":
+        if decisions.allocations_recorded.on:
             torch.cuda.memory._record_memory_history(
                 enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS
             )
@@ -50,7 +58,7 @@ class BesideTheSteps:
 
     def _start_profile(self) -> None:
         on_gpu = self.world.device.type == "cuda"
-        if on_gpu and not self.config.log.use_pytorch_profiler:
+        if not self.decisions.torch_profiler.on:
             # For `nsys profile --capture-range=cudaProfilerApi`.
             torch.cuda.cudart().cudaProfilerStart()
             self._in_cuda_range = True
@@ -118,7 +126,7 @@ class BesideTheSteps:
         self._end_profile()
         if self.config.loop.manual_gc:
             gc.enable()
-        if self.config.memory.record_memory_history and self.world.device.type == "cuda":
+        if self.decisions.allocations_recorded.on:
             path, dump = self._snapshot_path(), torch.cuda.memory._dump_snapshot
             self._write("memory history", path, dump, "open it at pytorch.org/memory_viz")
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pentatron.config.resolve import Resolved
+from pentatron.config.resolve import Resolved, notices_of_device
 from pentatron.config.run import RunConfig
 from pentatron.config.start import Start, how_to_go_on, start_of
 from pentatron.interchange.store import store_for
@@ -29,7 +29,6 @@ from pentatron.train.ending import Ending
 from pentatron.train.environment import settle_environment
 from pentatron.train.epoch_length import settle_epochs
 from pentatron.train.fitting import require_fitting_batches, require_fitting_start
-from pentatron.train.here import without_effect_here
 from pentatron.train.interrupt import StopRequest, stop_on_signals
 from pentatron.train.introduction import introduce
 from pentatron.train.last_words import Sentence, sentence_of, write_last_words
@@ -201,7 +200,7 @@ class Session:
         self.moments.mark("model_init_finish")
         self.moments.mark("build_optimizer_start")
         self.optimizer = build_optimizer(
-            self.model.stages, world, config.optim, config.parallel, model_dtype(config)
+            self.model.stages, world, config.optim, self.model.decisions.optimizer, model_dtype(config)
         )
         self.moments.mark("build_optimizer_finish")
         self.store = store_for(config)
@@ -237,13 +236,17 @@ class Session:
         output.say(describe(config, world, parameters))
         if pipeline := describe_pipeline(config):
             output.say(pipeline)
-        notes = [*without_effect_here(self.resolved, world), *_behind(config, self.state), *began.notes]
+        notes = [
+            *notices_of_device(self.resolved, self.model.decisions),
+            *_behind(config, self.state),
+            *began.notes,
+        ]
         for note in notes:
             output.say(f"note: {note}")
         for remark in began.remarks:
             output.note(remark)
         _say_where_it_stands(config, began, output)
-        beside = BesideTheSteps(config, world, self.optimizer, self.folder.path, output)
+        beside = BesideTheSteps(config, self.model.decisions, world, self.optimizer, self.folder.path, output)
         self.cleanup.callback(beside.close)
         self.trainer = Trainer(
             config,

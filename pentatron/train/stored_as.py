@@ -57,7 +57,8 @@ def _world(grid: Grid, rank: int) -> World:
 
 def _shares(stages: Mapping[int, CausalLM], world: World, config: RunConfig) -> Iterator[Fragment]:
     """Whatever is divided between the ranks with copies of a bucket, each of them saves its share."""
-    for plan in itertools.chain.from_iterable(plans_of(stages, world, config.parallel).values()):
+    plans = plans_of(stages, world, config.parallel.ddp_bucket_size)
+    for plan in itertools.chain.from_iterable(plans.values()):
         share = plan.own_share()
         values = torch.empty(len(share), device=_SHAPES_ALONE)
         for piece, fragment in plan.pieces(share, values, share.first):

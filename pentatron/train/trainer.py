@@ -9,11 +9,11 @@ from typing import NoReturn
 import torch
 
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.flops import step_flops
 from pentatron.config.run import RunConfig
 from pentatron.data.loader import Batch
 from pentatron.devices import chip_of
 from pentatron.errors import AgreedError, BadNumbers
-from pentatron.models.flops import step_flops
 from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.ranks import RankReport
 from pentatron.monitor.report import ExpertReport, StepReport

@@ -56,7 +56,9 @@ def run_trial(config: RunConfig, world: World) -> Trajectory:
     """Trains a new model, on this rank of the layout."""
     model = build_parallel_model(config, world)
     reveal(model)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     return follow(config, world, model, optimizer)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pentatron.config.graph_rules import WANTED
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.config.rules import problems_of
 from pentatron.config.run import RunConfig, table
 from pentatron.config.settings import Facts, Settings
@@ -216,19 +217,19 @@ def _expert_ranks_in_words(config: RunConfig) -> str:
 
 def left_out(config: RunConfig) -> list[str]:
     """What of the settings is not compared, and why."""
-    found = []
+    found, decisions = [], decide(config, DeviceFacts())
     if config.precision.bf16 or config.precision.fp16:
         name = "bf16" if config.precision.bf16 else "fp16"
         found.append(f"{name} is left out: its rounding depends on the layout")
-    if config.precision.fp8_format is not None:
+    if decisions.fp8.format is not None:
         found.append("fp8 is left out: what it rounds depends on the layout")
     if config.model.attention_dropout > 0:
         found.append("attention dropout is left out: what it drops depends on the layout")
-    if config.kernels.compile == "on":
+    if decisions.compilation.required:
         found.append("the compiler is left out: where it rounds depends on the layout")
     if config.launch.device == "cuda":
         found.append("--device cuda has no effect: the comparison runs on a CPU")
-    if WANTED[config.kernels.cuda_graphs] == "on":
+    if decisions.graphs.required:
         found.append("CUDA graphs are left out: the comparison runs on a CPU")
     return found
 

@@ -14,7 +14,7 @@ from bench.steps import GIB, SHAPES, Case, milliseconds, milliseconds_in_a_row, 
 from bench.turns import Competitor, Turns
 from pentatron.cli.prepare import prepare
 from pentatron.config.entry import TRAIN
-from pentatron.models.flops import step_flops
+from pentatron.config.flops import step_flops
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 

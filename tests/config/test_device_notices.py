@@ -1,14 +1,12 @@
 """Settings of what GPUs do: on a CPU one line says that they are idle, whether the CPU was asked for or is all there is."""
 
-import dataclasses
-
 import pytest
-import torch
 
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
+from pentatron.config.resolve import Resolved, notices_of_device
 from pentatron.config.run import table
 from pentatron.config.settings import Facts
-from pentatron.parallel.world import single_process
-from pentatron.train.here import without_effect_here
 from tests.config.builders import LEAST, about, resolved
 
 ONE, TWO = Facts(1), Facts(2, 2)
@@ -34,15 +32,18 @@ ON_A_GPU = {
 
 @pytest.mark.parametrize(("name", "words"), ON_A_GPU.items(), ids=list(ON_A_GPU))
 def test_what_only_a_gpu_acts_on(name: str, words: str) -> None:
-    cpu = single_process(torch.device("cpu"))
-    gpu = dataclasses.replace(cpu, device=torch.device("cuda"))
     asked, auto, on_gpu = (resolved(f"{words} --device {kind}") for kind in ("cpu", "auto", "cuda"))
     (told,) = asked.notices
     assert told.split()[0].rstrip(":") in words.split() and table()[name].flag[2:] in told
-    assert without_effect_here(asked, cpu) == []
-    assert list(auto.notices) == [] and without_effect_here(auto, cpu) == [told]
-    assert list(on_gpu.notices) == [] and without_effect_here(on_gpu, gpu) == []
-    assert without_effect_here(auto, gpu) == []
+    assert later(asked, "cpu") == []
+    assert list(auto.notices) == [] and later(auto, "cpu") == [told]
+    assert list(on_gpu.notices) == [] and later(on_gpu, "cuda") == []
+    assert later(auto, "cuda") == []
+
+
+def later(found: Resolved, kind: str) -> list[str]:
+    """What a run says when its device is known."""
+    return notices_of_device(found, decide(found.config, DeviceFacts(kind)))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.config.entry import TRAIN
 from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import table
 from pentatron.config.settings import Facts
-from tests.config.builders import LEAST, about, notices, other_value
+from tests.config.builders import LEAST, about, notices, other_value, resolved
 from tests.config.test_device_notices import ON_A_GPU
 from tests.config.test_loop_settings import CASES as OF_THE_LOOP
 from tests.config.test_model_settings import IDLE as OF_THE_MODEL
@@ -505,13 +507,15 @@ def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts
     assert about(name, acting, acting_facts) == []
 
 
-def test_every_need_has_a_case() -> None:
+def test_every_need_and_decision_has_a_case() -> None:
     """Conversations are in train/test_sft.py."""
     conversations = {"sft_packing", "sft_tokenizer_prompt_format", "chat_template", "sft_date"}
     elsewhere = {"check_weight_hash_across_dp_replicas_interval", *conversations, *ON_A_GPU}
+    elsewhere |= {n for n, item in table().items() if item.section == "moe"}
     cases = {case[0] for case in (*CASES, *OF_THE_LOOP, *OF_THE_MODEL)}
-    with_needs = {n for n, item in table().items() if item.needs and item.section != "moe"}
-    assert with_needs - elsewhere == {n for n in cases if table()[n].section != "moe"} - elsewhere
+    with_needs = {n for n, item in table().items() if item.needs}
+    decided = decide(resolved().config, DeviceFacts()).idle
+    assert (with_needs | set(decided)) - elsewhere == cases - elsewhere
 
 
 def test_what_a_line_looks_like() -> None:

@@ -27,10 +27,10 @@ TORCHRUN_4 = Facts(4, 4, 4, "torchrun", True)
 FULL = "--num-layers 4 --recompute-granularity full --recompute-method"
 INTERLEAVED = "--num-layers 4 --pp_size 2 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
 CASES: list[tuple[str, str, str, str, Facts]] = [
-    ("_recorded_if_asked_for", "--cuda-graphs on",
+    ("_graphs", "--cuda-graphs on",
      "--cuda-graphs on is not possible: several processes talk to each other during a step; leave it out, or use --cuda-graphs auto",
      "--cuda-graphs auto", Facts(4, 4)),
-    ("_recorded_if_asked_for", "--cuda-graph-impl local --reset-attention-mask",
+    ("_graphs", "--cuda-graph-impl local --reset-attention-mask",
      "--cuda-graphs on is not possible: documents begin elsewhere in every batch; leave it out, or use --cuda-graphs auto",
      "--cuda-graph-impl local", ONE),
     ("_shards_in_halves", "--zero-stage 3 --pp_size 2 --pipeline-schedule zero-bubble",

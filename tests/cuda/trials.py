@@ -64,7 +64,9 @@ def trial_of(config: RunConfig, device: str, mistake: str = "") -> Trajectory:
     model = build_parallel_model(config, world)
     reveal(model)
     _change(model, mistake)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     with unmasked() if mistake == LOSS_MASK else contextlib.nullcontext():
         return follow(config, world, model, optimizer)
 

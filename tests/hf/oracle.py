@@ -136,7 +136,9 @@ def ours(folder: Path, words: str, steps: int = STEPS, device: str = "cpu") -> O
     world = here(config, device)
     model = build_parallel_model(config, world)
     load_weights(open_folder(folder), config.model, config.moe, _own_weights(model))
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     assert config.train.micro_batch_size and config.model.vocab_size
     source = batches(config.model.vocab_size, config.train.micro_batch_size, world.data.rank, world.data.size)
     steps_of = [[next(source).to(world.device) for _ in range(config.accumulation)] for _ in range(steps)]

@@ -27,7 +27,9 @@ def save_on_a_rank(layout: str, source: Path, out: Path, steps: int) -> None:
     config = resolved(f"{QWEN} {layout}", world_size).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     found, _ = find_step(source)
     wanted = optimizer.fragments(owned_only=False)
     load_fragments(

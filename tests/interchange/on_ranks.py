@@ -37,7 +37,9 @@ def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
         config, rank = settings.config, dist.get_rank()
         world = connect(config.grid, rank, rank, torch.device("cpu"))
         model = build_parallel_model(config, world)
-        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, torch.float32)
+        optimizer = build_optimizer(
+            model.stages, world, config.optim, model.decisions.optimizer, torch.float32
+        )
         for fragment in optimizer.fragments(owned_only=False):
             if not fragment.tensor.startswith("weights/"):
                 fragment.values.copy_(numbers(fragment))

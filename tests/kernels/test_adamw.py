@@ -164,7 +164,9 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
         config = resolved(f"{words} {flag}").config
         world = single_process(DEVICE)
         model = build_parallel_model(config, world)
-        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+        optimizer = build_optimizer(
+            model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+        )
         assert optimizer.decides is (flag == "")
         batches = micro_batches(config, world, 0)
         states.append([f.values.clone() for f in optimizer.fragments(owned_only=False)])

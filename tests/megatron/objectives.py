@@ -190,7 +190,9 @@ def stepped(
         config = found.config
         model = build_parallel_model(config, world, program)
         reveal(model)
-        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+        optimizer = build_optimizer(
+            model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+        )
         drawn = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
         seen = Trajectory()
         take_norm = optimizer.squared_norm

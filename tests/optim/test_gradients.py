@@ -141,7 +141,9 @@ def in_a_step(words: str) -> dict[str, Any]:
     config: RunConfig = resolved(f"{SHAPE} {words}", dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     assert isinstance(optimizer, Optimizer) and optimizer.bytes()["gradients"] == 0
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
     train_step(model, optimizer, chunk, 1e-3, step=0)
@@ -176,7 +178,9 @@ def test_gradients_of_a_step_that_is_not_made_can_be_read() -> None:
     config = resolved(f"{SHAPE} --global-batch-size 1").config
     world = single_process()
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batch = next(iter(micro_batches(config, world, 0)))
     _, norm = [p for p in model.stages[0].parameters() if p.dim() == 1][:2]
     norm.data[0] = float("inf")
@@ -210,7 +214,9 @@ def state_after(words: str, plainly: bool) -> dict[tuple[str, Any], str]:
     config: RunConfig = resolved(f"{SHAPE} --clip-grad 0 {words}", dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batches = micro_batches(config, world, 0)
     for step in range(3):
         chunk = list(itertools.islice(batches, config.accumulation))

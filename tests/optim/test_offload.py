@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pentatron.layout.ranks import Grid
-from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.world import World, single_process
 from tests.harness import distributed
@@ -16,7 +15,7 @@ from tests.optim.tiny import OPTIM, here, network, one_step, parallel
 def after_three_steps(world: World, zero: int, dtype: torch.dtype, offload: bool) -> dict[str, torch.Tensor]:
     """On a CPU too everything is done that a GPU needs; only the two memories are the same there."""
     model = network().to(world.device)
-    layout = dataclasses.replace(parallel(zero), optimizer_cpu_offload=offload)
+    layout = dataclasses.replace(parallel(zero), in_host_memory=offload)
     optimizer = Optimizer({0: model}, world, OPTIM, layout, dtype)
     for step in range(3):
         one_step(model, optimizer, step, count=2)
@@ -51,9 +50,3 @@ def test_on_a_gpu_the_state_is_in_host_memory(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             found[name], value, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-5
         )
-
-
-def test_a_run_on_cpus_has_nothing_to_move() -> None:
-    layout = dataclasses.replace(parallel(), optimizer_cpu_offload=True)
-    optimizer = build_optimizer({0: network()}, single_process(), OPTIM, layout, torch.float32)
-    assert optimizer.bytes()["master"] == 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pentatron.config.parallel import ParallelConfig
+from pentatron.config.decided import OptimizerOptions
 from pentatron.config.training import OptimConfig
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.optim.build import AnyOptimizer, build_optimizer
@@ -101,10 +101,10 @@ def here(grid: Grid, device: torch.device = CPU) -> World:
     return connect(grid, dist.get_rank(), dist.get_rank(), device)
 
 
-def parallel(zero: int = 0, grad: bool = False, param: bool = False, bucket: int = BUCKET) -> ParallelConfig:
-    return ParallelConfig(
-        zero_stage=zero, overlap_grad_reduce=grad, overlap_param_gather=param, ddp_bucket_size=bucket
-    )
+def parallel(
+    zero: int = 0, grad: bool = False, param: bool = False, bucket: int = BUCKET
+) -> OptimizerOptions:
+    return OptimizerOptions(zero, bucket, overlap_reduce=grad, overlap_gather=param, one_pass=True)
 
 
 def global_norm(optimizer: AnyOptimizer) -> float:
@@ -139,7 +139,7 @@ def one_step(
 
 def trajectory(
     world: World,
-    config: ParallelConfig,
+    config: OptimizerOptions,
     count: int = 1,
     steps: int = 5,
     dtype: torch.dtype = torch.float32,

@@ -35,7 +35,9 @@ def recorded(words: str, bug: str = "") -> list[Call]:
     recorder = Recorder()
     recorder.install()
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     drawn = micro_batches(config, world, 0)
     recorder.on = True
     for step in range(2):

@@ -57,7 +57,7 @@ def _build(words: str) -> tuple[RunConfig, World, ParallelModel, AnyOptimizer]:
         config,
         world,
         model,
-        build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config)),
+        build_optimizer(model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)),
     )
 
 

@@ -70,7 +70,9 @@ def waiting_on_a_rank(words: str, split: bool) -> int:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batches = micro_batches(config, world, 0)
     most, end = 0, optimizer.end_backward
 

@@ -85,7 +85,7 @@ def exchanged_on_a_rank(words: str) -> tuple[int, int]:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = Optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = Optimizer(model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config))
     batches = micro_batches(config, world, 0)
     chunk = [next(batches) for _ in range(config.accumulation)]
     exchange, sent, received = dist.all_to_all_single, 0, 0

@@ -58,7 +58,9 @@ def step_on_a_rank(words: str) -> Counter[str]:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batches = micro_batches(config, world, 0)
     chunk = [next(batches) for _ in range(config.accumulation)]
     seen = count_collectives()
@@ -240,7 +242,9 @@ def layer_runs_on_a_rank(words: str) -> list[int]:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
     seen: Counter[int] = Counter()
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
@@ -269,7 +273,9 @@ def deferred_on_a_rank(words: str) -> int:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batches = micro_batches(config, world, 0)
     most = 0
     end = optimizer.end_backward
@@ -327,7 +333,9 @@ def bytes_on_a_rank(words: str) -> dict[str, int]:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
     train_step(model, optimizer, chunk, 1e-3, step=0)
     return optimizer.bytes()

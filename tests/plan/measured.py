@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pentatron.optim.build import build_optimizer
-from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.deferral import DeferredGradients, Product
 from pentatron.train import parallel_model
 from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
@@ -147,12 +146,11 @@ def measured_on_a_rank(words: str) -> Measured:
     world = here(config)
     model = build_parallel_model(config, world)
     dtype = model_dtype(config)
-    offload = config.parallel.optimizer_cpu_offload
+    offload, options = config.parallel.optimizer_cpu_offload, model.decisions.optimizer
     if offload:
-        # `build_optimizer` has nothing to offload from a CPU; made directly, the optimizer does as on a GPU.
-        optimizer: Any = Optimizer(model.stages, world, config.optim, config.parallel, dtype)
-    else:
-        optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, dtype)
+        # On a CPU nothing is offloaded; told so, the optimizer does as on a GPU.
+        options = dataclasses.replace(options, in_host_memory=True)
+    optimizer = build_optimizer(model.stages, world, config.optim, options, dtype)
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
     watch = Watch(model)
     with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):

@@ -64,7 +64,9 @@ def measured(config: RunConfig) -> Measured:
     before = torch.cuda.memory_allocated()
     world = single_process(device)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     marks: list[int] = []
 
     def mark(module: Any, inputs: Any, output: Any) -> None:

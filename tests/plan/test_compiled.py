@@ -61,7 +61,7 @@ def kept_by_a_layer(words: str) -> int:
 def test_a_compiled_layer_keeps_what_is_planned(words: str) -> None:
     command = f"{SIZES} {words}"
     planned = Shape(resolved(command).config)
-    assert planned.compiled
+    assert planned.decisions.compilation.on
     plain = layer(Shape(resolved(f"{command} --compile off").config), sparse=False)
     saves = LLAMA in words
     assert layer(planned, sparse=False) == pytest.approx(kept_by_a_layer(command), rel=0.01)

@@ -53,7 +53,9 @@ def peak_of_a_step(words: str) -> int:
     config = resolved(words, dist.get_world_size() if dist.is_initialized() else 1).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
     with Living() as living:
         train_step(model, optimizer, chunk, 1e-3, step=0)

@@ -49,7 +49,9 @@ def sent_by_a_rank(words: str) -> float:
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))
     total = 0.0
 

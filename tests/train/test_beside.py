@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.errors import AgreedError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
@@ -223,7 +225,8 @@ def test_a_history_of_memory_is_recorded_and_left_in_the_run_folder(
     world: Any = SimpleNamespace(device=torch.device("cuda"), everyone=SimpleNamespace(rank=3))
     optimizer: Any = None
     config = resolved("--record-memory-history").config
-    BesideTheSteps(config, world, optimizer, tmp_path, Output(Silent())).close()
+    decisions = decide(config, DeviceFacts("cuda"))
+    BesideTheSteps(config, decisions, world, optimizer, tmp_path, Output(Silent())).close()
     assert (
         asked[0]["max_entries"] == 100_000 and asked[0]["context"] == "all" and asked[0]["enabled"] == "all"
     )

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import pentatron.train.compilation as compilation
 import pentatron.train.parallel_model as parallel_model
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.models.causal_lm import build_model
@@ -18,7 +20,7 @@ from pentatron.nn.compiled import Compiled
 from pentatron.nn.options import ModelOptions
 from pentatron.parallel.whereabouts import Whereabouts
 from pentatron.parallel.world import connect
-from pentatron.train.compilation import Compilation, compilation_of, decide_compilation
+from pentatron.train.compilation import Compilation, checked_compilation, compilation_of
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.support import LLAMA, model_config, resolved
@@ -32,12 +34,13 @@ def settled(
     monkeypatch.setattr(compilation, "_trial", lambda device: problem)
     repeatable = {"deterministic": True} if "--deterministic-mode" in words else None
 
-    decided = decide_compilation(resolved(words).config, torch.device(device))
-    assert decided.compile is None or decided.compile.options == repeatable, (
+    decided = decide(resolved(words).config, DeviceFacts(device)).compilation
+    checked = checked_compilation(decided, torch.device(device))
+    assert checked.compile is None or checked.compile.options == repeatable, (
         "kernels that are chosen by the clock are others in the next run"
     )
-    model = build_model(model_config("--num-layers 3"), 1, CPU, options=ModelOptions(compile=decided.compile))
-    return compilation_of(decided, [model], Whereabouts())
+    model = build_model(model_config("--num-layers 3"), 1, CPU, options=ModelOptions(compile=checked.compile))
+    return compilation_of(checked, [model], Whereabouts())
 
 
 @pytest.mark.parametrize(

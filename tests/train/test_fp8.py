@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import pentatron.train.fitting as fitting
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.errors import AgreedError
 from pentatron.kernels.fp8 import E4M3, scaled
 from pentatron.nn.linear import WeightedModule
@@ -58,7 +59,7 @@ def test_the_linear_layers_of_the_layers_are_in_fp8() -> None:
 def test_what_stays_in_bf16_is_said() -> None:
     def said(words: str) -> list[str]:
         model = built(words)
-        return left_in_bf16(model.config, model.stages.values())
+        return left_in_bf16(model.decisions.fp8, model.stages.values())
 
     assert said(FP8) == said("--bf16") == []
     assert said(f"{FP8} --ffn-hidden-size 40") == [
@@ -69,20 +70,19 @@ def test_what_stays_in_bf16_is_said() -> None:
     ]
 
 
-def test_devices_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_devices_without_fp8_are_refused(tmp_path: Path) -> None:
     asked = resolved(f"{LLAMA} {FP8} --run-dir {tmp_path}")
     with pytest.raises(
         AgreedError, match=r"--fp8 hybrid needs a GPU .* and this run is on a CPU; leave it out"
     ):
         run_training(asked, single_process(), resumes=True)
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    a100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0))
     with pytest.raises(AgreedError, match=r"this one \(NVIDIA A100\) has 8\.0; leave it out"):
-        require_fp8(asked.config, gpu)
-    require_fp8(resolved("--bf16").config, gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    require_fp8(asked.config, gpu)
+        require_fp8(decide(asked.config, a100).fp8)
+    require_fp8(decide(resolved("--bf16").config, a100).fp8)
+    require_fp8(decide(asked.config, DeviceFacts("cuda", "NVIDIA H100", (9, 0))).fp8)
+    with pytest.raises(AgreedError, match="no GPU of NVIDIA's"):
+        require_fp8(decide(asked.config, DeviceFacts("cuda", is_nvidia=False)).fp8)
 
 
 def losses(folder: Path) -> list[float]:
@@ -90,7 +90,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "require_fp8", lambda config, device: None)
+    monkeypatch.setattr(fitting, "require_fp8", lambda decided: None)
 
     def run(name: str, words: str) -> list[float]:
         steps = "--train-iters 40 --lr 3e-3 --init-method-std 0.02 --dataset-size 16 --save-interval 20"
@@ -110,7 +110,7 @@ def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest
 
 def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found for all weights at once or by each layer for itself: the same bits; validations come after an update too."""
-    monkeypatch.setattr(fitting, "require_fp8", lambda config, device: None)
+    monkeypatch.setattr(fitting, "require_fp8", lambda decided: None)
 
     def run(name: str) -> list[float]:
         steps = "--train-iters 6 --lr 3e-2 --dataset-size 16 --eval-interval 3 --eval-iters 1 --no-save-checkpoints"

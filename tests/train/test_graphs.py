@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
+from pentatron.config.flops import layer_seconds
 from pentatron.errors import UserError
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.world import single_process
-from pentatron.plan.launches import layer_seconds
 from pentatron.plan.memory import memory_of
 from pentatron.train import graphs
 from pentatron.train.diagnosis import compute_again
@@ -77,7 +79,7 @@ class Run:
         self.world = single_process(device)
         model = build_parallel_model(self.config, self.world)
         made = build_optimizer(
-            model.stages, self.world, self.config.optim, self.config.parallel, model_dtype(self.config)
+            model.stages, self.world, self.config.optim, model.decisions.optimizer, model_dtype(self.config)
         )
         assert isinstance(made, Optimizer)
         self.model, self.optimizer = model, made
@@ -278,13 +280,13 @@ def test_the_user_is_told_what_recording_took() -> None:
     assert "recorded as 2 CUDA graphs in " in line
 
 
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+H200 = DeviceFacts("cuda", "NVIDIA H200", (9, 0), 989)
 
 
-def recording_of(words: str, device: torch.device = CUDA, configured: bool = True) -> Recording:
-    return record_steps(resolved(words).config, device, configured)
+def recording_of(words: str, device: torch.device = CUDA, own_program: bool = False) -> Recording:
+    config = resolved(words).config
+    facts = H200 if device == CUDA else DeviceFacts(device.type)
+    return record_steps(config, decide(config, facts, own_program).graphs, device)
 
 
 GPT2 = (
@@ -293,10 +295,10 @@ GPT2 = (
 )
 
 
-@pytest.mark.usefixtures("h200")
 def test_by_default_where_launching_takes_longer_than_computing() -> None:
     small, large = (resolved(GPT2.format(size)).config for size in (8, 32))
-    assert 0.9e-3 < layer_seconds(small, 989) < 1.5e-3 < 3e-3 < layer_seconds(large, 989)
+    seconds = [layer_seconds(c.model, c.moe, c.train.micro_batch_size or 1, 989) for c in (small, large)]
+    assert 0.9e-3 < seconds[0] < 1.5e-3 < 3e-3 < seconds[1]
     assert recording_of(GPT2.format(8))._recorder is not None
     assert recording_of(GPT2.format(32))._recorder is None
     assert recording_of(GPT2.format(32).replace("auto", "on"))._recorder is not None
@@ -311,7 +313,6 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
         assert (recording_of(words)._recorder is not None) is records
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -328,7 +329,6 @@ def test_what_is_left_out_is_said(words: str, reason: str) -> None:
         resolved(f"--bf16 --cuda-graphs on {words}")
 
 
-@pytest.mark.usefixtures("h200")
 def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation that comes later finds nothing of what they hold."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 30 * 2**30)
@@ -343,12 +343,11 @@ def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.M
         )
 
 
-@pytest.mark.usefixtures("h200")
 def test_programs_of_users_are_not_recorded() -> None:
-    (note,) = recording_of("--bf16 --cuda-graphs auto", configured=False).notes
+    (note,) = recording_of("--bf16 --cuda-graphs auto", own_program=True).notes
     assert "of your own" in note
     with pytest.raises(UserError, match="of your own"):
-        recording_of("--bf16 --cuda-graphs on", configured=False)
+        recording_of("--bf16 --cuda-graphs on", own_program=True)
     with pytest.raises(UserError, match="no GPU of NVIDIA's"):
         recording_of("--bf16 --cuda-graphs on", CPU)
 

@@ -1,6 +1,5 @@
 """A run with experts from beginning to end: resume, other numbers of ranks, text from it, and what it writes."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -13,11 +12,13 @@ import torch.distributed as dist
 import pentatron.train.router_loads as loads_module
 from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
+from pentatron.config.resolve import notices_of_device
 from pentatron.errors import UserError
 from pentatron.parallel.world import connect, single_process
 from pentatron.train.changes import require_same_model
 from pentatron.train.continue_text import open_continuation
-from pentatron.train.here import without_effect_here
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
@@ -243,9 +244,7 @@ def test_a_checkpoint_older_than_some_settings_is_the_same_model() -> None:
     ],
 )
 def test_what_the_grouped_matmul_cannot_do_here_is_said(words: str, device: str, told: str) -> None:
-    world = dataclasses.replace(single_process(CPU), device=torch.device(device))
     chosen = resolved(f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 {words}")
-    found = [
-        line for line in (*chosen.notices, *without_effect_here(chosen, world)) if "grouped-gemm" in line
-    ]
+    later = notices_of_device(chosen, decide(chosen.config, DeviceFacts(device)))
+    found = [line for line in (*chosen.notices, *later) if "grouped-gemm" in line]
     assert len(found) == bool(told) and all(told in line for line in found)

@@ -135,7 +135,9 @@ def weights_after(words: str, steps: tuple[int, ...], poisoned: int | None) -> t
     config = resolved(f"{LLAMA} --micro-batch-size 2 {words} --fp16", dist.get_world_size()).config
     world = connect(config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batches = micro_batches(config, world, 0)
     chunks = [list(itertools.islice(batches, config.accumulation)) for _ in range(3)]
     made = []

@@ -27,7 +27,9 @@ def step_with_a_slow_rank(words: str, world_size: int, bug: str = "") -> RankRep
     rank = torch.distributed.get_rank()
     world = connect(config.grid, rank, rank, torch.device("cpu"))
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, model_dtype(config))
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batches = micro_batches(config, world, 0)
     watch = RankWatch(config, world, last_step=2)
     found = None

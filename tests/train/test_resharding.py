@@ -39,7 +39,7 @@ def written_by_a_rank(settings: Resolved) -> list[tuple[object, ...]]:
     config, rank = settings.config, dist.get_rank()
     world = connect(config.grid, rank, rank, CPU)
     model = build_parallel_model(config, world)
-    optimizer = build_optimizer(model.stages, world, config.optim, config.parallel, torch.float32)
+    optimizer = build_optimizer(model.stages, world, config.optim, model.decisions.optimizer, torch.float32)
     fragments = [*optimizer.fragments(owned_only=True), *model.routers.fragments(owned_only=True)]
     return rectangles(f for f in fragments if not f.tensor.startswith("exp_avg"))
 

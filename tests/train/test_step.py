@@ -36,7 +36,9 @@ def test_the_count_of_tokens_holds_up_no_layer(monkeypatch: pytest.MonkeyPatch) 
     assert stage.embedding is not None and stage.final_norm is not None
     stage.embedding.register_forward_pre_hook(tell("first layer"))
     stage.final_norm.register_forward_pre_hook(tell("last layer"))
-    optimizer = Optimizer(model.stages, model.world, config.optim, config.parallel, model_dtype(config))
+    optimizer = Optimizer(
+        model.stages, model.world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
     batches = micro_batches(config, model.world, 0)
     result = train_step(model, optimizer, [next(batches) for _ in range(config.accumulation)], 1e-3, 0)
     first_micro_batch = ["first layer", "last layer", "count waited for"]

@@ -269,8 +269,8 @@ def test_parts_of_own_layers_are_built_as_their_axes_say(
     model = built(example(tmp_path, "handing_layers"))
     mlp = model.stages[0].layers["0"].mlp.mlp  # type: ignore[union-attr]
     assert mlp.linear_fc1.fp8 is not None and mlp.fuses_gate
-    assert left_in_bf16(model.config, model.stages.values()) == []
+    assert left_in_bf16(model.decisions.fp8, model.stages.values()) == []
     model = built(example(tmp_path, "keeping_layers", ("MLP(config, layer_number, axes)", "MLP(config)")))
-    assert left_in_bf16(model.config, model.stages.values()) == [
+    assert left_in_bf16(model.decisions.fp8, model.stages.values()) == [
         "--fp8: matrices of layers of your own stay in bf16 where they are built without axes: mlp.mlp.linear_fc1, mlp.mlp.linear_fc2"
     ]

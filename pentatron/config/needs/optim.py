@@ -65,13 +65,3 @@ def nonzero_loss_scale(s: Settings) -> str:
     """A loss scale other than 0."""
     search = "the loss scale is found on the way" if s.fp16 else "the loss is not scaled"
     return f"0 stands for none, so {search}" if s.loss_scale == 0 else ""
-
-
-FP8 = unless(lambda s: s.fp8_format is not None, "there are no fp8 matmuls (--fp8)")
-LAYERS_IN_BF16 = (
-    FP8,
-    unless(
-        lambda s: s.first_last_layers_bf16,
-        "all layers have fp8 matmuls without --first-last-layers-bf16",
-    ),
-)

@@ -32,29 +32,12 @@ def _one_replica(s: Settings) -> bool:
 
 
 _REDUCTION = unless(lambda s: not _one_replica(s), "one data-parallel rank has nothing to reduce")
-_NOT_ZERO3 = unless(
-    lambda s: s.zero_stage != 3, "ZeRO 3 always sums and gathers one layer while others compute"
-)
 
 
 def buckets(s: Settings) -> str:
     """Gradients that are reduced in buckets."""
     in_shards = s.zero_stage == 3 and not _one_replica(s)
     return "ZeRO 3 sums gradients layer by layer, not in buckets" if in_shards else _REDUCTION(s)
-
-
-def early_reduction(s: Settings) -> str:
-    """Gradients that can be reduced while backward runs."""
-    return (_REDUCTION(s) or _NOT_ZERO3(s)) if s.overlap_grad_reduce else ""
-
-
-def gathered_parameters(s: Settings) -> str:
-    """Sharded parameters that are gathered between ranks."""
-    if not s.overlap_param_gather:
-        return ""
-    if s.zero_stage == 0:
-        return "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
-    return "one data-parallel rank has nothing to gather" if _one_replica(s) else _NOT_ZERO3(s)
 
 
 def ranks_to_shard_over(s: Settings) -> str:

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from pentatron.config.decided import DeviceFacts
+from pentatron.config.decisions import decide
 from pentatron.errors import UserError
 from pentatron.megatron.state import current
 from pentatron.nn.loss import cross_entropy_of
@@ -19,5 +21,5 @@ def vocab_parallel_cross_entropy(
     axis, vocabulary = run.groups.axes.tensor, run.config.model.vocab_size
     assert vocabulary is not None
     first = axis.rank * vocab_parallel_logits.shape[-1]
-    how = cross_entropy_of(run.config.kernels)
+    how = cross_entropy_of(decide(run.config, DeviceFacts(vocab_parallel_logits.device.type)).loss)
     return how.of_logits(vocab_parallel_logits, target, vocabulary, first, axis.group)

@@ -5,6 +5,8 @@ from pentatron.config.moe_layers import inner_widths, moe_layers
 from pentatron.config.windows import window_of, windowed_layers
 
 _MULTIPLY_ADD_FORWARD_BACKWARD = 6  # 2 per multiply-add, once forward and twice backward
+# The share of its peak that a GPU reaches, and the TFLOP/s taken for a GPU that is not known.
+_USUAL_SHARE, _USUAL_PEAK = 0.5, 300.0
 
 
 def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoEConfig = NO_EXPERTS) -> float:
@@ -22,6 +24,12 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
     return (
         _MULTIPLY_ADD_FORWARD_BACKWARD * batch * (sequence * per_token + _pairs(config, sequence) * attended)
     )
+
+
+def layer_seconds(config: TransformerConfig, moe: MoEConfig, samples: int, peak: float | None) -> float:
+    """About how long a GPU computes one layer of a micro-batch, forward and backward; `peak` in TFLOP/s."""
+    flops = step_flops(config, samples, config.seq_length, moe)
+    return flops / config.num_layers / ((peak or _USUAL_PEAK) * 1e12 * _USUAL_SHARE)
 
 
 def _pairs(config: TransformerConfig, sequence: int) -> int:

@@ -1,0 +1,456 @@
+"""What was decided is what is built, and a line appears exactly when a setting that was given changes nothing."""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import pentatron.train.compilation as compilation
+import pentatron.train.parallel_model as parallel_model
+from pentatron.config.decided import Decisions, DeviceFacts
+from pentatron.config.decisions import decide
+from pentatron.config.notices import notices_of_decisions
+from pentatron.config.run import RunConfig, table
+from pentatron.errors import ConfigError, UserError
+from pentatron.models.causal_lm import CausalLM
+from pentatron.nn import compiled
+from pentatron.nn.experts import Experts
+from pentatron.nn.linear import WeightedModule
+from pentatron.nn.mlp import MLP
+from pentatron.optim import rules
+from pentatron.optim.build import build_optimizer
+from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.grouped import one_kernel_can
+from pentatron.parallel.reduction import WholeReduction
+from pentatron.parallel.world import single_process
+from pentatron.plan.shape import Shape
+from pentatron.train.graphs import record_steps
+from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from tests.harness import run_distributed
+from tests.optim.tiny import here
+from tests.support import LLAMA, resolved
+
+CPU = DeviceFacts("cpu")
+H200 = DeviceFacts("cuda", "NVIDIA H200", (9, 0), 989)
+A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0), 312)
+MIXED = "--num-experts 4 --disable-bias-linear --moe-ffn-hidden-size"
+TOGETHER = "--compile-layers-together 2"
+WIDE = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 64"
+MODELS = (
+    "",
+    "--swiglu",
+    f"--swiglu {MIXED} 32",
+    f"--swiglu {MIXED} 36 --moe-shared-expert-intermediate-size 24 --moe-layer-freq 2",
+)
+PRECISIONS = (
+    "",
+    "--bf16",
+    "--bf16 --fp8 hybrid",
+    "--bf16 --fp8 e4m3 --fp8-output-layer --first-last-layers-bf16",
+    "--fp16",
+)
+KERNELS = (
+    "--cuda-graphs auto",
+    "--compile off --no-cross-entropy-loss-fusion",
+    "--compile on --cross-entropy-loss-fusion --profile --profile-step-start 1 --profile-step-end 2",
+    "--deterministic-mode --recompute-granularity full --recompute-num-layers 1 --optimizer sgd",
+    "--reset-attention-mask --optimizer-cpu-offload",
+)
+LAYOUTS = (
+    ("", 1),
+    ("--zero-stage 3", 1),
+    ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --zero-stage 1", 2),
+    ("--context-parallel-size 2", 2),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2),
+    ("--pipeline-model-parallel-size 2 --zero-stage 1", 4),
+    ("--zero-stage 1 --overlap-param-gather", 2),
+    ("--zero-stage 2 --overlap-grad-reduce", 2),
+    ("--zero-stage 3", 2),
+)
+# Each setting with a value that asks for something, and one that does not.
+ASKED: dict[str, tuple[Any, Any]] = {
+    "bias_swiglu_fusion": (True, False),
+    "cross_entropy_fusion_impl": ("native", "auto"),
+    "cross_entropy_chunk": (8, 16),
+    "fused_update": (True, False),
+    "optimizer_cpu_offload": (True, False),
+    "overlap_grad_reduce": (True, False),
+    "overlap_param_gather": (True, False),
+    "moe_grouped_gemm": (True, False),
+    "compile_layers_together": (2, 1),
+    "fp8_recipe": ("rowwise", "tensorwise"),
+    "fp8_output_layer": (True, False),
+    "first_last_layers_bf16": (True, False),
+    "num_layers_at_start_in_bf16": (2, 1),
+    "num_layers_at_end_in_bf16": (2, 1),
+    "record_memory_history": (True, False),
+    "use_pytorch_profiler": (True, False),
+}
+
+
+def grid() -> list[RunConfig]:
+    found = []
+    for *words, (layout, world) in itertools.product(MODELS, PRECISIONS, KERNELS, LAYOUTS):
+        try:
+            found.append(resolved(f"{WIDE} {' '.join(words)} {layout}", world).config)
+        except ConfigError:
+            continue
+    return found
+
+
+def changed(config: RunConfig, name: str, value: Any) -> RunConfig:
+    section = table()[name].section
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+    )
+
+
+def done(decisions: Decisions) -> tuple[object, ...]:
+    """All that is done, without reasons, and without what only acts on something that is not done."""
+    d = decisions
+    return (
+        (d.compilation.on, d.compilation.on and d.compilation.together),
+        (d.gate.in_second, d.gate.in_fp8),
+        (d.loss.on, d.loss.on and (d.loss.implementation, d.loss.chunk)),
+        (d.experts.on, d.experts.on_device),
+        (d.graphs.required, d.graphs.if_room),
+        (d.fp8.format, d.fp8.format and d.fp8.by_rows, d.fp8.layers, d.fp8.head),
+        *(d.update.on, d.offload.on, d.grad_overlap.on, d.param_overlap.on),
+        *(d.allocations_recorded.on, d.torch_profiler.on),
+    )
+
+
+@pytest.fixture(scope="module")
+def every() -> list[RunConfig]:
+    found = grid()
+    assert len(found) > 300
+    return found
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_line_appears_exactly_when_the_setting_changes_nothing(name: str, every: list[RunConfig]) -> None:
+    asked, other = ASKED[name]
+    seen = set()
+    for config, device in itertools.product(every, (CPU, H200, A100)):
+        one, two = (decide(changed(config, name, value), device) for value in (asked, other))
+        assert bool(one.idle[name]) == (done(one) == done(two)), (one.idle[name], config.flat())
+        seen.add(bool(one.idle[name]))
+        expected = f"{table()[name].written(asked)}: {one.idle[name]}"
+        assert said(changed(config, name, asked), one, name) == ([expected] if one.idle[name] else [])
+    assert seen == {True, False}, "control: each setting acts somewhere, and is idle somewhere"
+
+
+def said(config: RunConfig, decisions: Decisions, name: str) -> list[str]:
+    """The lines about a setting that a flag asked for; those about what nobody asked for are the same without it."""
+    settings = config.settings.copy()
+    assert notices_of_decisions(settings, decisions) == decisions.remarks
+    settings.assign(f"flag {table()[name].flag}", **{name: getattr(settings, name)})
+    found = notices_of_decisions(settings, decisions)
+    return found[: len(found) - len(decisions.remarks)]
+
+
+def test_every_setting_that_may_be_idle_is_asked_for() -> None:
+    assert set(ASKED) == set(decide(resolved().config, CPU).idle)
+
+
+def test_what_is_not_known_of_a_device_is_no_reason(every: list[RunConfig]) -> None:
+    """A line that is printed before the device is known holds on every device."""
+    for config in every:
+        unknown = decide(config, DeviceFacts())
+        for device in (CPU, H200):
+            known = decide(config, device)
+            assert all(known.idle[name] for name, reason in unknown.idle.items() if reason)
+    assert decide(resolved("--bf16 --fp8 hybrid").config, DeviceFacts()).fp8.lacking == ""
+
+
+def test_a_plan_costs_what_was_decided(every: list[RunConfig]) -> None:
+    for config in every[::7]:
+        for on_gpu, device in ((True, DeviceFacts("cuda")), (False, CPU)):
+            assert done(Shape(config, on_gpu=on_gpu).decisions) == done(decide(config, device))
+
+
+# --- what is built ---
+
+
+def built(
+    words: str, facts: DeviceFacts | None = None, planted: Callable[[Decisions], Decisions] | None = None
+) -> ParallelModel:
+    """On a CPU. `facts`: as for this device, which it is not; `planted`: what the builder is told instead."""
+    config = resolved(f"{LLAMA} {WIDE} {words}").config
+
+    def decided(config: RunConfig, device: DeviceFacts, own_program: bool = False) -> Decisions:
+        found = decide(config, facts or device, own_program)
+        return found if planted is None else planted(found)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compilation, "_trial", lambda device: "")
+        patched.setattr(parallel_model, "decide", decided)
+        return build_parallel_model(config, single_process())
+
+
+def modules(model: ParallelModel, kind: type[Any]) -> list[Any]:
+    return [m for stage in model.stages.values() for m in stage.modules() if isinstance(m, kind)]
+
+
+def stage_of(model: ParallelModel) -> CausalLM:
+    (stage,) = model.stages.values()
+    return stage
+
+
+def optimizer_of(model: ParallelModel) -> Optimizer:
+    config = model.config
+    made = build_optimizer(
+        model.stages, model.world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
+    assert isinstance(made, Optimizer)
+    return made
+
+
+def fuses_gates(model: ParallelModel) -> bool:
+    return any(mlp.fuses_gate for mlp in modules(model, MLP))
+
+
+def fuses_loss(model: ParallelModel) -> bool:
+    return stage_of(model).cross_entropy.fuses(torch.zeros(1))
+
+
+def is_compiled(model: ParallelModel) -> bool:
+    wrapped = any("forward" in vars(layer) for layer in stage_of(model).layers.values())
+    assert wrapped == (model.compilation.compiled.layers > 0)
+    return wrapped
+
+
+def compiled_together(model: ParallelModel) -> int:
+    together = stage_of(model).together
+    return 1 if together is None else together.count
+
+
+def layers_in_fp8(model: ParallelModel) -> set[int]:
+    layers = stage_of(model).layers.items()
+    return {
+        int(number)
+        for number, layer in layers
+        if any(m.fp8 is not None for m in layer.modules() if isinstance(m, WeightedModule))
+    }
+
+
+def head_in_fp8(model: ParallelModel) -> bool:
+    embedding = stage_of(model).embedding
+    assert embedding is not None
+    return embedding.word.fp8 is not None
+
+
+class OnePass:
+    """In the place of the kernel that needs Triton."""
+
+    decides = False
+
+    def __init__(self, parts: object, config: object) -> None: ...
+
+
+def updates_in_one_pass(model: ParallelModel) -> bool:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rules, "_suits_one_pass", lambda parts: True)
+        patched.setitem(sys.modules, "pentatron.optim.one_pass", SimpleNamespace(OnePassAdam=OnePass))
+        return isinstance(optimizer_of(model)._update, OnePass)
+
+
+def offloads(model: ParallelModel) -> bool:
+    return optimizer_of(model).bytes()["master"] > 0
+
+
+Observed = Callable[[ParallelModel], object]
+# What is seen of a model, what was decided of it, and settings under which it is and is not done.
+BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]] = {
+    "gate": (
+        fuses_gates,
+        lambda d: d.gate.on,
+        ("", "--no-bias-swiglu-fusion", "--bf16 --fp8 hybrid", "--bf16 --fp8 hybrid --no-bias-swiglu-fusion"),
+    ),
+    "loss": (
+        fuses_loss,
+        lambda d: d.loss.on,
+        ("", "--cross-entropy-loss-fusion", "--no-cross-entropy-loss-fusion"),
+    ),
+    "compilation": (
+        is_compiled,
+        lambda d: d.compilation.on,
+        ("", "--compile on", "--compile off", "--deterministic-mode", "--deterministic-mode --compile on"),
+    ),
+    "layers together": (
+        compiled_together,
+        lambda d: d.compilation.together if d.compilation.on else 1,
+        tuple(f"--compile on {words}" for words in ("", TOGETHER, f"{TOGETHER} --reset-attention-mask")),
+    ),
+    "graphs": (
+        lambda model: model.recording._recorder is not None,
+        lambda d: d.graphs.required or d.graphs.if_room,
+        ("--cuda-graphs auto", "--cuda-graphs off", f"--cuda-graphs auto {MIXED} 32"),
+    ),
+    "layers in fp8": (
+        layers_in_fp8,
+        lambda d: set(d.fp8.layers),
+        ("--bf16", "--bf16 --fp8 hybrid", "--bf16 --fp8 hybrid --first-last-layers-bf16"),
+    ),
+    "head in fp8": (
+        head_in_fp8,
+        lambda d: d.fp8.head,
+        ("--bf16 --fp8 hybrid", "--bf16 --fp8 hybrid --fp8-output-layer"),
+    ),
+    "update": (
+        updates_in_one_pass,
+        lambda d: d.update.on,
+        ("", "--no-fused-update", "--optimizer sgd", "--optimizer-cpu-offload"),
+    ),
+    "offload": (offloads, lambda d: d.offload.on, ("", "--optimizer-cpu-offload")),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_what_is_built_is_what_was_decided(name: str) -> None:
+    """On this CPU, and as for a GPU."""
+    observed, decided, settings = BUILT[name]
+    seen = []
+    for words, facts in itertools.product(settings, (CPU, H200)):
+        model = built(words, facts)
+        seen.append(observed(model))
+        assert seen[-1] == decided(model.decisions) == decided(decide(model.config, facts)), (words, facts)
+    assert any(one != seen[0] for one in seen), "control: it is done somewhere, and not everywhere"
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "planted"),
+    [
+        ("gate", "--no-bias-swiglu-fusion", {"gate": {"in_second": True}}),
+        ("loss", "--no-cross-entropy-loss-fusion", {"loss": {"on": True}}),
+        ("compilation", "--compile off", {"compilation": {"on": True}}),
+        ("layers together", "--compile on", {"compilation": {"together": 2}}),
+        ("graphs", "--cuda-graphs off", {"graphs": {"if_room": True}}),
+        ("layers in fp8", "--bf16 --fp8 hybrid", {"fp8": {"layers": range(1)}}),
+        ("head in fp8", "--bf16 --fp8 hybrid", {"fp8": {"head": True}}),
+        ("update", "--no-fused-update", {"optimizer": {"one_pass": True}}),
+        ("offload", "", {"optimizer": {"in_host_memory": True}}),
+    ],
+)
+def test_the_builder_follows_the_decision_not_the_settings(
+    name: str, words: str, planted: dict[str, dict[str, Any]]
+) -> None:
+    def plant(found: Decisions) -> Decisions:
+        changes = {n: dataclasses.replace(getattr(found, n), **fields) for n, fields in planted.items()}
+        return dataclasses.replace(found, **changes)
+
+    observed = BUILT[name][0]
+    assert observed(built(words, CPU, plant)) != observed(built(words, CPU))
+
+
+class OnGPU:
+    is_cuda, dtype = True, torch.bfloat16
+
+
+def test_experts_are_one_matmul_where_it_was_decided() -> None:
+    seen = set()
+    for width, words in itertools.product((32, 36), ("", "--moe-grouped-gemm", "--no-moe-grouped-gemm")):
+        model = built(f"--bf16 {MIXED} {width} {words}")
+        experts = modules(model, Experts)[0]
+        rows: Any = OnGPU()
+        sizes = (*experts.linear_fc1.weight.shape[1:], *experts.linear_fc2.weight.shape[1:])
+        on_gpu = experts.grouped and one_kernel_can(rows, *sizes)
+        decided = decide(model.config, H200).experts
+        assert decided.on == decided.on_device == on_gpu
+        assert not decide(model.config, CPU).experts.on and not experts.all_on(torch.zeros(1, 64))
+        seen.add(on_gpu)
+    assert seen == {True, False}
+
+
+def overlaps(words: str) -> tuple[tuple[object, ...], ...]:
+    """Which reductions and gatherings overlap on this rank, whether modules wait for weights, and what was decided."""
+    world_size = torch.distributed.get_world_size()
+    config = resolved(words, world_size).config
+    model = build_parallel_model(config, here(config.grid))
+    made = optimizer_of(model)
+    hooks = any(m._forward_pre_hooks for m in modules(model, nn.Module))
+    # Stages 0 and 1 of ZeRO reduce whole gradients.
+    found = {cast(WholeReduction, reduction).overlap for reduction in made._reductions.values()}
+    d = model.decisions
+    return (tuple(found), made._gathering.overlap, hooks), (
+        (d.grad_overlap.on,),
+        d.param_overlap.on,
+        d.param_overlap.on,
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("flags", ["", "--overlap-grad-reduce --overlap-param-gather"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_hides_behind_computation_was_decided(stage: int, flags: str, world: int) -> None:
+    (found, decided), *_ = run_distributed(overlaps, world, words=f"--zero-stage {stage} {flags}")
+    assert found == decided
+    assert found == ((bool(flags) and world == 2,), *2 * (bool(flags) and world == 2 and stage == 1,))
+
+
+def run_together(words: str, count: int) -> int:
+    """The most layers that ran as one function, if that was asked for whatever was decided."""
+
+    def planted(decided: Decisions) -> Decisions:
+        together = dataclasses.replace(decided.compilation, on=True, together=count)
+        return dataclasses.replace(decided, compilation=together)
+
+    model = built(words, planted=planted)
+    stage, most = stage_of(model), [1]
+    documents = model.decisions.compilation.documents
+    if stage.together is not None:
+
+        def in_turn(layers: Any, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+            most.append(len(layers))
+            return compiled._in_turn(layers, x, *inputs)
+
+        stage.together._compiled = in_turn  # type: ignore[attr-defined]
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    starts = ((0, 5),) if documents else None
+    with torch.compiler.set_stance("force_eager"):
+        made: torch.Tensor = stage(tokens, torch.arange(16)[None], documents=starts)
+        made.sum().backward()
+    return max(most)
+
+
+@pytest.mark.parametrize(
+    ("words", "together"),
+    [
+        ("", True),
+        ("--num-layers 1", False),
+        ("--reset-attention-mask", False),
+        (f"{MIXED} 32", False),
+        ("--recompute-granularity selective", True),
+        ("--recompute-granularity full --recompute-num-layers 1", False),
+        ("--recompute-granularity full --recompute-num-layers 2", True),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", True),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", False),
+    ],
+)
+def test_layers_run_together_where_it_was_decided(words: str, together: bool) -> None:
+    config = resolved(f"{LLAMA} {WIDE} {words} --compile on {TOGETHER}").config
+    assert (decide(config, CPU).compilation.together == 2) == together
+    assert (run_together(words, 2) == 2) == together
+
+
+def test_recordings_that_are_required_end_a_run_that_cannot_have_them() -> None:
+    config = resolved("--bf16 --cuda-graphs on").config
+    for facts, own_program, problem in (
+        (H200, False, ""),
+        (H200, True, "of your own"),
+        (dataclasses.replace(H200, is_nvidia=False), False, "no GPU of NVIDIA's"),
+        (CPU, False, "no GPU of NVIDIA's"),
+    ):
+        decided = decide(config, facts, own_program).graphs
+        assert decided.required and bool(decided.problem) == bool(problem)
+        if problem:
+            with pytest.raises(UserError, match=problem):
+                record_steps(config, decided, torch.device("cpu"))
+        else:
+            assert record_steps(config, decided, torch.device("cpu"))._recorder is not None
