@@ -53,9 +53,9 @@ def in_mib(count: float, spec: str = ",.0f") -> str:
     return f"{count / 2**20:{spec}}"
 
 
-def in_gib(count: float) -> str:
-    """Bytes as a number of GiB with two decimals, for a column."""
-    return f"{count / 2**30:.2f}"
+def in_gib(count: float, spec: str) -> str:
+    """The same of GiB."""
+    return f"{count / 2**30:{spec}}"
 
 
 def abbreviated(number: float) -> str:

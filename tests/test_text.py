@@ -60,7 +60,7 @@ def test_bytes_in_both_systems_of_units(count: int, binary: str, decimal: str) -
 
 def test_bytes_under_a_fixed_unit() -> None:
     assert in_mib(3 * 2**30) == "3,072" and in_mib(3 * 2**30, "8.1f") == "  3072.0"
-    assert in_gib(3 * 2**30) == "3.00"
+    assert in_gib(3 * 2**30, ".2f") == "3.00"
 
 
 def test_nouns_agree_with_their_number() -> None:

@@ -96,7 +96,7 @@ def lines(trials: Sequence[Trial]) -> list[str]:
     """A table, by size."""
     shown = [f"{'micro-batch':>11}  {'memory':>9}  {'tokens/s':>9}"]
     for trial in sorted(trials, key=lambda trial: trial.size):
-        memory = "-" if trial.memory is None else f"{in_gib(trial.memory)} GiB"
+        memory = "-" if trial.memory is None else f"{in_gib(trial.memory, '.2f')} GiB"
         rate = "-" if trial.rate is None else f"{trial.rate:,.0f}"
         shown.append(f"{trial.size:>11}  {memory:>9}  {rate:>9}  {trial.reason}".rstrip())
     return shown

@@ -71,7 +71,7 @@ class PruneOptions(Options):
         0,
         "how many of the newest stay",
         unlisted="--keep-checkpoints",
-        limit=ONE_OR_MORE,
+        limit=Limit(ONE_OR_MORE.holds, "1 or more, as one at least of the newest steps stays"),
         missing="say how many of the newest steps stay, one at least: pentatron checkpoint prune PATH --keep N",
     )
     keep_every: int | None = option(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.errors import UserError
-from pentatron.text import binary_size
+from pentatron.text import in_gib
 
 IntArray = npt.NDArray[np.integer]
 
@@ -121,7 +121,7 @@ def require_memory(samples: int, needed: int) -> None:
     """Refuses an order of so many samples before it is built, if the machine has less memory than the bytes that it needs."""
     if needed > (most := machine_memory()):
         raise UserError(
-            f"the order of {samples} samples needs {binary_size(needed)} of memory, and this machine has {binary_size(most)}; ask "
+            f"the order of {samples} samples needs {in_gib(needed, '.0f')} GiB of memory, and this machine has {in_gib(most, '.0f')} GiB; ask "
             f"for fewer steps or epochs (data show: a smaller --index), or take the weights of the checkpoint alone with --finetune if it was made with fewer"
         )
 
