@@ -1,4 +1,5 @@
-"""Models are complete when they are built: nothing outside of a layer's constructor changes how it computes. (`fully_shard` may.)"""
+"""Models are complete when they are built: nothing outside of a layer's constructor changes how it computes.
+(`fully_shard` may.)"""
 
 import ast
 from collections.abc import Iterator

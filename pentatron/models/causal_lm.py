@@ -56,7 +56,8 @@ class Embedding(nn.Module):
 
 
 class FoldedEnds:
-    """Hands the word table of a folded pipeline's first stage to the last one, which is on the same rank and built after it."""
+    """Hands the word table of a folded pipeline's first stage to the last one, which is on the same rank and
+    built after it."""
 
     def __init__(self) -> None:
         self.table: VocabularyTable | None = None
@@ -71,7 +72,8 @@ def folded_ends(parts: Collection[StagePart]) -> FoldedEnds | None:
 class CausalLM(nn.Module):
     """One stage of the model, or all of it.
 
-    `ends`: both ends of a folded pipeline are on this rank, so that a tied embedding is one parameter of two stages.
+    `ends`: both ends of a folded pipeline are on this rank, so that a tied embedding is one parameter of two
+    stages.
     """
 
     def __init__(
@@ -119,7 +121,8 @@ class CausalLM(nn.Module):
         }
         # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
         self.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
-        # Several layers as one function, where they are compiled like that; it gives back those it did not run.
+        # Several layers as one function, where they are compiled like that; it gives back those it did not
+        # run.
         self.together = together_of(options.compile, layers.values())
         self.final_norm: nn.Module | None = None
         self.head: VocabularyHead | None = None

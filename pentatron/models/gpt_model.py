@@ -24,10 +24,11 @@ from pentatron.parallel.world import World
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """How models of one rank are built: the axes their layers are spread over, what each of its stages holds, and how they compute.
+    """How models of one rank are built: the axes their layers are spread over, what each of its stages holds,
+    and how they compute.
 
-    `options`: None leaves them to the run under way, and outside of one to the defaults. `ends`: for a program that builds all
-    stages of the rank, one after the other.
+    `options`: None leaves them to the run under way, and outside of one to the defaults. `ends`: for a
+    program that builds all stages of the rank, one after the other.
     """
 
     axes: Axes

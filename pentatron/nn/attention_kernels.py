@@ -28,19 +28,22 @@ _FASTEST_FIRST = [
 
 
 def chosen_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
-    """Which kernels may run, those to prefer first; None leaves the choice to torch, as `auto` does on most devices."""
+    """Which kernels may run, those to prefer first; None leaves the choice to torch, as `auto` does on most
+    devices."""
     if backend != "auto":
         return _BACKENDS[backend]
     # A GPU is asked only by who computes on it: asking opens it.
     newest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _CUDNN_FIRST
-    # With dropout cuDNN's results and gradients are right (against fp64, with the mask it used); whole runs that resume with it are yet to be compared.
+    # With dropout cuDNN's results and gradients are right (against fp64, with the mask it used); whole runs
+    # that resume with it are yet to be compared.
     return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if newest else None
 
 
 class AttentionKernels:
     """Around attention that is restricted to some kernels, in their order; nothing is, where none are chosen.
 
-    To say so takes torch longer than a launch, so what is said around a whole model is not said again in each of its layers.
+    To say so takes torch longer than a launch, so what is said around a whole model is not said again in each
+    of its layers.
     """
 
     def __init__(self, chosen: list[SDPBackend] | None = None) -> None:

@@ -13,7 +13,8 @@ from pentatron.parallel.world import World
 
 @dataclass(frozen=True)
 class Axes:
-    """Of one process by default. A layer hands them on to its parts; how linear layers multiply lies in `tensor`."""
+    """Of one process by default. A layer hands them on to its parts; how linear layers multiply lies in
+    `tensor`."""
 
     tensor: TensorAxis = WHOLE_LAYERS
     context: ContextAxis = WHOLE_SEQUENCES

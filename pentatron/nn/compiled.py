@@ -1,7 +1,9 @@
-"""How layers are compiled: each becomes one graph, or some of them together, and all layers of a kind share what is made for the first.
+"""How layers are compiled: each becomes one graph, or some of them together, and all layers of a kind share
+what is made for the first.
 
-Each layer takes its compiled form when it is built. A part that talks to other ranks, decides while it runs or depends on the
-tokens keeps itself out: it interrupts the graph of its layer, and the parts around it are compiled.
+Each layer takes its compiled form when it is built. A part that talks to other ranks, decides while it runs
+or depends on the tokens keeps itself out: it interrupts the graph of its layer, and the parts around it are
+compiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +26,8 @@ Forward = Callable[..., Tensor]
 class Compile:
     """How the layers of a model are compiled.
 
-    `backend` and `options` are those of `torch.compile`. `together`: so many layers are one graph, where nothing comes between
-    them. `documents`: sequences are divided into documents, which no graph looks at.
+    `backend` and `options` are those of `torch.compile`. `together`: so many layers are one graph, where
+    nothing comes between them. `documents`: sequences are divided into documents, which no graph looks at.
     """
 
     backend: Any = "inductor"
@@ -39,7 +41,8 @@ class Compile:
 
         dynamo.assume_constant_result(triton_works)
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_VERSIONS)
-        # Shards hide what else a layer is: without these guards one with a window would run the graph of one without.
+        # Shards hide what else a layer is: without these guards one with a window would run the graph of one
+        # without.
         dynamo.config.skip_fsdp_guards = False
         made: Forward = torch.compile(forward, backend=self.backend, options=self.options)
         return made
@@ -143,7 +146,8 @@ def compiled_of(layers: Iterable[nn.Module]) -> Compiled:
 
 
 def _reasons(module: nn.Module) -> Iterator[str]:
-    """Why the largest parts of a module that are not compiled are not. A part may say so itself, or the module that calls it."""
+    """Why the largest parts of a module that are not compiled are not. A part may say so itself, or the
+    module that calls it."""
     called_apart: dict[str, str] = getattr(module, "called_apart", {})
     yield from called_apart.values()
     for name, child in module.named_children():

@@ -42,7 +42,8 @@ class Pass:
 
 
 class KVCache:
-    """Keys and values of the layers of a model, `capacity` positions of each sequence, and which tokens the layers are given now.
+    """Keys and values of the layers of a model, `capacity` positions of each sequence, and which tokens the
+    layers are given now.
 
     What follows from the tokens is made for the first layer that asks, and once for all of them.
     """

@@ -41,7 +41,8 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
 class WeightedModule(DeclaringModule):
     """Multiplies by its weight as the options say; in fp8 if the sides of the weight allow it.
 
-    `is_split`: other tensor ranks hold the rest of the matrix. `left_out` is why a compiled layer around it leaves it out.
+    `is_split`: other tensor ranks hold the rest of the matrix. `left_out` is why a compiled layer around it
+    leaves it out.
     """
 
     weight: nn.Parameter
@@ -63,7 +64,8 @@ class WeightedModule(DeclaringModule):
     def declare_weight(
         self, local_shape: Shape, declared: Declared, shared: nn.Parameter | None = None
     ) -> nn.Parameter:
-        """The matrix, or one that another layer has too. Its sides decide whether products are in fp8; those of experts are not."""
+        """The matrix, or one that another layer has too. Its sides decide whether products are in fp8; those
+        of experts are not."""
         if shared is None:
             weight = self.declare("weight", local_shape, declared)
         else:
@@ -148,9 +150,10 @@ class RowParallelLinear(WeightedModule):
 class VocabularyTable(WeightedModule):
     """Word vectors, the rows spread over the ranks, looked up by token.
 
-    Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked up. A tied table has a
-    second copy on the last stage (`tied` here, `tied_to` the name of the first one there), and the gradients of both make one. Where
-    both stages are on one rank there is no copy: the second table takes the weight of the first (`shared`).
+    Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked
+    up. A tied table has a second copy on the last stage (`tied` here, `tied_to` the name of the first one
+    there), and the gradients of both make one. Where both stages are on one rank there is no copy: the second
+    table takes the weight of the first (`shared`).
     """
 
     def __init__(

@@ -110,8 +110,9 @@ def norm_in(
 ) -> nn.Module:
     """The norm that a spec chooses.
 
-    `partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed. `compile`: as a graph
-    of its own, if it is one of ours; inside a compiled layer it is a part of the layer's.
+    `partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed.
+    `compile`: as a graph of its own, if it is one of ours; inside a compiled layer it is a part of the
+    layer's.
     """
     chosen = NORMS[config.normalization] if slot is ConfiguredNorm else slot
     by_itself = compile is not None and takes(chosen, (RMSNorm, LayerNorm), "compile")

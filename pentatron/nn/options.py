@@ -18,7 +18,8 @@ from pentatron.parallel.scaled_linear import Fp8Format
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """Which linear layers multiply in fp8, as far as their sizes allow it: those of `layers`, counted from 0, and the output layer.
+    """Which linear layers multiply in fp8, as far as their sizes allow it: those of `layers`, counted from 0,
+    and the output layer.
 
     `scales`: computes the scales of their weights for all of them at once.
     """
@@ -33,8 +34,9 @@ class Fp8Options:
 class ModelOptions:
     """What the stages of a model are built with.
 
-    `recompute`: what runs again in backward. `fuses_gates`: on a GPU, the gate of an MLP is part of a matrix's function.
-    `deferred`: keeps weight gradients for the weight half of a backward. `compile`: how layers are compiled. None: not at all.
+    `recompute`: what runs again in backward. `fuses_gates`: on a GPU, the gate of an MLP is part of a
+    matrix's function. `deferred`: keeps weight gradients for the weight half of a backward. `compile`: how
+    layers are compiled. None: not at all.
     """
 
     attention_backend: str = "auto"
@@ -71,8 +73,8 @@ DEFAULT_OPTIONS = ModelOptions()
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What the layers of one model share, from its `ModelOptions` and of its own: what is switched between two forwards is in
-    `recompute`, `kernels` and `cache`."""
+    """What the layers of one model share, from its `ModelOptions` and of its own: what is switched between
+    two forwards is in `recompute`, `kernels` and `cache`."""
 
     recompute: RecomputeSwitch = field(default_factory=RecomputeSwitch)
     kernels: AttentionKernels = field(default_factory=AttentionKernels)

@@ -26,7 +26,8 @@ _WITH_ATTENTION = (LAYERS, "core_attn")
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which parts run again: whole layers (`chunk` of them at a time, of a stage's `first` ones or of all) or modules."""
+    """Which parts run again: whole layers (`chunk` of them at a time, of a stage's `first` ones or of all) or
+    modules."""
 
     parts: frozenset[str] = frozenset()
     chunk: int = 1
@@ -40,8 +41,9 @@ EVERY_LAYER = Recompute(frozenset({LAYERS}))
 class RecomputeSwitch:
     """Runs the parts of one model, and runs those again in backward that `wanted` names.
 
-    All layers of a model share one, so that the model switches recompute on and off without touching them. `draws`: attention
-    draws from torch's generator. `kernels` restricts attention to the kernels of the first run.
+    All layers of a model share one, so that the model switches recompute on and off without touching them.
+    `draws`: attention draws from torch's generator. `kernels` restricts attention to the kernels of the first
+    run.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ def dropout_add(
 
 
 class TransformerLayer(nn.Module):
-    """`layer_number` counts from 1, as Megatron's does. `runs_whole`: it is compiled, so no hooks inside it are called."""
+    """`layer_number` counts from 1, as Megatron's does. `runs_whole`: it is compiled, so no hooks inside it
+    are called."""
 
     sites: Tensor
     runs_whole = False
@@ -60,7 +61,8 @@ class TransformerLayer(nn.Module):
             self._compile(compile)
 
     def _compile(self, compile: Compile) -> None:
-        """The layer is one graph. Its forward is replaced rather than its call: hooks, such as those that gather shards, stay outside."""
+        """The layer is one graph. Its forward is replaced rather than its call: hooks, such as those that
+        gather shards, stay outside."""
         if compile.documents and type(self.attention) is not SelfAttention:
             documents_for(self.attention, ())
             self.called_apart["attention"] = f"{type(self.attention).__name__}, which is told of documents"

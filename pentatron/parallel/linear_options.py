@@ -21,17 +21,20 @@ class Weighted(Protocol):
 
 
 class WeightScale:
-    """The scale of one fp8 weight. Its layer reads `known` in every forward, and computes the scale itself while it is UNKNOWN."""
+    """The scale of one fp8 weight. Its layer reads `known` in every forward, and computes the scale itself
+    while it is UNKNOWN."""
 
     def __init__(self) -> None:
         self.known: Scale = UNKNOWN
 
 
 class WeightScales:
-    """The scales of the fp8 weights of a rank, computed for all of them at once: weights change once a step, and there are many.
+    """The scales of the fp8 weights of a rank, computed for all of them at once: weights change once a step,
+    and there are many.
 
-    For weights that are whole on this rank when a step or a validation begins. Where replicas share them out (ZeRO), they arrive
-    layer by layer, and each layer computes its own scale. The tensors stay in place, so that CUDA graphs can read them.
+    For weights that are whole on this rank when a step or a validation begins. Where replicas share them out
+    (ZeRO), they arrive layer by layer, and each layer computes its own scale. The tensors stay in place, so
+    that CUDA graphs can read them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +65,8 @@ class WeightScales:
             held.known = (scale, unscale)
 
     def forget(self) -> None:
-        """To be called before weights change: products outside of a step or a validation compute the scales they need."""
+        """To be called before weights change: products outside of a step or a validation compute the scales
+        they need."""
         for held in self._held:
             held.known = UNKNOWN
 
@@ -71,9 +75,9 @@ class WeightScales:
 class LinearOptions:
     """How the linear layers built with a tensor axis multiply.
 
-    `deferred` keeps what weight gradients are made of until the weight half of a backward. `fp8` is the format of the factors,
-    `scales` computes the scales of such weights. With `in_graph` the layers around are compiled, and a linear layer that cannot be
-    keeps itself out of their graphs.
+    `deferred` keeps what weight gradients are made of until the weight half of a backward. `fp8` is the
+    format of the factors, `scales` computes the scales of such weights. With `in_graph` the layers around are
+    compiled, and a linear layer that cannot be keeps itself out of their graphs.
     """
 
     deferred: DeferredGradients | None = None

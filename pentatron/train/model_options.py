@@ -47,6 +47,7 @@ def fp8_of(decided: Fp8Decision, scales: WeightScales | None) -> Fp8Options | No
 
 
 def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
-    """Whether the scales of fp8 weights are computed once a step: weights are whole between steps, with one scale each."""
+    """Whether the scales of fp8 weights are computed once a step: weights are whole between steps, with one
+    scale each."""
     whole = world.replicas.size == 1 or config.parallel.zero_stage == 0
     return whole and not decided.by_rows
