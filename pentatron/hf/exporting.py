@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from pentatron.checkpoint.convert import common_dtype, reads_theirs, require_room
 from pentatron.checkpoint.described import architecture_of
+from pentatron.checkpoint.links import Link, their_shapes
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, verify_files
 from pentatron.checkpoint.store import Found
@@ -20,10 +22,8 @@ from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks
 from pentatron.config.parsing import parse_json
 from pentatron.errors import UserError
 from pentatron.hf.architecture import config_of
-from pentatron.hf.convert import reads_theirs
-from pentatron.hf.dtypes import common_dtype, require_room
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE
-from pentatron.hf.links import Link, links_of, their_shapes
+from pentatron.hf.name_tables import links_of
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress, Summary
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files

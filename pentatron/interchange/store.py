@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.bases import keep_base
 from pentatron.checkpoint.cover import cover_problem
+from pentatron.checkpoint.links import Link
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.parts import Written, whole_tensors
@@ -25,18 +26,21 @@ from pentatron.checkpoint.torch_file import rectangle_key, saved_place
 from pentatron.config.run import RunConfig
 from pentatron.interchange.common import common_state
 from pentatron.interchange.index import KEPT, MASTER, STATE
-from pentatron.interchange.links import VOCABULARY, Link, is_stacked, their_shapes, written_links
 from pentatron.interchange.names import (
     EXTRA_IN_LAYERS,
     EXTRA_OF_EXPERTS,
     EXTRA_OUTSIDE,
     EXTRA_STATE,
+    VOCABULARY,
+    is_stacked,
+    written_links,
+    written_shapes,
 )
 from pentatron.interchange.settings import their_arguments
 from pentatron.interchange.writing import (
     HashedFile,
     Place,
-    save_rectangle,
+    own_copy,
     write_common,
     write_index,
 )
@@ -69,8 +73,8 @@ class _RankFile:
         self, links: Sequence[Link], kinds: Sequence[str], at: Shape, values: Tensor, dtype: torch.dtype
     ) -> Place:
         """Writes a rectangle of ours once, under all its names."""
-        start, size = links[0].to_theirs(at, tuple(values.shape))
-        offset, length = save_rectangle(self.file, values, size, dtype)
+        start, size = links[0].their_rectangle(at, tuple(values.shape))
+        offset, length = self.file.save(links[0].to_theirs(own_copy(values, dtype)))
         name = str(dtype).removeprefix("torch.")
         made = [
             Place(f"{kind}{link.theirs}", start, size, name, self.file.path.name, offset, length)
@@ -93,7 +97,7 @@ class TorchDistStore(CheckpointStore):
         vocabulary = config.model.padded_vocab_size or config.model.vocab_size
         assert vocabulary is not None
         self.vocabulary = vocabulary
-        self.shapes = their_shapes(self.links, config.model.num_layers, vocabulary)
+        self.shapes = written_shapes(self.links, config.model.num_layers, vocabulary)
         precision = config.precision
         self.dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
