@@ -20,6 +20,7 @@ from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.streaming import in_files
 from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks, write_text
 from pentatron.config.parsing import parse_json
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 from pentatron.hf.architecture import config_of
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE
@@ -78,10 +79,10 @@ def export_step(
 
 def trained_dtype(manifest: Manifest) -> torch.dtype | None:
     """What the model computed with, of which the stored weights are the fp32 master; None: what is stored, or fp32."""
-    precision = manifest.config.get("precision", {})
-    if precision.get("bf16"):
+    saved = Settings.defaults(**manifest.config.get("precision", {}))
+    if saved.bf16:
         return torch.bfloat16
-    return torch.float16 if precision.get("fp16") else None
+    return torch.float16 if saved.fp16 else None
 
 
 def stored_dtypes(manifest: Manifest) -> set[torch.dtype]:

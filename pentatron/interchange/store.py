@@ -179,8 +179,9 @@ class TorchDistStore(CheckpointStore):
         _require_whole(shapes, places)
         files += write_index(temporary, shapes, places)
         stacked = is_stacked(self.config.model, self.config.moe)
-        arguments = their_arguments(config, run_state, step)
-        files.append(write_common(temporary, common_state(step, run_state, config, stacked), arguments))
+        arguments = their_arguments(self.config, run_state, step)
+        common = common_state(step, run_state, self.config, stacked)
+        files.append(write_common(temporary, common, arguments))
         return Manifest(step, {f.name: f for f in files}, tensors, dict(run_state), dict(config))
 
     def _add_padding(self, rest: _RankFile, dtypes: Mapping[str, str]) -> None:
