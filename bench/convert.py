@@ -26,11 +26,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pentatron.checkpoint.links import their_shapes
 from pentatron.checkpoint.streaming import in_files
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES, Outline, write_blocks
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.importing import config_for
-from pentatron.hf.links import links_of, their_shapes
+from pentatron.hf.name_tables import links_of
 from pentatron.parallel.pieces import Shape
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,8 @@ import torch
 
 from pentatron.parallel.pieces import Shape
 
-_STORAGES = {
+# Types of elements, by the names of the classes that torch pickles for their memory.
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "BFloat16Storage": torch.bfloat16,
@@ -35,7 +36,7 @@ class _Outline(pickle.Unpickler):
             return _arguments
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module == "torch" and name in _STORAGES:
+        if module == "torch" and name in STORAGES:
             return name
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs")
 
@@ -57,9 +58,9 @@ def saved_tensor(data: memoryview) -> tuple[int, torch.dtype, Shape, Shape]:
         if not (isinstance(found, tuple) and found[:1] == ("tensor",)):
             raise ValueError(f"a {type(found).__name__} lies there, and no tensor")
         (kind, storage, key, _, _), first, size, strides = found[1][:4]
-        if kind != "storage" or storage not in _STORAGES:
+        if kind != "storage" or storage not in STORAGES:
             raise ValueError("its numbers are not stored as such")
-        dtype, shape, steps = _STORAGES[storage], _whole(size), _whole(strides)
+        dtype, shape, steps = STORAGES[storage], _whole(size), _whole(strides)
         entry = archive.getinfo(program.filename.removesuffix("data.pkl") + f"data/{key}")
     if entry.compress_type != zipfile.ZIP_STORED or len(shape) != len(steps):
         raise ValueError("its numbers are packed")

@@ -236,7 +236,7 @@ def _export_found(
 
 def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
     """What becomes of weights that a run has kept in another type than it computed with."""
-    from pentatron.hf.dtypes import dtype_name
+    from pentatron.checkpoint.convert import dtype_name
     from pentatron.hf.exporting import stored_dtypes, trained_dtype
 
     trained, stored = trained_dtype(found.manifest), stored_dtypes(found.manifest)
@@ -250,7 +250,7 @@ def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
 
 
 def _dtype(name: str | None) -> "torch.dtype | None":
-    from pentatron.hf.dtypes import BY_NAME
+    from pentatron.checkpoint.convert import BY_NAME
 
     return BY_NAME[name] if name else None
 

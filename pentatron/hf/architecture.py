@@ -8,8 +8,9 @@ from typing import Any
 from pentatron.checkpoint.untrusted import implausible
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.config.settings import Settings
 from pentatron.errors import ConfigError, UserError
-from pentatron.hf.config_parts import SCALINGS, layer_list, scaling_settings
+from pentatron.hf.config_parts import ORIGIN, SCALINGS, layer_list, scaling_settings
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.hf.reader import ConfigReader, Problem
@@ -32,7 +33,9 @@ _MOST_LAYERS = 100_000
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 # How alike a family must look to be taken for a misspelt one: Mamba is no Llama.
 _MISSPELT = 0.8
-_BIASES = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
+_OF_MODEL, _OF_EXPERTS = (
+    tuple(field.name for field in dataclasses.fields(kind)) for kind in (TransformerConfig, MoEConfig)
+)
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
@@ -56,18 +59,18 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = model_type_of(config)
     family, reader = FAMILIES[model_type], ConfigReader(config)
     problems: list[str] = []
-    settings: dict[str, Any] = dict(family.fixed)
+    settings = Settings.defaults()
+    settings.assign(ORIGIN, **family.fixed)
     for key in family.keys:
         try:
             value = reader.one_of((key.theirs, *key.also), key.kind, key.default)
         except Problem as problem:
             problems.append(str(problem))
             value = key.default
-        for ours in key.ours:
-            settings[ours] = not value if key.inverted else value
-    if (settings.get("num_layers") or 0) > _MOST_LAYERS:
+        settings.assign(ORIGIN, **dict.fromkeys(key.ours, not value if key.inverted else value))
+    if settings.num_layers > _MOST_LAYERS:
         raise UserError(
-            f"config.json says {settings['num_layers']} layers, which no model has; download it again"
+            f"config.json says {settings.num_layers} layers, which no model has; download it again"
         )
     for part in family.parts:
         reader.read.update(part.keys)
@@ -89,10 +92,10 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if problems:
         raise ConfigError(problems)
-    every = {**_defaults(), **settings}
+    named = {name for name in (*_OF_MODEL, *_OF_EXPERTS) if settings.source(name) == ORIGIN}
     # No config.json speaks of layers of users' own.
-    matters = (_that_matter(every) | settings.keys()) - {"spec"}
-    return {name: value for name, value in every.items() if name in matters}
+    matters = (_that_matter(settings) | named) - {"spec"}
+    return {name: value for name, value in settings.flat().items() if name in matters}
 
 
 def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
@@ -103,10 +106,6 @@ def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
             f"{folder.path} cannot be the model that its config.json describes ({problem}); download it again"
         )
     return settings
-
-
-def _defaults() -> dict[str, Any]:
-    return {**dataclasses.asdict(TransformerConfig()), **dataclasses.asdict(MoEConfig())}
 
 
 def _short(value: Any) -> str:
@@ -121,7 +120,7 @@ def config_of(
 
     Keys of `original` that change nothing (tokens, names) are kept.
     """
-    wanted = _said_by(model, moe)
+    wanted = _in_one_form(Settings.defaults(**dataclasses.asdict(model), **dataclasses.asdict(moe)))
     first = [name for name in FAMILIES if original and name == original.get("model_type")]
     differences: dict[str, list[str]] = {}
     for model_type in dict.fromkeys([*first, *FAMILIES]):
@@ -140,22 +139,25 @@ def config_of(
     )
 
 
-def _said_by(model: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The settings of a model, in the words that `settings_of` uses where several say the same."""
-    said = {**dataclasses.asdict(model), **dataclasses.asdict(moe)}
-    for bias in _BIASES:
-        said[bias] = said[bias] or model.add_bias_linear
-    if moe.num_experts:
-        sparse = moe_layers(moe.moe_layer_freq, model.num_layers)
-        said["moe_layer_freq"] = "1" if all(sparse) else layer_list(sparse)
-    set_window(said, *window_in(said))
-    return said
+def _in_one_form(settings: Settings) -> Settings:
+    """The settings of a model as `settings_of` has them, where several ways to write them mean the same."""
+    bias = settings.add_bias_linear
+    form = settings.changed(
+        add_qkv_bias=settings.add_qkv_bias or bias,
+        add_proj_bias=settings.add_proj_bias or bias,
+        add_mlp_bias=settings.add_mlp_bias or bias,
+    )
+    if form.num_experts:
+        sparse = moe_layers(form.moe_layer_freq, form.num_layers)
+        form = form.changed(moe_layer_freq="1" if all(sparse) else layer_list(sparse))
+    set_window(form, *window_in(form))
+    return form
 
 
-def _written(model_type: str, family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _written(model_type: str, family: Family, settings: Settings) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     for key in family.keys:
-        value = settings[key.ours[0]]
+        value = getattr(settings, key.ours[0])
         config[key.theirs] = not value if key.inverted else value
     config |= {key_name: allowed[0] for key_name, allowed in family.required.items()}
     for part in family.parts:
@@ -163,24 +165,24 @@ def _written(model_type: str, family: Family, settings: Mapping[str, Any]) -> di
     return config
 
 
-def _differences(read: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _differences(read: Mapping[str, Any], wanted: Settings) -> list[str]:
     """What a written config.json gets wrong, judged by what is read from it."""
-    of_model, of_experts = (
-        {field.name: read[field.name] for field in dataclasses.fields(kind) if field.name in read}
-        for kind in (TransformerConfig, MoEConfig)
-    )
-    found = _said_by(TransformerConfig(**of_model), MoEConfig(**of_experts))
+    found = _in_one_form(Settings.defaults(**read)).flat()
     compared = _that_matter(wanted) - _SAID_BY_OTHERS
-    if wanted["num_experts"] and wanted["moe_layer_freq"] == "1":
+    if wanted.num_experts and wanted.moe_layer_freq == "1":
         compared.remove("ffn_hidden_size")
-    return [f"{name} {wanted[name]!r}" for name in wanted if name in compared and found[name] != wanted[name]]
+    return [
+        f"{name} {value!r}"
+        for name, value in wanted.flat().items()
+        if name in compared and found[name] != value
+    ]
 
 
-def _that_matter(settings: Mapping[str, Any]) -> set[str]:
+def _that_matter(settings: Settings) -> set[str]:
     """Names of the settings that make a difference to what this model computes."""
-    names = set(settings) - _NO_EFFECT
-    if not settings["num_experts"]:
-        names -= {field.name for field in dataclasses.fields(MoEConfig)} - {"num_experts"}
-    if settings["position_embedding_type"] == "rope":
-        return names - (_SCALINGS - scaling_settings(settings["rope_scaling_type"]))
+    names = {*_OF_MODEL, *_OF_EXPERTS} - _NO_EFFECT
+    if not settings.num_experts:
+        names -= {*_OF_EXPERTS} - {"num_experts"}
+    if settings.position_embedding_type == "rope":
+        return names - (_SCALINGS - scaling_settings(settings.rope_scaling_type))
     return {name for name in names if not name.startswith(("rotary_", "rope_", "yarn_"))}

@@ -1,6 +1,6 @@
 """Parts of a config.json where several keys say one thing together: heads, rotary positions, windows, layers with experts.
 
-Each part reads its keys into settings of ours and writes settings of ours as keys.
+Each part assigns settings of ours from its keys, and writes settings of ours as keys.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from pentatron.config.moe_layers import moe_layers
+from pentatron.config.settings import Settings
 from pentatron.hf.reader import ConfigReader, Problem
 
-Settings = dict[str, Any]
+# The origin of every setting that a config.json gives.
+ORIGIN = "config.json"
 
 
 class Part(Protocol):
@@ -20,7 +22,7 @@ class Part(Protocol):
 
     def read(self, config: ConfigReader, settings: Settings) -> None: ...
 
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]: ...
+    def write(self, settings: Settings) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,19 @@ class Heads:
                 f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
         width = self.head_dim if "head_dim" not in config.config else None
-        settings["num_attention_heads"] = heads
-        settings["num_query_groups"], settings["group_query_attention"] = groups, True
-        settings["kv_channels"] = config.get("head_dim", int, width or settings["hidden_size"] // heads)
+        settings.assign(
+            ORIGIN,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            group_query_attention=True,
+            kv_channels=config.get("head_dim", int, width or settings.hidden_size // heads),
+        )
 
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, settings: Settings) -> dict[str, Any]:
         return {
-            "num_attention_heads": settings["num_attention_heads"],
-            "num_key_value_heads": settings["num_query_groups"],
-            "head_dim": settings["kv_channels"],
+            "num_attention_heads": settings.num_attention_heads,
+            "num_key_value_heads": settings.num_query_groups,
+            "head_dim": settings.kv_channels,
         }
 
 
@@ -61,23 +67,26 @@ class Gpt2Widths:
     keys: ClassVar[tuple[str, ...]] = ("n_inner", "resid_pdrop", "embd_pdrop")
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
-        heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
-        settings["ffn_hidden_size"] = config.get("n_inner", int, 4 * hidden)
-        settings["kv_channels"] = hidden // heads
-        settings["hidden_dropout"] = config.get("resid_pdrop", float, 0.1)
+        heads, hidden = settings.num_attention_heads, settings.hidden_size
+        settings.assign(
+            ORIGIN,
+            ffn_hidden_size=config.get("n_inner", int, 4 * hidden),
+            kv_channels=hidden // heads,
+            hidden_dropout=config.get("resid_pdrop", float, 0.1),
+        )
         embedding = config.get("embd_pdrop", float, 0.1)
         if hidden % heads:
             raise Problem(f"config.json has n_embd {hidden}, which is not a multiple of its n_head {heads}")
-        if embedding != settings["hidden_dropout"]:
+        if embedding != settings.hidden_dropout:
             raise Problem(
-                f"config.json has embd_pdrop {embedding} and resid_pdrop {settings['hidden_dropout']}, but here they are one "
+                f"config.json has embd_pdrop {embedding} and resid_pdrop {settings.hidden_dropout}, but here they are one "
                 f"setting (hidden_dropout); make them equal"
             )
 
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        inner, dropout = settings["ffn_hidden_size"], settings["hidden_dropout"]
+    def write(self, settings: Settings) -> dict[str, Any]:
+        inner, dropout = settings.ffn_hidden_size, settings.hidden_dropout
         return {
-            "n_inner": None if inner == 4 * settings["hidden_size"] else inner,
+            "n_inner": None if inner == 4 * settings.hidden_size else inner,
             "resid_pdrop": dropout,
             "embd_pdrop": dropout,
         }
@@ -134,7 +143,7 @@ class Rotary:
         base = next(theta for theta in (within, beside, self.theta) if theta is not None)
         if base == 0:
             raise Problem("config.json has rope_theta 0, but it must be more than 0")
-        settings["rotary_base"] = base
+        settings.assign(ORIGIN, rotary_base=base)
         if older and newer:
             self._agree(older, newer, base)
         rope.require("partial_rotary_factor", (1.0,))
@@ -162,27 +171,28 @@ class Rotary:
 
     def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
         required, keys = SCALINGS[kind]
-        settings["rope_scaling_type"] = kind
+        settings.assign(ORIGIN, rope_scaling_type=kind)
         for theirs, (ours, of_kind) in keys.items():
             value = rope.get(theirs, of_kind)
             if value is not None:
-                settings[ours] = value
+                settings.assign(ORIGIN, **{ours: value})
             elif theirs in required:
                 raise Problem(f"{rope.where} has rope_type {kind!r} without {theirs}; write it there")
             elif theirs == "original_max_position_embeddings":
-                settings[ours] = settings["max_position_embeddings"]
+                settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
 
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        rope: dict[str, Any] = {"rope_theta": settings["rotary_base"]}
-        kind = settings.get("rope_scaling_type")
+    def write(self, settings: Settings) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_theta": settings.rotary_base}
+        kind = settings.rope_scaling_type
         if kind is None:
             rope["rope_type"] = "default"
-            return {"rope_parameters": rope, "rope_theta": settings["rotary_base"]}
+            return {"rope_parameters": rope, "rope_theta": settings.rotary_base}
         rope["rope_type"] = kind
         for theirs, (ours, _) in SCALINGS[kind][1].items():
-            if settings.get(ours) is not None:
-                rope[theirs] = settings[ours]
-        return {"rope_parameters": rope, "rope_theta": settings["rotary_base"], "rope_scaling": rope}
+            value = getattr(settings, ours)
+            if value is not None:
+                rope[theirs] = value
+        return {"rope_parameters": rope, "rope_theta": settings.rotary_base, "rope_scaling": rope}
 
 
 def layer_list(layers: Iterable[int | bool]) -> str:
@@ -198,7 +208,7 @@ class LayersWithExperts:
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         step, dense = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
-        layers = range(settings["num_layers"])
+        layers = range(settings.num_layers)
         if any(number not in layers for number in dense):
             raise Problem(
                 f"config.json has mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on"
@@ -208,10 +218,10 @@ class LayersWithExperts:
             raise Problem(
                 f"config.json has mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
             )
-        settings["moe_layer_freq"] = "1" if all(sparse) else layer_list(sparse)
+        settings.assign(ORIGIN, moe_layer_freq="1" if all(sparse) else layer_list(sparse))
 
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        sparse = moe_layers(settings["moe_layer_freq"], settings["num_layers"])
+    def write(self, settings: Settings) -> dict[str, Any]:
+        sparse = moe_layers(settings.moe_layer_freq, settings.num_layers)
         return {
             "decoder_sparse_step": 1,
             "mlp_only_layers": [number for number, has_experts in enumerate(sparse) if not has_experts],

@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
+from pentatron.checkpoint.convert import common_dtype, reads_theirs, require_room
 from pentatron.checkpoint.described import architecture_of
+from pentatron.checkpoint.links import Link, their_shapes
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, verify_files
 from pentatron.checkpoint.store import Found
 from pentatron.checkpoint.streaming import in_files
 from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, write_blocks
 from pentatron.config.parsing import parse_json
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 from pentatron.files import write_new
 from pentatron.hf.architecture import config_of
-from pentatron.hf.convert import reads_theirs
-from pentatron.hf.dtypes import common_dtype, require_room
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE
-from pentatron.hf.links import Link, links_of, their_shapes
+from pentatron.hf.name_tables import links_of
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress, Summary
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, small_files
@@ -79,10 +80,10 @@ def export_step(
 
 def trained_dtype(manifest: Manifest) -> torch.dtype | None:
     """What the model computed with, of which the stored weights are the fp32 master; None: what is stored, or fp32."""
-    precision = manifest.config.get("precision", {})
-    if precision.get("bf16"):
+    saved = Settings.defaults(**manifest.config.get("precision", {}))
+    if saved.bf16:
         return torch.bfloat16
-    return torch.float16 if precision.get("fp16") else None
+    return torch.float16 if saved.fp16 else None
 
 
 def stored_dtypes(manifest: Manifest) -> set[torch.dtype]:

@@ -1,15 +1,15 @@
 """`pentatron import`: a Hugging Face folder becomes a checkpoint of ours that holds weights alone."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pentatron.checkpoint.convert import common_dtype, reads_ours, require_room
+from pentatron.checkpoint.links import Link, by_ours
 from pentatron.checkpoint.load import WEIGHTS
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.streaming import save_streamed
@@ -19,13 +19,12 @@ from pentatron.config.resolve import gather, resolve
 from pentatron.config.run import RunConfig
 from pentatron.config.settings import Facts
 from pentatron.hf.architecture import model_type_of, settings_in
-from pentatron.hf.convert import reads_ours
-from pentatron.hf.dtypes import common_dtype, require_room
 from pentatron.hf.folder import HuggingFaceFolder, open_folder
-from pentatron.hf.links import Link, check_covered, links_of
+from pentatron.hf.name_tables import links_of
 from pentatron.hf.new_folder import new_folder
 from pentatron.hf.progress import Progress, Summary
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, doubts_of, small_files
+from pentatron.hf.weights import check_covered
 from pentatron.models.shapes import logical_shapes
 from pentatron.monitor.display import Display
 from pentatron.parallel.pieces import Shape
@@ -115,7 +114,7 @@ def _outlines(
 ) -> dict[str, Outline]:
     """What our tensors will be: of the type of the source, unless another was asked for."""
     found: dict[str, Outline] = {}
-    for ours, group in itertools.groupby(links, key=attrgetter("ours")):
+    for ours, group in by_ours(links).items():
         stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
         if options.dtype is not None and not options.allow_narrowing:
             for theirs, dtype in stored.items():

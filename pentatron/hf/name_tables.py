@@ -1,36 +1,25 @@
-"""What the tensors of our models are called in Hugging Face files. Tables, for both directions; `links.py` reads them.
+"""The names of our tensors in Hugging Face files: a table for each family, for both directions."""
 
-A row is a tensor of ours and the tensors of theirs that make it up. `{layer}` and `{expert}` are numbers, `{kind}` is
-`weight` or `bias`, and `{base}` the prefix that files of the bare model leave out. A part says which rows of ours a tensor
-of theirs is.
-"""
-
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from pentatron.checkpoint.links import Link, NameTable, Row, Source, links_by_table
+from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.models.shapes import logical_shapes
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor of theirs. `transposed`: its matrices are [inputs, outputs]; a bias is the same either way."""
-
-    name: str
-    part: str = "all"
-    transposed: bool = False
+_UNKNOWN = "this family of models has no tensor like {ours}; choose another family"
 
 
 @dataclass(frozen=True)
-class Row:
-    """A tensor of ours, and what it is made of: the first form is written, each is read."""
+class FamilyNames:
+    """A table, and what else a file of the family may contain.
 
-    ours: str
-    forms: tuple[tuple[Source, ...], ...]
+    `base`: the prefix that files of the bare model leave out. `tied_copy`: the name of the output layer, under which a tied model
+    may have the `embedding` once more. `ignored`: patterns of buffers that a model computes for itself.
+    """
 
-
-@dataclass(frozen=True)
-class NameTable:
-    """`rows` name every tensor once; `ignored` are patterns of keys that hold what a model computes for itself."""
-
+    table: NameTable
     base: str
-    rows: tuple[Row, ...]
     embedding: str
     tied_copy: str
     ignored: tuple[str, ...]
@@ -103,7 +92,12 @@ _ROTARY = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.
 _MLP = "{base}layers.{layer}.mlp"
 _MIXTRAL = "{base}layers.{layer}.block_sparse_moe"
 
-_DENSE = NameTable("model.", (*_LLAMA, *_gated("layers.{layer}.mlp", _MLP)), _EMBEDDING, _HEAD, _ROTARY)
+
+def _llama(*mlp: Row) -> FamilyNames:
+    return FamilyNames(NameTable((*_LLAMA, *mlp), _UNKNOWN), "model.", _EMBEDDING, _HEAD, _ROTARY)
+
+
+_DENSE = _llama(*_gated("layers.{layer}.mlp", _MLP))
 
 _MIXTRAL_EXPERTS = _experts(
     f"{_MIXTRAL}.gate.weight",
@@ -128,34 +122,45 @@ _QWEN_EXPERTS = (
     _same("layers.{layer}.mlp.shared.gate.weight", f"{_MLP}.shared_expert_gate.weight"),
 )
 
-_GPT2 = NameTable(
-    "transformer.",
-    (
-        _same("embedding.word.weight", "{base}wte.weight"),
-        _same("embedding.position.weight", "{base}wpe.weight"),
-        _same("layers.{layer}.input_norm.{kind}", "{base}h.{layer}.ln_1.{kind}"),
-        _row(
-            "layers.{layer}.attention.linear_qkv.{kind}",
-            Source("{base}h.{layer}.attn.c_attn.{kind}", "queries, keys, values", transposed=True),
-        ),
-        _same("layers.{layer}.attention.linear_proj.{kind}", "{base}h.{layer}.attn.c_proj.{kind}", True),
-        _same("layers.{layer}.mlp_norm.{kind}", "{base}h.{layer}.ln_2.{kind}"),
-        _same("layers.{layer}.mlp.linear_fc1.{kind}", "{base}h.{layer}.mlp.c_fc.{kind}", True),
-        _same("layers.{layer}.mlp.linear_fc2.{kind}", "{base}h.{layer}.mlp.c_proj.{kind}", True),
-        _same("final_norm.{kind}", "{base}ln_f.{kind}"),
-        _same("head.weight", _HEAD),
+_GPT2_ROWS = (
+    _same("embedding.word.weight", "{base}wte.weight"),
+    _same("embedding.position.weight", "{base}wpe.weight"),
+    _same("layers.{layer}.input_norm.{kind}", "{base}h.{layer}.ln_1.{kind}"),
+    _row(
+        "layers.{layer}.attention.linear_qkv.{kind}",
+        Source("{base}h.{layer}.attn.c_attn.{kind}", "queries, keys, values", transposed=True),
     ),
+    _same("layers.{layer}.attention.linear_proj.{kind}", "{base}h.{layer}.attn.c_proj.{kind}", True),
+    _same("layers.{layer}.mlp_norm.{kind}", "{base}h.{layer}.ln_2.{kind}"),
+    _same("layers.{layer}.mlp.linear_fc1.{kind}", "{base}h.{layer}.mlp.c_fc.{kind}", True),
+    _same("layers.{layer}.mlp.linear_fc2.{kind}", "{base}h.{layer}.mlp.c_proj.{kind}", True),
+    _same("final_norm.{kind}", "{base}ln_f.{kind}"),
+    _same("head.weight", _HEAD),
+)
+_GPT2 = FamilyNames(
+    NameTable(_GPT2_ROWS, _UNKNOWN),
+    "transformer.",
     "{base}wte.weight",
     _HEAD,
     (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
 )
 
-NAME_TABLES: dict[str, NameTable] = {
+NAME_TABLES: dict[str, FamilyNames] = {
     "gpt2": _GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _DENSE),
-    "mixtral": NameTable("model.", (*_LLAMA, *_MIXTRAL_EXPERTS), _EMBEDDING, _HEAD, _ROTARY),
-    **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe"),
-        NameTable("model.", (*_LLAMA, *_QWEN_EXPERTS), _EMBEDDING, _HEAD, _ROTARY),
-    ),
+    "mixtral": _llama(*_MIXTRAL_EXPERTS),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _llama(*_QWEN_EXPERTS)),
 }
+
+
+def links_of(
+    model_type: str, model: TransformerConfig, moe: MoEConfig, names: Collection[str] | None = None
+) -> list[Link]:
+    """The links of all tensors of a model, in its own order.
+
+    `names` are the keys of a file, which may have one of several forms; without them it is the form to be written.
+    """
+    known = NAME_TABLES[model_type]
+    bare = names is not None and not any(name.startswith(known.base) for name in names)
+    shapes = logical_shapes(model, moe)
+    return links_by_table(known.table, model, shapes, names, "" if bare else known.base)

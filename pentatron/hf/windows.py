@@ -3,12 +3,14 @@
 A window of theirs counts the token itself, ours the tokens before it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pentatron.config.model import TransformerConfig
+from pentatron.config.settings import Settings
 from pentatron.config.windows import window_of
-from pentatron.hf.config_parts import Settings, layer_list
+from pentatron.hf.config_parts import ORIGIN, layer_list
 from pentatron.hf.reader import ConfigReader, Problem
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
@@ -17,14 +19,17 @@ _FULL, _WINDOW = "full_attention", "sliding_attention"
 def set_window(settings: Settings, window: int | None, layers: Sequence[bool]) -> None:
     """The settings of a model with windows of so many tokens, theirs counted, in these layers."""
     used = window is not None and any(layers)
-    settings["window_size"] = (window - 1, 0) if window is not None and used else ()
-    settings["window_attn_skip_freq"] = layer_list(layers) if used and not all(layers) else None
+    settings.assign(
+        ORIGIN,
+        window_size=(window - 1, 0) if window is not None and used else (),
+        window_attn_skip_freq=layer_list(layers) if used and not all(layers) else None,
+    )
 
 
-def window_in(settings: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
+def window_in(model: TransformerConfig) -> tuple[int | None, tuple[bool, ...]]:
     """How many tokens a window has, theirs counted, and in which layers it is."""
-    count = settings["num_layers"]
-    words = (settings["window_size"], settings["window_attn_skip_freq"], count)
+    count = model.num_layers
+    words = (model.window_size, model.window_attn_skip_freq, count)
     before = [window_of(*words, layer_number=number + 1) for number in range(count)]
     sizes = [size for size in before if size is not None]
     return (sizes[0] + 1 if sizes else None), tuple(size is not None for size in before)
@@ -44,7 +49,7 @@ class WindowEverywhere:
         if self._on(config):
             default = self.default if "sliding_window" not in config.config else None
             window = config.get("sliding_window", int, default)
-        set_window(settings, window, (True,) * settings["num_layers"])
+        set_window(settings, window, (True,) * settings.num_layers)
 
     def _on(self, config: ConfigReader) -> bool:
         if self.switched:
@@ -52,7 +57,7 @@ class WindowEverywhere:
         config.require("use_sliding_window", (False,))
         return True
 
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, settings: Settings) -> dict[str, Any]:
         window, _ = window_in(settings)
         return {"sliding_window": window} | (
             {"use_sliding_window": window is not None} if self.switched else {}
@@ -74,7 +79,7 @@ class WindowByLayer:
     by_number: bool = True
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
-        used, count = config.get("use_sliding_window", bool, False), settings["num_layers"]
+        used, count = config.get("use_sliding_window", bool, False), settings.num_layers
         kinds = config.get("layer_types", list)
         if kinds is not None:
             self._check(kinds, count, used)
@@ -107,7 +112,7 @@ class WindowByLayer:
                 f"config.json has {_WINDOW} in layer_types, but use_sliding_window False; make them agree"
             )
 
-    def write(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, settings: Settings) -> dict[str, Any]:
         window, layers = window_in(settings)
         return {
             "use_sliding_window": window is not None,

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pentatron.config.run import RunConfig
+from pentatron.config.training import OptimConfig
+
 # As Megatron-LM counts the versions of its checkpoints.
 CHECKPOINT_VERSION = 3.0
 # The optimizer's state has the shapes of the weights, so that any layout can take it.
@@ -13,13 +16,10 @@ _LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 _DECAY_STYLES = ("constant", "linear", "cosine")
 
 
-def common_state(
-    step: int, state: Mapping[str, Any], config: Mapping[str, Any], stacked: bool
-) -> dict[str, Any]:
-    flat = {name: value for section in config.values() for name, value in section.items()}
-    groups = [_optimizer(state, flat, of_experts=False)]
-    if flat.get("num_experts"):
-        groups.append(_optimizer(state, flat, of_experts=True))
+def common_state(step: int, state: Mapping[str, Any], config: RunConfig, stacked: bool) -> dict[str, Any]:
+    groups = [_optimizer(state, config.optim, of_experts=False)]
+    if config.moe.num_experts:
+        groups.append(_optimizer(state, config.optim, of_experts=True))
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": step,
@@ -36,18 +36,18 @@ def common_state(
     }
 
 
-def _optimizer(state: Mapping[str, Any], flat: Mapping[str, Any], of_experts: bool) -> dict[str, Any]:
+def _optimizer(state: Mapping[str, Any], optim: OptimConfig, of_experts: bool) -> dict[str, Any]:
     """Two groups of parameters, with and without weight decay, as Megatron-LM forms them."""
     each = {
         "lr_mult": 1.0,
         "is_expert_parallel": of_experts,
         "is_decoupled_lr": False,
-        "lr": flat.get("lr"),
-        "max_lr": flat.get("lr"),
-        "min_lr": flat.get("min_lr"),
-        "weight_decay": flat.get("weight_decay"),
-        "betas": (flat.get("adam_beta1"), flat.get("adam_beta2")),
-        "eps": flat.get("adam_eps"),
+        "lr": optim.lr,
+        "max_lr": optim.lr,
+        "min_lr": optim.min_lr,
+        "weight_decay": optim.weight_decay,
+        "betas": (optim.adam_beta1, optim.adam_beta2),
+        "eps": optim.adam_eps,
         "bias_correction": True,
         "step": state.get("updates", 0),
     }
@@ -96,11 +96,11 @@ def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iterat
     }
 
 
-def _schedule(said: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     """The schedule that the run followed, which Megatron-LM keeps in samples as we do; empty where it does not say all of it."""
     names = "max_lr min_lr lr_warmup_steps lr_decay_steps start_wd end_wd wd_incr_steps".split()
-    styles = said.get("lr_decay_style"), said.get("wd_incr_style")
-    numbers = [said.get(name) for name in names]
+    styles = scheduler.get("lr_decay_style"), scheduler.get("wd_incr_style")
+    numbers = [scheduler.get(name) for name in names]
     whole = all(isinstance(number, (int, float)) for number in numbers)
     if not whole or styles[0] not in _LR_STYLES or styles[1] not in _DECAY_STYLES:
         return {}

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.cover import cover_problem
+from pentatron.checkpoint.links import Link
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import rectangle_key
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.errors import UserError
-from pentatron.interchange.links import VOCABULARY, Link, read_links
+from pentatron.interchange.names import VOCABULARY, read_links, second_name
 from pentatron.parallel.pieces import Shape
 
 # What an optimizer keeps of a tensor comes under these, before the tensor's own name.
@@ -135,7 +136,7 @@ def _check_shape(folder: Path, name: str, found: Stored, link: Link) -> None:
     """A vocabulary may be padded; everything else must be as large as the model says."""
     wanted = tuple(i + n for i, n in zip(link.start, link.their_size))
     padded = link.ours in VOCABULARY and found.shape[1:] == wanted[1:] and found.shape[0] >= wanted[0]
-    layers = link.before and found.shape[1:] == wanted[1:] and found.shape[0] >= wanted[0]
+    layers = link.stacked and found.shape[1:] == wanted[1:] and found.shape[0] >= wanted[0]
     if not (found.shape == wanted or padded or layers):
         raise UserError(
             f"{folder} holds {name} as {list(found.shape)}, where the model its arguments describe has {list(wanted)}"
@@ -144,11 +145,11 @@ def _check_shape(folder: Path, name: str, found: Stored, link: Link) -> None:
 
 def _pieces(link: Link, found: Stored) -> Iterator[StoredPiece]:
     for piece in found.pieces:
-        common = link.common(piece.start, piece.size)
+        common = link.shared_with_theirs(piece.start, piece.size)
         if common is None:
             continue
         start, size = common
-        at, seen = link.to_ours(start, size)
+        at, seen = link.our_rectangle(start, size)
         first = piece.within or (0,) * len(piece.start)
         inside = tuple(i - j + k for i, j, k in zip(start, piece.start, first))
         yield StoredPiece(piece.file, rectangle_key(piece.place, inside, size, seen), at, seen)
@@ -157,7 +158,7 @@ def _pieces(link: Link, found: Stored) -> Iterator[StoredPiece]:
 def _refuse_left_over(contents: Contents, prefix: str, links: Mapping[str, list[Link]]) -> None:
     """Weights that no tensor of ours takes would be lost in silence."""
     known = {link.theirs for of_tensor in links.values() for link in of_tensor}
-    known |= {name for ours in links for name in _twins(ours, links)}
+    known |= {second_name(name) for name in known}
     left = [
         name
         for name in contents.tensors
@@ -171,11 +172,3 @@ def _refuse_left_over(contents: Contents, prefix: str, links: Mapping[str, list[
         raise UserError(
             f"{contents.folder} holds {len(left)} tensors that the model its arguments describe does not have, the first being {left[0]}"
         )
-
-
-def _twins(ours: str, links: Mapping[str, list[Link]]) -> Iterator[str]:
-    """Other names of the norm before experts, under which a file may have the same values once more."""
-    for link in links[ours]:
-        for one, other in (("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),):
-            if ours.endswith((".mlp_norm.weight", ".mlp_norm.bias")):
-                yield link.theirs.replace(one, other)

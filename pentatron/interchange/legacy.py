@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.tensor_file import DTYPES
+from pentatron.checkpoint.saved_tensor import STORAGES
 from pentatron.checkpoint.torch_file import plain_place
 from pentatron.errors import UserError
 from pentatron.interchange.index import Contents, Piece, Stored
@@ -35,17 +35,6 @@ _CUT = {
     "linear_fc1.weight": 0,
     "linear_fc1.bias": 0,
     "linear_fc2.weight": 1,
-}
-# The types of numbers, by what torch calls their memory.
-_STORAGES = {
-    "Float": "float32",
-    "BFloat16": "bfloat16",
-    "Half": "float16",
-    "Double": "float64",
-    "Long": "int64",
-    "Int": "int32",
-    "Byte": "uint8",
-    "Bool": "bool",
 }
 
 
@@ -174,16 +163,16 @@ def _whole_name(name: str, first_layer: int, first_expert: int) -> str:
 
 def _place(file: str, name: str, value: Mapping[str, Any]) -> tuple[tuple[str, str], str]:
     """In which file, and where; only what lies there in one run of numbers."""
-    dtype, shape, strides = (
-        _STORAGES.get(value["~tensor"], ""),
+    kind, shape, strides = (
+        STORAGES.get(f"{value['~tensor']}Storage"),
         tuple(value["shape"]),
         tuple(value["strides"]),
     )
-    if not dtype or not _is_one_run(shape, strides):
+    if kind is None or not _is_one_run(shape, strides):
         raise UserError(
             f"{file}: {name} is stored as {value['~tensor']} with strides {list(strides)}, which is not read here"
         )
-    width = DTYPES[dtype].itemsize
+    dtype, width = str(kind).removeprefix("torch."), kind.itemsize
     offset = value["offset"] * width
     if offset + math.prod(shape) * width > value["bytes"]:
         raise UserError(f"{file}: {name} reaches beyond its own memory, so the file is damaged")

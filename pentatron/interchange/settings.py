@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.config.run import table
+from pentatron.config.run import RunConfig, table
 from pentatron.config.setting import Setting
+from pentatron.config.settings import Settings, unset
 from pentatron.errors import UserError
 
 # Theirs for ours, where the names differ; the first that is there counts.
@@ -45,6 +46,28 @@ _FOREIGN = {
 def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Every setting of ours that Megatron-LM's arguments say something of."""
     _refuse_foreign(args, origin)
+    found = _of_equal_meaning(args) | _of_other_form(args)
+    said = Settings.defaults(**found)
+    if unset(said.vocab_size):
+        found["vocab_size"] = args.get("padded_vocab_size")
+    found |= _schedule(said)
+    needed = {
+        "num_layers": said.num_layers,
+        "hidden_size": said.hidden_size,
+        "num_attention_heads": said.num_attention_heads,
+    }
+    missing = [name for name, value in needed.items() if name not in found or not value]
+    if missing:
+        raise UserError(f"{origin} does not say what its model is: its arguments lack {', '.join(missing)}")
+    found["kv_channels"] = said.kv_channels or said.hidden_size // said.num_attention_heads
+    found["num_experts"] = said.num_experts
+    if said.num_experts is not None and unset(said.moe_ffn_hidden_size):
+        found["moe_ffn_hidden_size"] = said.ffn_hidden_size
+    return found
+
+
+def _of_equal_meaning(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are settings of ours, most of them under the same name."""
     found: dict[str, Any] = {}
     for name, item in table().items():
         if item.section not in _TAKEN:
@@ -53,6 +76,12 @@ def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
             if theirs in args and _is_like(args[theirs], item):
                 found[name] = _converted(args[theirs], item)
                 break
+    return found
+
+
+def _of_other_form(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ours that the arguments say in another way."""
+    found: dict[str, Any] = {}
     if args.get("use_rope_scaling"):
         found["rope_scaling_type"] = "llama3"
     else:
@@ -67,33 +96,25 @@ def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for name in ("moe_layer_freq", "window_attn_skip_freq"):
         if isinstance(args.get(name), list):
             found[name] = str(args[name]).replace(" ", "")
-    if found.get("vocab_size") is None:
-        found["vocab_size"] = args.get("padded_vocab_size")
-    _complete_schedule(found)
-    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not found.get(name)]
-    if missing:
-        raise UserError(f"{origin} does not say what its model is: its arguments lack {', '.join(missing)}")
-    heads = found["num_attention_heads"]
-    found["kv_channels"] = found.get("kv_channels") or found["hidden_size"] // heads
-    if found.get("num_experts") is None:
-        found["num_experts"] = None
-    elif found.get("moe_ffn_hidden_size") is None:
-        found["moe_ffn_hidden_size"] = found.get("ffn_hidden_size")
     return found
 
 
-def _complete_schedule(found: dict[str, Any]) -> None:
-    """What a run leaves open follows from the rest, as in a run of ours."""
-    size = found.get("global_batch_size") or 1
-    iterations = found.get("train_iters") or -(-(found.get("train_samples") or size) // size)
-    found["global_batch_size"], found["train_iters"] = size, iterations
-    found["lr_decay_iters"] = found.get("lr_decay_iters") or iterations
-    if found.get("weight_decay_incr_style", "constant") != "constant":
-        decay = found.get("weight_decay", table()["weight_decay"].default)
-        for name in ("start_weight_decay", "end_weight_decay"):
-            found[name] = decay if found.get(name) is None else found[name]
-    for name, least in (("lr_warmup_iters", 0), ("min_lr", 0.0)):
-        found[name] = found.get(name) or least
+def _schedule(said: Settings) -> dict[str, Any]:
+    """The settings of the schedule that a run leaves open; they follow from the rest, as in a run of ours."""
+    size = said.global_batch_size or 1
+    iterations = said.train_iters or -(-(said.train_samples or size) // size)
+    found: dict[str, Any] = {
+        "global_batch_size": size,
+        "train_iters": iterations,
+        "lr_decay_iters": said.lr_decay_iters or iterations,
+        "lr_warmup_iters": said.lr_warmup_iters or 0,
+        "min_lr": said.min_lr or 0.0,
+    }
+    if said.weight_decay_incr_style != "constant":
+        start, end, decay = said.start_weight_decay, said.end_weight_decay, said.weight_decay
+        found["start_weight_decay"] = decay if start is None else start
+        found["end_weight_decay"] = decay if end is None else end
+    return found
 
 
 def _refuse_foreign(args: Mapping[str, Any], origin: str) -> None:
@@ -128,19 +149,17 @@ def _converted(value: Any, item: Setting) -> Any:
     return tuple(value) if isinstance(value, list) else item.base_type(value)
 
 
-def their_arguments(config: Mapping[str, Any], state: Mapping[str, Any], step: int) -> dict[str, Any]:
+def their_arguments(config: RunConfig, state: Mapping[str, Any], step: int) -> dict[str, Any]:
     """What Megatron-LM finds in `args` of a checkpoint: our settings under its names, and where the run stands."""
-    flat = {name: value for section in config.values() for name, value in section.items()}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
-    pattern = flat.get("moe_layer_freq") or "1"
+    model, pattern = config.model, config.moe.moe_layer_freq or "1"
     return {
-        **plain,
-        "swiglu": flat["gated_linear_unit"],
-        "norm_epsilon": flat["layernorm_epsilon"],
-        "group_query_attention": flat["num_query_groups"] != flat["num_attention_heads"],
-        "use_rope_scaling": flat["rope_scaling_type"] == "llama3",
+        **{name: value for section in config.nested().values() for name, value in section.items()},
+        "swiglu": model.gated_linear_unit,
+        "norm_epsilon": model.layernorm_epsilon,
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "use_rope_scaling": model.rope_scaling_type == "llama3",
         "moe_layer_freq": int(pattern) if pattern.isdecimal() else pattern,
-        "add_position_embedding": flat["position_embedding_type"] == "learned_absolute",
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
         "iteration": step,
         "consumed_train_samples": state.get("consumed_samples", 0),
         "consumed_valid_samples": state.get("consumed_valid_samples", 0),
@@ -149,7 +168,7 @@ def their_arguments(config: Mapping[str, Any], state: Mapping[str, Any], step: i
         # Random states are of our own kind and lie beside; this keeps Megatron-LM from looking for its own.
         "no_save_rng": True,
         "no_save_optim": False,
-        "use_distributed_optimizer": bool(flat.get("zero_stage")),
+        "use_distributed_optimizer": bool(config.parallel.zero_stage),
         "ckpt_format": "torch_dist",
         "phase_transition_iterations": None,
     }

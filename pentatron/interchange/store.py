@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.bases import keep_base
 from pentatron.checkpoint.cover import cover_problem
+from pentatron.checkpoint.links import Link
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.parts import Written, whole_tensors
@@ -26,18 +27,21 @@ from pentatron.config.run import RunConfig
 from pentatron.files import rename
 from pentatron.interchange.common import common_state
 from pentatron.interchange.index import KEPT, MASTER, STATE
-from pentatron.interchange.links import VOCABULARY, Link, is_stacked, their_shapes, written_links
 from pentatron.interchange.names import (
     EXTRA_IN_LAYERS,
     EXTRA_OF_EXPERTS,
     EXTRA_OUTSIDE,
     EXTRA_STATE,
+    VOCABULARY,
+    is_stacked,
+    written_links,
+    written_shapes,
 )
 from pentatron.interchange.settings import their_arguments
 from pentatron.interchange.writing import (
     HashedFile,
     Place,
-    save_rectangle,
+    own_copy,
     write_common,
     write_index,
 )
@@ -70,8 +74,8 @@ class _RankFile:
         self, links: Sequence[Link], kinds: Sequence[str], at: Shape, values: Tensor, dtype: torch.dtype
     ) -> Place:
         """Writes a rectangle of ours once, under all its names."""
-        start, size = links[0].to_theirs(at, tuple(values.shape))
-        offset, length = save_rectangle(self.file, values, size, dtype)
+        start, size = links[0].their_rectangle(at, tuple(values.shape))
+        offset, length = self.file.save(links[0].to_theirs(own_copy(values, dtype)))
         name = str(dtype).removeprefix("torch.")
         made = [
             Place(f"{kind}{link.theirs}", start, size, name, self.file.path.name, offset, length)
@@ -94,7 +98,7 @@ class TorchDistStore(CheckpointStore):
         vocabulary = config.model.padded_vocab_size or config.model.vocab_size
         assert vocabulary is not None
         self.vocabulary = vocabulary
-        self.shapes = their_shapes(self.links, config.model.num_layers, vocabulary)
+        self.shapes = written_shapes(self.links, config.model.num_layers, vocabulary)
         precision = config.precision
         self.dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
@@ -176,8 +180,9 @@ class TorchDistStore(CheckpointStore):
         _require_whole(shapes, places)
         files += write_index(temporary, shapes, places)
         stacked = is_stacked(self.config.model, self.config.moe)
-        arguments = their_arguments(config, run_state, step)
-        files.append(write_common(temporary, common_state(step, run_state, config, stacked), arguments))
+        arguments = their_arguments(self.config, run_state, step)
+        common = common_state(step, run_state, self.config, stacked)
+        files.append(write_common(temporary, common, arguments))
         return Manifest(step, {f.name: f for f in files}, tensors, dict(run_state), dict(config))
 
     def _add_padding(self, rest: _RankFile, dtypes: Mapping[str, str]) -> None:

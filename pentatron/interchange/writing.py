@@ -91,9 +91,9 @@ class HashedFile:
             self._file.close()
 
 
-def save_rectangle(file: HashedFile, values: Tensor, size: Shape, dtype: torch.dtype) -> tuple[int, int]:
-    """A copy of its own: torch.save would write all of the memory that a view belongs to."""
-    return file.save(values.detach().to("cpu", dtype, copy=True).contiguous().reshape(size))
+def own_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in memory of its own: torch.save would write all of the memory that a view belongs to."""
+    return values.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 def write_whole(path: Path, write: bytes) -> FileRecord:

@@ -25,7 +25,7 @@ from pentatron.config.settings import Facts
 from pentatron.data.loader import Batch, build_loader
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder
-from pentatron.hf.links import links_of
+from pentatron.hf.name_tables import links_of
 from pentatron.hf.weights import load_weights
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters, region

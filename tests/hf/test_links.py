@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pentatron.checkpoint import links
+from pentatron.checkpoint.links import their_shapes
 from pentatron.errors import UserError
-from pentatron.hf import links
 from pentatron.hf.folder import SINGLE, open_folder
-from pentatron.hf.links import links_of, their_shapes
+from pentatron.hf.name_tables import links_of
 from pentatron.hf.weights import load_weights
 from pentatron.models.shapes import logical_shapes
-from pentatron.parallel.pieces import Fragment, overlap, region
+from pentatron.parallel.pieces import Fragment, region
 from tests.hf.support import EXPERTS, batch, gap, ours, ours_from, save, targets_of, theirs
 
 
@@ -126,16 +127,6 @@ def test_every_element_of_both_sides_is_linked_once(model_type: str, tmp_path: P
         region(counts[link.ours], link.at, link.size).add_(1)
         region(theirs_counted[link.theirs], link.start, link.their_size).add_(1)
     assert all(bool((count == 1).all()) for count in (*counts.values(), *theirs_counted.values()))
-
-
-def test_a_part_of_a_link_is_where_the_whole_puts_it() -> None:
-    link = links.Link("ours", (4, 0), "theirs", (0, 10), (6, 5), transposed=True)
-    assert link.part((5, 2), (3, 2)) == ((2, 11), (2, 3))
-    expert = links.Link("ours", (3, 8, 0), "theirs", (2, 0), (1, 6, 5))
-    assert expert.part((3, 9, 1), (1, 2, 3)) == ((3, 1), (2, 3))
-    values = torch.arange(30.0).view(5, 6)
-    assert torch.equal(link.to_theirs(link.to_ours(values, link.size)), values)
-    assert overlap(link.at, link.size, (9, 4), (5, 5)) == ((9, 4), (1, 1))
 
 
 def test_a_tensor_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:

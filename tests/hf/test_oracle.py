@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from pentatron.hf.links import links_of
+from pentatron.hf.name_tables import links_of
 from pentatron.models.causal_lm import build_model
 from pentatron.parallel.pieces import region
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs

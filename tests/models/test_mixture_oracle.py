@@ -11,7 +11,7 @@ from torch import nn
 
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
-from pentatron.hf.links import links_of
+from pentatron.hf.name_tables import links_of
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.parallel.pieces import region
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs

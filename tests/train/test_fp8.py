@@ -126,7 +126,7 @@ def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pyte
         patch.setattr(WeightScales, "refresh", lambda self: next(first_only, lambda scales: None)(self))
         patch.setattr(WeightScales, "forget", lambda self: None)
         assert run("once") != kept
-    monkeypatch.setattr(model_options, "keeps_scales", lambda config, world: False)
+    monkeypatch.setattr(model_options, "keeps_scales", lambda config, decided, world: False)
     assert run("each") == kept
 
 
