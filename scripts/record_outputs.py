@@ -1,8 +1,8 @@
 """Records what a refactoring must not change, or compares two recordings.
 
-Outputs of the commands, exit codes, help pages, settings with their origins, refusals, plans, layouts, and the files that short CPU runs
-leave, one file each, without times, paths and other noise. `--tree` records the code of another checkout. Compare recordings of one machine:
-numbers depend on the processor and on torch.
+Outputs of the commands, exit codes, help pages, settings with their origins, refusals, plans, layouts, and the
+files that short CPU runs leave, one file each, without times, paths and other noise. `--tree` records the code of
+another checkout. Compare recordings of one machine: numbers depend on the processor and on torch.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _record(out: Path, tree: Path, only: Sequence[str]) -> int:
-    """Starts a process for each of `GROUPS`, with the packages of `tree` and an environment without settings of the user."""
+    """Starts a process for each of `GROUPS`, which imports `tree` and has none of the user's environment."""
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="recording-"))
     out.mkdir(parents=True)

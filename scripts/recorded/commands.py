@@ -1,4 +1,4 @@
-"""Runs `pentatron` commands in processes forked from one that has imported the package, and writes down what each prints."""
+"""Runs `pentatron` commands in processes forked from one with the package imported; records their output."""
 
 import atexit
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from recorded.noise import Noise
 
-LIMIT_S = 120
+LIMIT_S = 300
 _PAUSE = 0.002
 
 
@@ -46,7 +46,7 @@ class Recorder:
         noise: str = "exact",
         shown: str = "",
     ) -> Output:
-        """`noise`: what is removed from the output, as in `Noise.remove`. `shown`: before the command, in the file."""
+        """`noise`: what is removed, as in `Noise.remove`. `shown`: written before the command in the file."""
         output = run(words, self.place, environment or {})
         parts = [
             self.noise.remove(f"$ {shown}pentatron {shlex.join(words)}", "exact"),

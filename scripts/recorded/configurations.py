@@ -117,7 +117,7 @@ def _help(recorder: Recorder) -> None:
 
 
 def flag_entries(page: str) -> Iterator[tuple[str, str]]:
-    """Every entry of a help page that begins with a flag: flags with what they take, and the sentence beside them."""
+    """Every entry of a help page that begins with a flag: flags, values and the sentence."""
     flags, sentence = "", ""
     for line in [*page.splitlines(), ""]:
         is_flag = line.startswith("  --")

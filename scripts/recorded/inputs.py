@@ -1,4 +1,4 @@
-"""Small files that recorded commands read: texts, conversations, tokenizers, settings. The same on every machine."""
+"""Small files that recorded commands read: texts, chats, tokenizers, settings. The same on every machine."""
 
 import json
 import random

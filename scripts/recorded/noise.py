@@ -1,4 +1,4 @@
-"""Removes from outputs what differs between two recordings of the same code: paths, times, rates, processes, memory in use."""
+"""Removes from outputs what differs between recordings of one code: paths, times, rates, memory in use."""
 
 import json
 import re
