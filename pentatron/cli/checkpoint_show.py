@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint import InspectOptions, nothing_at, read_checkpoint_options
 from pentatron.cli.report_output import show
+from pentatron.config.settings import Settings
 from pentatron.errors import UserError
 from pentatron.text import counted, decimal_size
 
@@ -142,19 +143,20 @@ def _model(manifest: "Manifest") -> str:
     from pentatron.checkpoint.load import WEIGHTS
     from pentatron.checkpoint.survey import count_elements
 
-    model, moe = (manifest.config.get(section, {}) for section in ("model", "moe"))
+    sections = {name: manifest.config.get(name, {}) for name in ("model", "moe")}
+    made = Settings.of_sections(sections)
     weights = count_elements(manifest, WEIGHTS)
     types = sorted({r.dtype for name, r in manifest.tensors.items() if name.startswith(WEIGHTS)})
     said = [f"{weights:,} parameters as {', '.join(types)}"]
-    if "num_layers" in model and "hidden_size" in model:
-        said.append(f"{model['num_layers']} layers of width {model['hidden_size']}")
-    if model.get("num_attention_heads"):
-        groups = model.get("num_query_groups")
-        said.append(f"{model['num_attention_heads']} heads" + (f" in {groups} groups" if groups else ""))
-    if moe.get("num_experts"):
-        said.append(f"{moe['num_experts']} experts")
-    if model.get("vocab_size"):
-        said.append(f"vocabulary {model['vocab_size']}")
+    if {"num_layers", "hidden_size"} <= sections["model"].keys():
+        said.append(f"{made.num_layers} layers of width {made.hidden_size}")
+    if made.num_attention_heads:
+        groups = f" in {made.num_query_groups} groups" if made.num_query_groups else ""
+        said.append(f"{made.num_attention_heads} heads{groups}")
+    if made.num_experts:
+        said.append(f"{made.num_experts} experts")
+    if made.vocab_size:
+        said.append(f"vocabulary {made.vocab_size}")
     return ", ".join(said)
 
 

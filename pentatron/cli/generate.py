@@ -186,8 +186,10 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
 def _handed_over(file: Path) -> Request:
     """What the launcher wrote for the workers."""
     written = json.loads(file.read_text(encoding="utf-8"))
-    options = written.pop("options")
-    return Request(**written, options=GenerateOptions(**{**options, "spec": tuple(options["spec"])}))
+    options: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in written.pop("options").items()
+    }
+    return Request(**written, options=GenerateOptions(**options))
 
 
 def _idle(options: GenerateOptions, processes: int) -> list[str]:

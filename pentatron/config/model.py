@@ -201,7 +201,7 @@ class MoEConfig:
     moe_router_num_groups: int | None = setting(
         None, "groups of experts, of which a token uses some", limit=ABOVE_ZERO, needs=EXPERTS
     )
-    moe_router_group_topk: int | None = setting(
+    moe_router_group_topk: int = setting(
         None, "groups of experts a token uses", limit=ABOVE_ZERO, needs=EXPERTS
     )
     moe_router_dtype: str | None = setting(
@@ -279,6 +279,16 @@ class MoEConfig:
     moe_per_layer_logging: bool = setting(
         False, "write the load of every layer's experts to metrics.jsonl", needs=EXPERTS, in_weights=False
     )
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer that has them; 0 if all layers are dense."""
+        return self.num_experts or 0
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared expert; 0 without one."""
+        return self.moe_shared_expert_intermediate_size or 0
 
 
 NO_EXPERTS = MoEConfig()

@@ -3,7 +3,7 @@
 import math
 
 from pentatron.config.moe_layers import moe_layers
-from pentatron.config.settings import Settings
+from pentatron.config.settings import Settings, unset
 from pentatron.config.stages import grid_of
 from pentatron.layout.divisors import divisors, either
 from pentatron.layout.ranks import expert_size_problem
@@ -86,9 +86,9 @@ def _groups_of_experts(s: Settings) -> str | None:
         s.moe_router_group_topk,
         s.moe_router_topk,
     )
-    if experts is None or (groups is None and used is None):
+    if experts is None or (groups is None and unset(used)):
         return None
-    if groups is None or used is None:
+    if groups is None or unset(used):
         return "--moe-router-num-groups and --moe-router-group-topk go together; give both"
     if experts % groups:
         return f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; use {either(divisors(experts))}"

@@ -231,7 +231,6 @@ class TorchDistStore(CheckpointStore):
 def store_for(config: RunConfig) -> CheckpointStore:
     """Where a run saves, in the format it asks for."""
     chosen = config.checkpoint
-    assert chosen.save is not None
     kept = (chosen.keep_checkpoints, chosen.save_retain_interval, chosen.verify_checkpoint)
     if chosen.ckpt_format == "torch_dist":
         return TorchDistStore(Path(chosen.save), *kept, config)

@@ -37,7 +37,6 @@ class Embedding(nn.Module):
 
     def __init__(self, config: TransformerConfig, axis: TensorAxis, tied_elsewhere: bool) -> None:
         super().__init__()
-        assert config.padded_vocab_size and config.vocab_size and config.max_position_embeddings
         self.axis = axis
         self.dropout = config.hidden_dropout
         self.word = VocabularyTable(
@@ -89,7 +88,6 @@ class CausalLM(nn.Module):
         super().__init__()
         core = CoreTransformerConfig.of(config, moe)
         block = block_spec(core, spec)
-        assert config.padded_vocab_size and config.vocab_size and config.kv_channels
         self.vocab_size = config.vocab_size
         self.attention_backend = options.attention_backend
         self.attention_dropout = config.attention_dropout

@@ -83,7 +83,6 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         config, axis = CoreTransformerConfig.of(config), axes.tensor
-        assert config.num_attention_heads and config.num_query_groups and config.kv_channels
         groups, width = config.num_query_groups, config.kv_channels
         queries = config.num_attention_heads // groups
         self.head_width = width

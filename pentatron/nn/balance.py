@@ -57,8 +57,7 @@ class RouterLoad(nn.Module):
 
     def __init__(self, moe: MoEConfig) -> None:
         super().__init__()
-        assert moe.num_experts is not None
-        self.experts, self.topk = moe.num_experts, moe.moe_router_topk
+        self.experts, self.topk = moe.experts, moe.moe_router_topk
         self.weights = loss_weights(moe)
         self.bias_rate = moe.moe_router_bias_update_rate
         self.has_bias = moe.moe_router_enable_expert_bias

@@ -45,12 +45,11 @@ class Experts(nn.Module):
     def __init__(self, config: TransformerConfig, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
         axis = axes.expert
-        assert moe.num_experts and moe.moe_ffn_hidden_size
         self.gated = config.gated_linear_unit
-        self.count = moe.num_experts
+        self.count = moe.experts
         self.grouped = wants_grouped_experts(moe)
         self.recompute = axes.options.recompute
-        hidden, inner, own = config.hidden_size, moe.moe_ffn_hidden_size, axis.own(moe.num_experts)
+        hidden, inner, own = config.hidden_size, moe.moe_ffn_hidden_size, axis.own(moe.experts)
         share, count = inner // axis.cut, len(own)
         halves = 2 if self.gated else 1
         # A part of the width is the same rows of gate and up projection, as in a dense layer.
@@ -62,14 +61,14 @@ class Experts(nn.Module):
         )
         columns = Piece((own.start, 0, axis.part * share), (0, 0, 0), (count, hidden, share))
         self.linear_fc1 = ExpertLinear(
-            (moe.num_experts, halves * inner, hidden),
+            (moe.experts, halves * inner, hidden),
             (count, halves * share, hidden),
             rows,
             1.0,
             axes.tensor.linear,
         )
         self.linear_fc2 = ExpertLinear(
-            (moe.num_experts, hidden, inner),
+            (moe.experts, hidden, inner),
             (count, hidden, share),
             (columns,),
             residual_scale(config.num_layers),

@@ -30,9 +30,7 @@ class SharedExpert(nn.Module):
         submodules: MLPSubmodules = PLAIN_MLP,
     ) -> None:
         super().__init__()
-        assert moe.moe_shared_expert_intermediate_size is not None
-        inner = moe.moe_shared_expert_intermediate_size
-        self.mlp = MLP(config, axes=axes, submodules=submodules, inner=inner)
+        self.mlp = MLP(config, axes=axes, submodules=submodules, inner=moe.shared_width)
         self.gate = SharedGate(config.hidden_size, axes.tensor) if moe.moe_shared_expert_gate else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:

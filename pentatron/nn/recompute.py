@@ -107,7 +107,6 @@ def recompute_of(memory: MemoryConfig) -> Recompute:
         return NOTHING
     if memory.recompute_granularity == "selective":
         return Recompute(frozenset(memory.recompute_modules))
-    assert memory.recompute_num_layers is not None, "known in every resolved configuration"
     if memory.recompute_method == "block":
         return Recompute(frozenset({LAYERS}), first=memory.recompute_num_layers)
     return Recompute(frozenset({LAYERS}), chunk=memory.recompute_num_layers)

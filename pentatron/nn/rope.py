@@ -45,9 +45,6 @@ class RotaryEmbedding(nn.Module):
 
 def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:
     """What rotates queries and keys, if the model's positions are rotary."""
-    assert config.kv_channels and config.position_embedding_type != "yarn", (
-        "settled in every resolved configuration"
-    )
     if config.position_embedding_type != "rope":
         return None
     inverse = plain(int(config.kv_channels * config.rotary_percent), config.rotary_base)

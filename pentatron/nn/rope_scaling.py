@@ -33,11 +33,9 @@ def scaled(inverse: Tensor, config: TransformerConfig) -> Frequencies:
     kind, factor = config.rope_scaling_type, config.rope_scaling_factor
     if kind is None:
         return Frequencies(inverse)
-    assert factor is not None, "the rules ask for it"
     if kind == "linear":
         return Frequencies(inverse / factor)
     first_length = config.rope_scaling_original_max_position_embeddings
-    assert first_length is not None, "the rules ask for it"
     if kind == "llama3":
         bounds = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
         return Frequencies(_llama3(inverse, factor, first_length, *bounds))
@@ -88,7 +86,6 @@ def yarn_attention_factor(config: TransformerConfig) -> float:
     """Longer sequences spread attention over more tokens; larger queries and keys make up for it."""
     if config.yarn_attention_factor is not None:
         return config.yarn_attention_factor
-    assert config.rope_scaling_factor is not None, "the rules ask for it"
     growth = 0.1 * math.log(config.rope_scaling_factor)
     if config.yarn_mscale and config.yarn_mscale_all_dim:
         return (config.yarn_mscale * growth + 1.0) / (config.yarn_mscale_all_dim * growth + 1.0)

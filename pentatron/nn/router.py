@@ -31,9 +31,8 @@ class Routing:
 class Router(DeclaringModule):
     def __init__(self, hidden: int, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
-        assert moe.num_experts is not None
         self.moe, self.axes = moe, axes
-        shape = (moe.num_experts, hidden)
+        shape = (moe.experts, hidden)
         self.weight = self.declare("weight", shape, whole(shape, Initial(), axes.tensor.partial_in_stream))
         self.load = RouterLoad(moe)
 
@@ -78,7 +77,6 @@ class Router(DeclaringModule):
         """The experts with the highest scores; where they come in groups, those of the best groups alone."""
         moe, scores = self.moe, scores_BSE.detach()
         if moe.moe_router_num_groups is not None:
-            assert moe.moe_router_group_topk is not None
             grouped = scores.unflatten(-1, (moe.moe_router_num_groups, -1))
             of_groups = grouped.topk(moe.moe_router_topk // moe.moe_router_group_topk, -1).values.sum(-1)
             best = of_groups.topk(moe.moe_router_group_topk, -1).indices
@@ -94,16 +92,15 @@ class Router(DeclaringModule):
         moe = self.moe
         if moe.moe_expert_capacity_factor is None:
             return None
-        assert moe.num_experts is not None
         numbers = self._numbers(*chosen_BSK.shape[:2])
         tokens = len(numbers) * self.axes.expert.sequence.size
-        equal = tokens * moe.moe_router_topk / moe.num_experts
+        equal = tokens * moe.moe_router_topk / moe.experts
         capacity = min(tokens, math.ceil(equal * moe.moe_expert_capacity_factor))
         # Equal tokens with equal pasts have equal weights but for rounding, which depends on the layout: weights are
         # compared coarsely, and of equal ones the first tokens are kept.
         by_weight = moe.moe_token_drop_policy == "probs"
         worth_BSK = (weights_BSK.float() * _STEPS).round() + 1 if by_weight else torch.ones_like(weights_BSK)
-        worth_TE = worth_BSK.new_zeros(len(numbers), moe.num_experts)
+        worth_TE = worth_BSK.new_zeros(len(numbers), moe.experts)
         worth_TE.scatter_(1, chosen_BSK.flatten(0, 1), worth_BSK.flatten(0, 1))
         of_all_TE = torch.zeros_like(worth_TE).repeat(self.axes.expert.sequence.size, 1)
         everyone = self.axes.expert.of_micro_batch
