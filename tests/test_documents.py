@@ -143,5 +143,5 @@ def test_training_commands_name_data_and_length(command: str) -> None:
     """Or leave both to the demo: without them nothing would start."""
     draft = gather(shlex.split(command, comments=True)[2:], TRAIN)
     assert not draft.wrong
-    assert any(draft[name] for name in ("data_path", "corpus", "mock_data", "dataset_size")), "no data"
-    assert draft["train_iters"] is not None, "no length"
+    assert any((draft.data_path, draft.corpus, draft.mock_data, draft.dataset_size)), "no data"
+    assert draft.train_iters is not None, "no length"

@@ -31,7 +31,7 @@ def test_a_model_script_has_the_shape_of_its_preset(script: str) -> None:
     words = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, check=True)
     draft = gather(words.stdout.split(), PRETRAIN_GPT)
     shape = presets()[CONFIGS[script]]
-    assert {name: draft[name] for name in shape} == shape
+    assert {name: getattr(draft, name) for name in shape} == shape
 
 
 def test_every_model_script_is_compared() -> None:
@@ -78,7 +78,7 @@ def test_the_175b_script_gives_every_number_of_its_guide(tmp_path: Path) -> None
         "save_interval": 10000, "eval_interval": 1000, "eval_iters": 10, "save": "checkpoints", "load": "checkpoints",
         "tensorboard_dir": "logs", "vocab_file": "vocab.json", "merge_file": "merges.txt", "data_path": ("data",),
     }  # fmt: skip
-    assert {name: given[name] for name in expected} == expected
+    assert {name: getattr(given, name) for name in expected} == expected
     names = ["DISTRIBUTED_ARGS", "GPT_MODEL_ARGS", "TRAINING_ARGS", "MODEL_PARALLEL_ARGS", "DATA_ARGS"]
     text = (ROOT / "examples/gpt3/train_gpt3_175b_distributed.sh").read_text()
     assert all(f"\n{name}=(" in text for name in [*names, "EVAL_AND_LOGGING_ARGS"])
@@ -99,4 +99,4 @@ def test_the_qwen_scripts_give_every_number_of_their_guide(
         "zero_stage": 1, "recompute_granularity": "selective", "save_interval": 500, "finetune": True, "split": "99,1,0",
         "tensor_model_parallel_size": 4, "ckpt_format": "torch_dist",
     }  # fmt: skip
-    assert {name: given[name] for name in expected} == expected
+    assert {name: getattr(given, name) for name in expected} == expected

@@ -55,15 +55,14 @@ def option(
     `alone` is the value if none follows. `missing` says what to do about an option that has to be given.
     `notice` says why an option that is accepted has no effect.
     """
-    made = setting(default, help, also=f"{also} {unlisted}", choices=choices, notice=notice)
+    made = setting(default, help, also=f"{also} {unlisted}", choices=choices, notice=notice, limit=limit)
     listed = tuple(flag.lstrip("-").replace("_", "-") for flag in also.split())
-    extra = _Extra(limit, parse, value, alone, missing, listed)
+    extra = _Extra(parse, value, alone, missing, listed)
     return field(default=default, metadata={**made.metadata, "option": extra})
 
 
 @dataclass(frozen=True)
 class _Extra:
-    limit: Limit | None
     parse: Callable[[str, str], Any] | None
     value: str
     alone: str | None
@@ -274,7 +273,7 @@ class _Reader:
         found = []
         for one in self._options:
             given = self._given.get(one.setting.name)
-            limit = one.extra.limit
+            limit = one.setting.limit
             if given is None and one.extra.missing:
                 found.append(f"{one.setting.flag} is missing; {one.extra.missing}")
             elif (

@@ -229,7 +229,7 @@ def test_a_checkpoint_of_megatron_is_refused_by_name(
         ("--checkpoint-type meta", "--checkpoint-type meta: only hf is possible"),
         ("--loader-transformer-impl other", "only local or transformer_engine is possible"),
         ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
-        ("--tokenizer-model none", "none has no tokenizer files"),
+        ("--tokenizer-model nowhere", "nowhere has no tokenizer files"),
         ("more", "convert.py takes flags alone, not 'more'"),
     ],
 )
