@@ -276,9 +276,7 @@ class _Reader:
             limit = one.setting.limit
             if given is None and one.extra.missing:
                 found.append(f"{one.setting.flag} is missing; {one.extra.missing}")
-            elif (
-                given is not None and limit is not None and given[1] is not None and not limit.holds(given[1])
-            ):
+            elif given is not None and limit is not None and not limit.allows(given[1]):
                 found.append(f"{given[0]} {given[1]} must be {limit.words}")
         options = self.options(cls)
         if problems := [*found, *options.problems()]:
