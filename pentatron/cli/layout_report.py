@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.cli.batch_table import batch_sizes, batch_table
+from pentatron.config.parameters import is_tied
 from pentatron.config.run import RunConfig
 from pentatron.config.stages import costs_of
 from pentatron.layout.actions import Placement
@@ -76,7 +77,7 @@ class Report:
         if grid.kv_copies > 1:
             found.append("kv")
         ends_apart = self.placement.rank_of[0] != self.placement.rank_of[-1]
-        if ends_apart and not self.config.model.untie_embeddings_and_output_weights:
+        if ends_apart and is_tied(self.config.model):
             found.append("embedding")
         if grid.instances > 1:
             found += ["shards", "instances"]

@@ -29,6 +29,7 @@ from pentatron.config.optimizer_decisions import (
     expert_parts,
     has_copies,
 )
+from pentatron.config.parameters import expert_sizes, mlp_sizes
 from pentatron.config.run import RunConfig
 from pentatron.config.settings import Settings
 from pentatron.config.training import DataConfig
@@ -185,8 +186,8 @@ def _mlp_widths(config: RunConfig) -> dict[int, int]:
 
 def _fits_fp8(config: RunConfig, inner: int) -> bool:
     """Whether the first matrix of a gated MLP has sides that a GPU multiplies in fp8."""
-    rows = 2 * inner // config.parallel.tensor_model_parallel_size
-    return config.model.hidden_size % FP8_MULTIPLE == 0 and rows % FP8_MULTIPLE == 0
+    first = mlp_sizes(config.model, config.parallel.tensor_model_parallel_size, inner).linear_fc1
+    return first.inputs % FP8_MULTIPLE == 0 and first.outputs % FP8_MULTIPLE == 0
 
 
 def _loss(config: RunConfig, device: DeviceFacts) -> LossDecision:
@@ -223,7 +224,7 @@ def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
     if not moe.num_experts:
         return ExpertsDecision(False, False, "there are no experts (--num-experts), so this changes nothing")
     parts = expert_parts(config)
-    inner = (moe.moe_ffn_hidden_size or 0) // parts
+    inner = expert_sizes(config.model, moe, cut=parts).inner
     fits = fit_grouped_matmul(config.model.hidden_size, inner)
     by_kernel = config.precision.bf16 and not device.is_cpu
     idle = ""

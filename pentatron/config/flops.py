@@ -2,6 +2,7 @@
 
 from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import inner_widths, moe_layers
+from pentatron.config.parameters import attention_sizes, matrices_of
 from pentatron.config.windows import window_of, windowed_layers
 
 _MULTIPLY_ADD_FORWARD_BACKWARD = 6  # 2 per multiply-add, once forward and twice backward
@@ -14,12 +15,11 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
 
     Attention counts what a layer's window lets a token see. Where documents end is data, so masks between them are not subtracted.
     """
-    hidden, attended = config.hidden_size, config.num_attention_heads * config.kv_channels
-    keys_and_values = 2 * config.num_query_groups * config.kv_channels
-    matrices = 3 if config.gated_linear_unit else 2
+    hidden, attention = config.hidden_size, attention_sizes(config)
+    attended = attention.linear_proj.inputs
     sparse = 0 if moe.num_experts is None else sum(moe_layers(moe.moe_layer_freq, config.num_layers))
-    mlps = hidden * inner_widths(config, moe, sparse) * matrices
-    projections = hidden * (attended + keys_and_values) + attended * hidden
+    mlps = hidden * inner_widths(config, moe, sparse) * matrices_of(config)
+    projections = attention.linear_qkv.multiplications + attention.linear_proj.multiplications
     per_token = mlps + config.num_layers * projections + hidden * config.padded_vocab_size
     return (
         _MULTIPLY_ADD_FORWARD_BACKWARD * batch * (sequence * per_token + _pairs(config, sequence) * attended)

@@ -6,6 +6,7 @@ Each returns a sentence with the equation filled in and the fix; `rules.py` asks
 import math
 from collections.abc import Callable
 
+from pentatron.config.parameters import attention_sizes
 from pentatron.config.run import table
 from pentatron.config.settings import Settings, unset
 from pentatron.config.stages import costs_of, division_of
@@ -128,7 +129,8 @@ def _heads_per_context_rank(s: Settings) -> str | None:
     cp, tp = s.context_parallel_size, s.tensor_model_parallel_size
     if cp == 1 or s.cp_comm_type != "a2a" or s.num_attention_heads % tp:
         return None
-    heads, groups = s.num_attention_heads // tp, max(1, s.num_query_groups // tp)
+    own = attention_sizes(s, tp)
+    heads, groups = own.heads, own.groups
     fits = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
     if cp in fits:
         return None

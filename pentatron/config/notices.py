@@ -2,6 +2,7 @@
 
 from pentatron.config.decided import Decisions
 from pentatron.config.needs.need import first_unmet
+from pentatron.config.parameters import has_mlp_bias
 from pentatron.config.run import table
 from pentatron.config.settings import Settings
 
@@ -39,7 +40,7 @@ def _without_checkpoints(s: Settings) -> list[str]:
 
 
 def _no_bias_in_experts(s: Settings) -> list[str]:
-    if s.num_experts is None or not (s.add_bias_linear or s.add_mlp_bias):
+    if s.num_experts is None or not has_mlp_bias(s):
         return []
     if not s.add_bias_linear:
         return [

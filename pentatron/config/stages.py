@@ -1,6 +1,7 @@
 """What the configuration says about the stages of the pipeline: how the layers are divided, and what each costs."""
 
 from pentatron.config.moe_layers import inner_widths, moe_layers
+from pentatron.config.parameters import attention_sizes, matrices_of
 from pentatron.config.settings import Settings
 from pentatron.layout.ranks import Grid
 from pentatron.layout.schedules import FOLDED
@@ -47,11 +48,11 @@ def division_of(s: Settings) -> Division:
 
 def costs_of(s: Settings) -> Costs:
     """Multiplications for one token of a full sequence; looking up an embedding takes none."""
-    hidden, attended = s.hidden_size, s.num_attention_heads * s.kv_channels
-    projections = hidden * (2 * attended + 2 * s.num_query_groups * s.kv_channels)
-    mlp = (3 if s.gated_linear_unit else 2) * hidden * _inner_width(s)
+    hidden, attention = s.hidden_size, attention_sizes(s)
+    projections = attention.linear_qkv.multiplications + attention.linear_proj.multiplications
+    mlp = matrices_of(s) * hidden * _inner_width(s)
     # A token looks back at half the sequence on average, once for the scores and once for the values.
-    scores = s.seq_length * attended
+    scores = s.seq_length * attention.linear_proj.inputs
     return Costs(layer=projections + mlp + scores, embedding=0, head=hidden * (s.padded_vocab_size or 0))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from pentatron.checkpoint.untrusted import implausible
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.config.parameters import has_mlp_bias, has_proj_bias, has_qkv_bias
 from pentatron.config.settings import Settings
 from pentatron.errors import ConfigError, UserError
 from pentatron.hf.config_parts import ORIGIN, SCALINGS, layer_list, scaling_settings
@@ -141,11 +142,10 @@ def config_of(
 
 def _in_one_form(settings: Settings) -> Settings:
     """The settings of a model as `settings_of` has them, where several ways to write them mean the same."""
-    bias = settings.add_bias_linear
     form = settings.changed(
-        add_qkv_bias=settings.add_qkv_bias or bias,
-        add_proj_bias=settings.add_proj_bias or bias,
-        add_mlp_bias=settings.add_mlp_bias or bias,
+        add_qkv_bias=has_qkv_bias(settings),
+        add_proj_bias=has_proj_bias(settings),
+        add_mlp_bias=has_mlp_bias(settings),
     )
     if form.num_experts:
         sparse = moe_layers(form.moe_layer_freq, form.num_layers)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
+from pentatron.config.parameters import head_has_table, is_tied, position_shape, table_shape
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.layer_specs import block_spec
@@ -39,13 +40,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.axis = axis
         self.dropout = config.hidden_dropout
-        self.word = VocabularyTable(
-            config.padded_vocab_size, config.vocab_size, config.hidden_size, axis, tied=tied_elsewhere
-        )
-        learned = config.position_embedding_type == "learned_absolute"
-        self.position = (
-            PositionTable(config.max_position_embeddings, config.hidden_size, axis) if learned else None
-        )
+        rows, width = table_shape(config)
+        self.word = VocabularyTable(rows, config.vocab_size, width, axis, tied=tied_elsewhere)
+        positions = position_shape(config)
+        self.position = None if positions is None else PositionTable(*positions, axis)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, keys: DropoutKeys | None) -> Tensor:
         x_BSD = self.word(tokens_BS)
@@ -99,7 +97,7 @@ class CausalLM(nn.Module):
         axes = axes.with_linear(options.linear)
         self.axis = axes.tensor
         of_head = axes.with_linear(options.linear_of_head()).tensor
-        tied = not config.untie_embeddings_and_output_weights
+        tied = is_tied(config)
         tied_elsewhere = tied and not part.head and ends is None
         # A tied table is the output layer too, where the stage has both ends.
         of_table = of_head if tied and part.head else self.axis
@@ -128,13 +126,14 @@ class CausalLM(nn.Module):
             chosen = block.layer_norm or ConfiguredNorm
             over = self.axis.partial_in_stream
             self.final_norm = norm_in(chosen, config, config.hidden_size, over, options.compile)
-            sizes = (config.padded_vocab_size, config.vocab_size, config.hidden_size)
-            if not tied:
-                self.head = VocabularyHead(*sizes, of_head)
-            elif not part.embedding:
-                table = None if ends is None else ends.table
-                assert ends is None or table is not None, "the first stage is built before the last one"
-                self.head = VocabularyHead(*sizes, of_head, tied_to=_TIED_TENSOR, shared=table)
+        if head_has_table(config, part):
+            rows, width = table_shape(config)
+            table = ends.table if tied and ends is not None else None
+            assert not tied or ends is None or table is not None, (
+                "the first stage is built before the last one"
+            )
+            tied_to = _TIED_TENSOR if tied else None
+            self.head = VocabularyHead(rows, config.vocab_size, width, of_head, tied_to=tied_to, shared=table)
         if tied and ends is not None and self.embedding is not None:
             ends.table = self.embedding.word
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
+from pentatron.config.parameters import is_tied
 from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
@@ -86,7 +87,7 @@ class GPTModel(CausalLM):
             max_position_embeddings=max_sequence_length,
             **changes,
         )
-        tied = not core.untie_embeddings_and_output_weights
+        tied = is_tied(core)
         part = _part(core.num_layers, pre_process, post_process, vp_stage, pg_collection, tied)
         groups = pg_collection or ProcessGroups(ONE_PROCESS, (part,))
         options = dataclasses.replace(

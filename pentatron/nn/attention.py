@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
+from pentatron.config.parameters import AttentionSizes, attention_sizes
 from pentatron.config.windows import window_of
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
@@ -83,25 +84,23 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         config, axis = CoreTransformerConfig.of(config), axes.tensor
-        groups, width = config.num_query_groups, config.kv_channels
-        queries = config.num_attention_heads // groups
-        self.head_width = width
-        self.groups = max(1, groups // axis.size)
-        self.queries_per_group = queries // axis.kv_copies
+        whole, own = attention_sizes(config), attention_sizes(config, axis.size)
+        self.head_width = own.head
+        self.groups = own.groups
+        self.queries_per_group = own.queries_per_group
         self.recompute = axes.options.recompute
-        qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.linear_qkv = build_module(
             submodules.linear_qkv,
-            config.hidden_size,
-            groups * (queries + 2) * width,
-            _qkv_rows(groups, queries, width, axis),
-            qkv_bias,
+            whole.linear_qkv.inputs,
+            whole.linear_qkv.outputs,
+            _qkv_rows(whole, own, axis),
+            whole.linear_qkv.has_bias,
             axis,
         )
         # Every rank norms its own heads with the same weights, sequence parallelism or not.
         own_heads = frozenset[Axis]({"tensor"})
-        self.q_norm = norm_in(submodules.q_layernorm, config, width, own_heads)
-        self.k_norm = norm_in(submodules.k_layernorm, config, width, own_heads)
+        self.q_norm = norm_in(submodules.q_layernorm, config, own.head, own_heads)
+        self.k_norm = norm_in(submodules.k_layernorm, config, own.head, own_heads)
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -115,11 +114,9 @@ class SelfAttention(nn.Module):
         if compile is not None and (reason := self._why_core_is_apart(compile)):
             self.called_apart["core_attention"] = reason
             self._core_apart = compile.called_apart(self, "core_attention")
-        attended = config.num_attention_heads * width
-        proj_bias = config.add_bias_linear or config.add_proj_bias
-        scale = residual_scale(config.num_layers)
+        proj, scale = whole.linear_proj, residual_scale(config.num_layers)
         self.linear_proj = build_module(
-            submodules.linear_proj, attended, config.hidden_size, proj_bias, axis, scale
+            submodules.linear_proj, proj.inputs, proj.outputs, proj.has_bias, axis, scale
         )
 
     def forward(
@@ -180,13 +177,13 @@ def _rotated(x_BNSH: Tensor, rope: RotaryEmbedding, cos: Tensor, sin: Tensor) ->
     return rope.rotate(x_BNSH.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)).transpose(1, 2)
 
 
-def _qkv_rows(groups: int, queries: int, width: int, axis: TensorAxis) -> tuple[Rows, ...]:
+def _qkv_rows(whole: AttentionSizes, own: AttentionSizes, axis: TensorAxis) -> tuple[Rows, ...]:
     """The rows of the fused projection that this rank holds."""
-    rows_of_group = (queries + 2) * width
+    queries, head = whole.queries_per_group * whole.head, whole.head
+    rows_of_group = queries + 2 * head
     if axis.kv_copies == 1:
-        own = axis.share(groups)
-        return (Rows(axis.rank * own * rows_of_group, own * rows_of_group),)
+        count = axis.share(whole.groups) * rows_of_group
+        return (Rows(axis.rank * count, count),)
     group, part = divmod(axis.rank, axis.kv_copies)
-    own = queries // axis.kv_copies * width
-    start = group * rows_of_group
-    return Rows(start + part * own, own), Rows(start + queries * width, 2 * width, copies=True)
+    start, count = group * rows_of_group, own.queries_per_group * head
+    return Rows(start + part * count, count), Rows(start + queries, 2 * head, copies=True)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from pentatron.config.decisions import wants_grouped_experts
 from pentatron.config.model import MoEConfig, TransformerConfig
+from pentatron.config.parameters import expert_sizes, halves_of
 from pentatron.nn.axes import Axes
 from pentatron.nn.experts_on_device import Matrices, mixed_on_device
 from pentatron.nn.init import residual_scale
@@ -49,27 +50,28 @@ class Experts(nn.Module):
         self.count = moe.experts
         self.grouped = wants_grouped_experts(moe)
         self.recompute = axes.options.recompute
-        hidden, inner, own = config.hidden_size, moe.moe_ffn_hidden_size, axis.own(moe.experts)
-        share, count = inner // axis.cut, len(own)
-        halves = 2 if self.gated else 1
+        whole, own = expert_sizes(config, moe), expert_sizes(config, moe, axis.holders, axis.cut)
+        first, share, hidden = axis.own(whole.count).start, own.inner, config.hidden_size
         # A part of the width is the same rows of gate and up projection, as in a dense layer.
         rows = tuple(
             Piece(
-                (own.start, half * inner + axis.part * share, 0), (0, half * share, 0), (count, share, hidden)
+                (first, half * whole.inner + axis.part * share, 0),
+                (0, half * share, 0),
+                (own.count, share, hidden),
             )
-            for half in range(halves)
+            for half in range(halves_of(config))
         )
-        columns = Piece((own.start, 0, axis.part * share), (0, 0, 0), (count, hidden, share))
+        columns = Piece((first, 0, axis.part * share), (0, 0, 0), own.linear_fc2)
         self.linear_fc1 = ExpertLinear(
-            (moe.experts, halves * inner, hidden),
-            (count, halves * share, hidden),
+            whole.linear_fc1,
+            own.linear_fc1,
             rows,
             1.0,
             axes.tensor.linear,
         )
         self.linear_fc2 = ExpertLinear(
-            (moe.experts, hidden, inner),
-            (count, hidden, share),
+            whole.linear_fc2,
+            own.linear_fc2,
             (columns,),
             residual_scale(config.num_layers),
             axes.tensor.linear,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import TransformerConfig
+from pentatron.config.parameters import mlp_sizes
 from pentatron.kernels.choice import by_kernel
 from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.init import residual_scale
@@ -30,19 +31,21 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         config, axis = CoreTransformerConfig.of(config), axes.tensor
-        inner = inner or config.ffn_hidden_size
-        assert inner is not None
+        whole = mlp_sizes(config, inner=inner)
         self.gated = config.gated_linear_unit
         # Whether the gate is a part of a matrix's function: in fp8 the first one's; otherwise the second one's, where there is a kernel.
         self.fuses_gate = self.gated and axes.options.fuses_gates
-        hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
-        gate = even_rows(inner, axis)
+        first, second = whole.linear_fc1, whole.linear_fc2
+        gate = even_rows(whole.inner, axis)
         # A rank needs the same share of gate and up: not a contiguous share of the two together.
-        up = tuple(Rows(inner + rows.start, rows.count) for rows in gate) if self.gated else ()
-        outer = inner * (2 if self.gated else 1)
-        self.linear_fc1 = build_module(submodules.linear_fc1, hidden, outer, gate + up, bias, axis)
+        up = tuple(Rows(whole.inner + rows.start, rows.count) for rows in gate) if self.gated else ()
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1, first.inputs, first.outputs, gate + up, first.has_bias, axis
+        )
         scale = residual_scale(config.num_layers)
-        self.linear_fc2 = build_module(submodules.linear_fc2, inner, hidden, bias, axis, scale)
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2, second.inputs, second.outputs, second.has_bias, axis, scale
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.linear_fc1, self.linear_fc2

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pentatron.config.core import CoreTransformerConfig
 from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.config.moe_layers import moe_layers
+from pentatron.config.parameters import has_shared_expert, has_shared_gate, shared_gate_shape
 from pentatron.errors import UserError
 from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.dispatch import DISPATCHERS
@@ -31,7 +32,7 @@ class SharedExpert(nn.Module):
     ) -> None:
         super().__init__()
         self.mlp = MLP(config, axes=axes, submodules=submodules, inner=moe.shared_width)
-        self.gate = SharedGate(config.hidden_size, axes.tensor) if moe.moe_shared_expert_gate else None
+        self.gate = SharedGate(config.hidden_size, axes.tensor) if has_shared_gate(moe) else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         made: Tensor = self.mlp(x_BSD)
@@ -43,9 +44,8 @@ class SharedGate(DeclaringModule):
 
     def __init__(self, hidden: int, axis: TensorAxis) -> None:
         super().__init__()
-        self.weight = self.declare(
-            "weight", (1, hidden), whole((1, hidden), Initial(), axis.partial_in_stream)
-        )
+        shape = shared_gate_shape(hidden)
+        self.weight = self.declare("weight", shape, whole(shape, Initial(), axis.partial_in_stream))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return torch.sigmoid(nn.functional.linear(x_BSD, self.weight))
@@ -90,8 +90,7 @@ class MoE(nn.Module):
         self.recompute = axes.options.recompute
         self.router = Router(config.hidden_size, moe, axes)
         self.experts = Experts(config, moe, axes)
-        shared = moe.moe_shared_expert_intermediate_size is not None
-        self.shared = SharedExpert(config, moe, axes, submodules) if shared else None
+        self.shared = SharedExpert(config, moe, axes, submodules) if has_shared_expert(moe) else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.recompute("moe", self._mixed, x_BSD)

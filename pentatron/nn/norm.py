@@ -8,13 +8,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pentatron.config.model import TransformerConfig
+from pentatron.config.parameters import norm_parameters
 from pentatron.layout.ranks import Axis
 from pentatron.nn.compiled import Compile
 from pentatron.nn.spec import Slot, build_module, takes
 from pentatron.parallel.pieces import ONES, ZEROS, DeclaringModule, whole
 
+_INITIAL = {"weight": ONES, "bias": ZEROS}
 
-class RMSNorm(DeclaringModule):
+
+class _Norm(DeclaringModule):
+    """Declares the parameters of its kind."""
+
+    kind: str
+    weight: nn.Parameter
+
     def __init__(
         self,
         width: int,
@@ -25,9 +33,14 @@ class RMSNorm(DeclaringModule):
         super().__init__()
         if compile is not None:
             self.runs_whole = True
-            self.forward = compile.whole(self.forward)  # type: ignore[method-assign]
-        self.weight = self.declare("weight", (width,), whole((width,), ONES, partial_over))
+            self.forward = compile.whole(self.forward)
+        for each in norm_parameters(self.kind, width):
+            self.declare(each.name, each.shape, whole(each.shape, _INITIAL[each.name], partial_over))
         self.epsilon = epsilon
+
+
+class RMSNorm(_Norm):
+    kind = "RMSNorm"
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -74,21 +87,9 @@ class _NormedInFewPasses(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-class LayerNorm(DeclaringModule):
-    def __init__(
-        self,
-        width: int,
-        epsilon: float,
-        partial_over: frozenset[Axis] = frozenset(),
-        compile: Compile | None = None,
-    ) -> None:
-        super().__init__()
-        if compile is not None:
-            self.runs_whole = True
-            self.forward = compile.whole(self.forward)  # type: ignore[method-assign]
-        self.weight = self.declare("weight", (width,), whole((width,), ONES, partial_over))
-        self.bias = self.declare("bias", (width,), whole((width,), ZEROS, partial_over))
-        self.epsilon = epsilon
+class LayerNorm(_Norm):
+    kind = "LayerNorm"
+    bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
@@ -98,7 +99,7 @@ class ConfiguredNorm(nn.Module):
     """Stands in a spec for the norm that the configuration names."""
 
 
-NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {norm.kind: norm for norm in (RMSNorm, LayerNorm)}
 
 
 def norm_in(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pentatron.config.model import MoEConfig
+from pentatron.config.parameters import router_shape
 from pentatron.nn.axes import Axes
 from pentatron.nn.balance import Routed, RouterLoad
 from pentatron.parallel.pieces import DeclaringModule, Initial, whole
@@ -32,7 +33,7 @@ class Router(DeclaringModule):
     def __init__(self, hidden: int, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
         self.moe, self.axes = moe, axes
-        shape = (moe.experts, hidden)
+        shape = router_shape(hidden, moe)
         self.weight = self.declare("weight", shape, whole(shape, Initial(), axes.tensor.partial_in_stream))
         self.load = RouterLoad(moe)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pentatron.config.parameters import has_shared_gate
 from pentatron.layout.stages import StagePart
 from pentatron.plan.shape import Shape
 
@@ -89,7 +90,6 @@ def logits(shape: Shape) -> int:
     """Fused: logits in the model's precision, of as many tokens as a chunk has. Otherwise log-probabilities in fp32, of the words
     without padding where one rank has all of them."""
     model = shape.config.model
-    assert model.vocab_size
     if shape.decisions.loss.on:
         return shape.width * chunk(shape) * shape.words
     words = shape.words if shape.grid.tensor > 1 else model.vocab_size
@@ -125,7 +125,6 @@ def loss_in_backward(shape: Shape) -> int:
     share the words, also the latter in the model's precision. A fused loss writes the gradient over the logits, without a kernel of its
     own by way of two blocks in fp32."""
     model = shape.config.model
-    assert model.vocab_size
     if shape.decisions.loss.on:
         return 0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_BLOCK, chunk(shape) * shape.words)
     if shape.grid.tensor == 1:
@@ -254,7 +253,6 @@ def between(shape: Shape, sparse: bool = False) -> int:
 
 def _experts(shape: Shape, modules: frozenset[str]) -> int:
     s, moe, e = shape, shape.config.moe, shape.width
-    assert moe.num_experts
     stream = e * s.in_stream * s.hidden
     if "moe" in modules:
         return stream
@@ -283,13 +281,12 @@ def _together(shape: Shape, again: bool) -> int:
 def _router(shape: Shape) -> int:
     """Its input, in its own precision; probabilities and choices; scores of all experts, where a loss looks at them."""
     s, moe = shape, shape.config.moe
-    assert moe.num_experts
     wide = {"fp32": _FP32, "fp64": 2 * _FP32}.get(moe.moe_router_dtype or "", s.width)
     total = wide * s.in_stream * s.hidden
     balanced = any(moe.moe_aux_loss_coeff) and moe.moe_router_load_balancing_type != ("none",)
     whole = moe.moe_router_pre_softmax + moe.moe_router_score_function.count("sigmoid")
     whole += balanced + bool(moe.moe_z_loss_coeff)
-    return total + s.in_stream * (_FP32 * moe.num_experts * whole + (_FP32 + _INDEX) * moe.moe_router_topk)
+    return total + s.in_stream * (_FP32 * moe.experts * whole + (_FP32 + _INDEX) * moe.moe_router_topk)
 
 
 def _shared_expert(shape: Shape, again: bool) -> int:
@@ -300,7 +297,7 @@ def _shared_expert(shape: Shape, again: bool) -> int:
     if again:
         return 0 if same else stream
     given = e * s.tokens * s.hidden if s.sequence_parallel else (0 if same else stream)
-    gated = stream if s.config.moe.moe_shared_expert_gate else 0
+    gated = stream if has_shared_gate(s.config.moe) else 0
     kept = 2 if s.decisions.gate.in_second else between(s, sparse=True)
     return given + gated + e * s.tokens * kept * s.shared_inner
 

@@ -174,7 +174,7 @@ def _fits_one(alone: RankMemory, room: float, fitting: list[Layout], world: int)
 def _layer_bytes(one: Shape) -> int:
     """Of the largest layer, undivided, with what a micro-batch leaves in it."""
     sparse = bool(one.sparse_layers)
-    parameters = sum(p.elements for p in one.layer(min(one.sparse_layers) if sparse else 0))
+    parameters = sum(p.elements for p in one.parameters.layer(min(one.sparse_layers) if sparse else 0))
     return _bytes_of_a_parameter(one) * parameters + layer(one, sparse, frozenset())
 
 

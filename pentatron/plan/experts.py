@@ -27,7 +27,7 @@ def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
 
 def _experts_weights(shape: Shape) -> int:
     """Of the pipeline rank that has most."""
-    each = sum(p.elements for p in shape.experts() if p.copies == "expert_data")
+    each = sum(p.elements for p in shape.parameters.experts.parameters)
     layers = max(
         sum(len(shape.sparse_layers.intersection(part.layers)) for part in shape.parts(rank).values())
         for rank in range(shape.grid.pipeline)

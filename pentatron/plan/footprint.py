@@ -2,6 +2,8 @@
 
 It is coarser than `pentatron.plan.memory`, which follows what the layers here keep: Megatron's counts 18 bytes for a parameter, or
 6 + 12 / data parallel size with the distributed optimizer, and activations as in table 2 of arXiv 2205.05198.
+Parameters are counted as Megatron counts them, without biases and routers. The count of the layers here is
+`pentatron.config.parameters`.
 """
 
 from dataclasses import dataclass
@@ -46,8 +48,6 @@ def footprint_line(config: RunConfig, micro_batches: int | None = None) -> str:
 
 def _weight_and_optimizer(config: RunConfig) -> float:
     model, moe, parallel = config.model, config.moe, config.parallel
-    assert model.kv_channels and model.num_attention_heads and model.num_query_groups
-    assert model.ffn_hidden_size and model.padded_vocab_size
     hidden = model.hidden_size
     gate = 3 / 2 if model.gated_linear_unit else 1
     norm = 1 if model.normalization == "RMSNorm" else 2
@@ -71,7 +71,6 @@ def _weight_and_optimizer(config: RunConfig) -> float:
 
 def _with_sequence(config: RunConfig, steps: int) -> float:
     model = config.model
-    assert model.ffn_hidden_size and model.padded_vocab_size
     stream = _stream(config)
     total = stream * (18 + 4 * model.ffn_hidden_size / model.hidden_size) * model.num_layers
     total = _in_flight(config, total, steps)
@@ -82,7 +81,6 @@ def _with_sequence(config: RunConfig, steps: int) -> float:
 
 def _without_sequence(config: RunConfig, steps: int) -> float:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    assert model.padded_vocab_size
     stream = _stream(config)
     total = _in_flight(config, stream * (10 + 24 / tensor) * model.num_layers, steps)
     if config.parallel.pipeline_model_parallel_size == 1:
@@ -91,7 +89,6 @@ def _without_sequence(config: RunConfig, steps: int) -> float:
 
 
 def _stream(config: RunConfig) -> int:
-    assert config.train.micro_batch_size
     return config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size
 
 

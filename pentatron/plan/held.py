@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pentatron.config.parameters import Parameter
 from pentatron.config.run import RunConfig
 from pentatron.layout.packing import Item, aligned, packed
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
-from pentatron.plan.shape import Parameter, Shape
+from pentatron.plan.shape import Shape
 
 _FP32 = 4
 
@@ -67,14 +68,14 @@ def shards_parameters(shape: Shape) -> bool:
 def parameters_of(shape: Shape, parts: Mapping[int, StagePart]) -> dict[tuple[int, ...], list[Parameter]]:
     """By the stages that use them: one stage, or the two ends of a folded pipeline for a tied embedding."""
     found: dict[tuple[int, ...], list[Parameter]] = {
-        (number,): shape.stage(part) for number, part in parts.items()
+        (number,): shape.parameters.stage(part) for number, part in parts.items()
     }
     ends = [number for number, part in parts.items() if part.embedding or part.head]
     if len(ends) == 2 and shape.tied:
-        table = Parameter((shape.words, shape.hidden))
+        table = next(p for p in found[(ends[0],)] if p.at_both_ends)
         for end in ends:
             found[(end,)] = [p for p in found[(end,)] if not p.at_both_ends]
-        found[tuple(ends)] = [table]
+        found[tuple(ends)] = [dataclasses.replace(table, at_both_ends=False)]
     return found
 
 
@@ -185,15 +186,14 @@ def _share(parameter: Parameter, ranks: int) -> int:
 def total_parameters(shape: Shape) -> tuple[int, int]:
     """Of the whole model, without padding of the vocabulary; and those that one token passes through."""
     model, moe = shape.config.model, shape.config.moe
-    assert model.vocab_size and model.padded_vocab_size
     one = whole(shape)
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
-    total = sum(p.elements for p in one.stage(part))
+    total = sum(p.elements for p in one.parameters.stage(part))
     tables = 1 if one.tied else 2
     total -= tables * (one.words - model.vocab_size) * model.hidden_size
     idle = 0
     if moe.num_experts:
-        each = sum(p.elements for p in one.experts() if p.copies == "expert_data") // moe.num_experts
+        each = sum(p.elements for p in one.parameters.experts.parameters) // moe.num_experts
         idle = len(one.sparse_layers) * each * (moe.num_experts - moe.moe_router_topk)
     return total, total - idle
 

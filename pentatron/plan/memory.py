@@ -139,9 +139,9 @@ def _in_backward(shape: Shape, part: StagePart, coming: int = 0) -> int:
     table = shape.width * shape.words * shape.hidden
     # A table used at both ends has its gradient of the head wait for that of the embedding.
     waiting = table if shape.tied and part.embedding and part.head else 0
-    inside = [p.elements for number in part.layers for p in shape.layer(number)]
+    inside = [p.elements for number in part.layers for p in shape.parameters.layer(number)]
     kept = activations.kept(shape, part)
-    rate = coming / sum(p.elements for p in shape.stage(part))
+    rate = coming / sum(p.elements for p in shape.parameters.stage(part))
     own_table = shape.words * shape.hidden
     head = rate * own_table if part.head and not (shape.tied and part.embedding) else 0
     of_layer = activations.rerun(shape, part) + shape.width * max(inside, default=0) + waiting
@@ -163,7 +163,7 @@ def _in_update(shape: Shape, part: StagePart) -> int:
     rounded = shape.width != _FP32 and shape.accumulation == 1 and shape.ranks("replicas") == 1
     if not rounded or shape.decisions.update.on:
         return 0
-    sizes = [p.elements for p in shape.stage(part)]
+    sizes = [p.elements for p in shape.parameters.stage(part)]
     return _FP32 * max(max(sizes), min(_UPDATED_AT_ONCE, sum(sizes)))
 
 
@@ -221,7 +221,7 @@ def _gathered(shape: Shape, rank: int) -> int:
     gradients of one in the model's precision and in fp32."""
     total = layer = 0
     for part in shape.parts(rank).values():
-        layers = [sum(p.elements for p in shape.layer(number)) for number in part.layers]
-        total += sum(p.elements for p in shape.stage(part)) - sum(layers)
+        layers = [sum(p.elements for p in shape.parameters.layer(number)) for number in part.layers]
+        total += sum(p.elements for p in shape.parameters.stage(part)) - sum(layers)
         layer = max([layer, *layers])
     return shape.width * (total + 2 * layer) + (shape.width + _FP32) * layer

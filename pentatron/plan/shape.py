@@ -1,30 +1,15 @@
 """The sizes a plan calculates with: of the model, of one rank's share of it, and of what a micro-batch brings to a rank."""
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pentatron.config.decided import Decisions, DeviceFacts
 from pentatron.config.decisions import decide
+from pentatron.config.parameters import ModelParameters, halves_of, is_tied
 from pentatron.config.run import RunConfig
 from pentatron.layout.actions import Placement
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.layout.stages import StagePart
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """What one rank holds of a parameter; ranks on the axis `copies` hold the same and see other tokens."""
-
-    shape: tuple[int, ...]
-    copies: Axis = "replicas"
-    # The first and the last stage hold it both: a tied embedding.
-    at_both_ends: bool = False
-
-    @cached_property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
 
 _OF_A_DIVISION = (
     "grid",
@@ -32,8 +17,7 @@ _OF_A_DIVISION = (
     "placement",
     "sparse_layers",
     "telling_ranks",
-    "_dense_layer",
-    "_sparse_layer",
+    "parameters",
 )
 
 
@@ -94,6 +78,11 @@ class Shape:
         return frozenset(self.config.layers_with_experts)
 
     @cached_property
+    def parameters(self) -> ModelParameters:
+        """What a rank holds of each part of the model."""
+        return ModelParameters(self.config.model, self.config.moe, self.sparse_layers, self.grid)
+
+    @cached_property
     def width(self) -> int:
         """Bytes of a number of the model: of its weights and of most activations."""
         precision = self.config.precision
@@ -115,19 +104,16 @@ class Shape:
 
     @property
     def head(self) -> int:
-        assert self.config.model.kv_channels
-        return self.config.model.kv_channels
+        return self.parameters.attention.head
 
     @property
     def heads(self) -> int:
-        assert self.config.model.num_attention_heads
-        return self.config.model.num_attention_heads // self.grid.tensor
+        return self.parameters.attention.heads
 
     @property
     def groups(self) -> int:
         """Key/value heads of a rank; where there are fewer than ranks, neighbours have the same one."""
-        assert self.config.model.num_query_groups
-        return max(1, self.config.model.num_query_groups // self.grid.tensor)
+        return self.parameters.attention.groups
 
     @cached_property
     def queries(self) -> int:
@@ -140,22 +126,20 @@ class Shape:
 
     @cached_property
     def inner(self) -> int:
-        assert self.config.model.ffn_hidden_size
-        return self.config.model.ffn_hidden_size // self.grid.tensor
+        return self.parameters.mlp.inner
 
     @property
     def halves(self) -> int:
         """A gated MLP has two matrices before its activation."""
-        return 2 if self.config.model.gated_linear_unit else 1
+        return halves_of(self.config.model)
 
     @cached_property
     def words(self) -> int:
-        assert self.config.model.padded_vocab_size
-        return self.config.model.padded_vocab_size // self.grid.tensor
+        return self.parameters.table[0]
 
     @property
     def tied(self) -> bool:
-        return not self.config.model.untie_embeddings_and_output_weights
+        return is_tied(self.config.model)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -164,7 +148,6 @@ class Shape:
     @cached_property
     def tokens(self) -> int:
         """Of one micro-batch, those that a rank's attention and MLP see."""
-        assert self.config.train.micro_batch_size
         return self.config.train.micro_batch_size * self.config.model.seq_length // self.grid.context
 
     @cached_property
@@ -176,16 +159,12 @@ class Shape:
 
     @property
     def expert_inner(self) -> int:
-        assert self.config.moe.moe_ffn_hidden_size
-        return self.config.moe.moe_ffn_hidden_size // self.grid.expert_tensor
+        return self.parameters.experts.inner
 
     @property
     def shared_inner(self) -> int:
-        return (self.config.moe.moe_shared_expert_intermediate_size or 0) // self.grid.tensor
-
-    @property
-    def own_experts(self) -> int:
-        return (self.config.moe.num_experts or 0) // self.grid.expert
+        shared = self.parameters.shared_expert
+        return 0 if shared is None else shared.inner
 
     @cached_property
     def rows(self) -> int:
@@ -197,71 +176,3 @@ class Shape:
     def ranks(self, axis: Axis) -> int:
         """How many ranks hold the same of a parameter with copies on this axis."""
         return self.grid.expert_data if axis == "expert_data" else self.grid.data * self.grid.context
-
-    # --- parameters ---
-
-    def stage(self, part: StagePart) -> list[Parameter]:
-        """What a rank holds of one stage, in the order of the model."""
-        model = self.config.model
-        found: list[Parameter] = []
-        table = (self.words, self.hidden)
-        if part.embedding:
-            found.append(Parameter(table, at_both_ends=self.tied and not part.head))
-            if model.position_embedding_type == "learned_absolute":
-                assert model.max_position_embeddings
-                found.append(Parameter((model.max_position_embeddings, self.hidden)))
-        for layer in part.layers:
-            found += self.layer(layer)
-        if part.head:
-            found += self._norm(self.hidden)
-            if not self.tied or not part.embedding:
-                found.append(Parameter(table, at_both_ends=self.tied))
-        return found
-
-    def layer(self, number: int) -> list[Parameter]:
-        return self._sparse_layer if number in self.sparse_layers else self._dense_layer
-
-    @cached_property
-    def _dense_layer(self) -> list[Parameter]:
-        return self._attention() + self._mlp(self.inner)
-
-    @cached_property
-    def _sparse_layer(self) -> list[Parameter]:
-        return self._attention() + self.experts()
-
-    def _attention(self) -> list[Parameter]:
-        """With the norms of the layer."""
-        model = self.config.model
-        qkv = self.queries + 2 * self.keys
-        found = self._norm(self.hidden)
-        found += self._matrix(qkv, self.hidden, qkv if model.add_bias_linear or model.add_qkv_bias else 0)
-        if model.qk_layernorm:
-            found += 2 * self._norm(self.head)
-        biased = model.add_bias_linear or model.add_proj_bias
-        found += self._matrix(self.hidden, self.queries, self.hidden if biased else 0)
-        return found + self._norm(self.hidden)
-
-    def experts(self) -> list[Parameter]:
-        moe, width = self.config.moe, self.expert_inner
-        assert moe.num_experts
-        found = [
-            Parameter((moe.num_experts, self.hidden)),
-            Parameter((self.own_experts, self.halves * width, self.hidden), "expert_data"),
-            Parameter((self.own_experts, self.hidden, width), "expert_data"),
-        ]
-        if self.shared_inner:
-            found += self._mlp(self.shared_inner)
-            found += [Parameter((1, self.hidden))] if moe.moe_shared_expert_gate else []
-        return found
-
-    def _mlp(self, inner: int) -> list[Parameter]:
-        biased = self.config.model.add_bias_linear or self.config.model.add_mlp_bias
-        outer = self.halves * inner
-        first = self._matrix(outer, self.hidden, outer if biased else 0)
-        return first + self._matrix(self.hidden, inner, self.hidden if biased else 0)
-
-    def _matrix(self, rows: int, columns: int, bias: int) -> list[Parameter]:
-        return [Parameter((rows, columns))] + ([Parameter((bias,))] if bias else [])
-
-    def _norm(self, width: int) -> list[Parameter]:
-        return [Parameter((width,))] * (2 if self.config.model.normalization == "LayerNorm" else 1)

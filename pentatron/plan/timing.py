@@ -9,6 +9,7 @@ and with the overlap flags what data parallelism sends is hidden behind backward
 from dataclasses import dataclass
 
 from pentatron.config.flops import step_flops
+from pentatron.config.parameters import attention_sizes, matrices_of
 from pentatron.config.stages import costs_of
 from pentatron.devices import Device
 from pentatron.layout.check import check
@@ -61,7 +62,6 @@ def bubble_of(shape: Shape) -> float:
 
 def estimate(shape: Shape, device: Device, per_machine: int, efficiency: float = EFFICIENCY) -> Estimate:
     config, grid = shape.config, shape.grid
-    assert config.train.global_batch_size
     flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
     rate = device.peak(shape.width) * efficiency * _reached(shape)
     computing = flops * _recomputed(shape) * _unevenness(shape) / (grid.world_size * rate)
@@ -87,11 +87,10 @@ def _recomputed(shape: Shape) -> float:
     if memory.recompute_granularity == "full":
         covered = sum(len(run) for part in shape.stages for run in config.recomputed(part))
         return 1 + covered * costs.layer / whole / _FORWARD_AND_BACKWARD
-    assert model.num_attention_heads and model.kv_channels and model.ffn_hidden_size
     again = 0.0
     if "core_attn" in memory.recompute_modules:
-        again += model.seq_length * model.num_attention_heads * model.kv_channels
-    matrices = 3 if model.gated_linear_unit else 2
+        again += model.seq_length * attention_sizes(model).linear_proj.inputs
+    matrices = matrices_of(model)
     if "mlp" in memory.recompute_modules:
         dense = 1 - len(shape.sparse_layers) / model.num_layers
         again += dense * matrices * model.hidden_size * model.ffn_hidden_size

@@ -148,8 +148,8 @@ def _sharded(shape: Shape, parts: Mapping[int, StagePart]) -> float:
     axes: tuple[Axis, ...] = ("replicas", "expert_data")
     total = 0.0
     for part in parts.values():
-        layers = [p for number in part.layers for p in shape.layer(number)]
-        every = shape.stage(part)
+        layers = [p for number in part.layers for p in shape.parameters.layer(number)]
+        every = shape.parameters.stage(part)
         for axis in axes:
             in_layers = sum(p.elements for p in layers if p.copies == axis)
             whole = sum(p.elements for p in every if p.copies == axis)
