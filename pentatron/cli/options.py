@@ -94,7 +94,8 @@ class _Option:
 
     def description(self) -> str:
         default = self.setting.default
-        if default is None or default is False or default in ("", ()):
+        if default is None or default is False or default in ("", ()) or self.setting.help.endswith(")"):
+            # Help that ends in brackets gives the default in the user's own words.
             return self.setting.help
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
         shown = f"{shown:g}" if isinstance(shown, float) else shown
