@@ -62,12 +62,12 @@ def trained_files(s: "DataConfig") -> tuple[tuple[str, ...], str | None]:
 
 
 def counted_by_the_run(s: "DataConfig") -> bool:
-    """Whether how many samples one pass over the data has is known only when the run has tokenized it."""
+    """Whether the samples of one pass over the data are counted by the run, which tokenizes it."""
     return bool(s.sft or s.corpus)
 
 
 def without_epochs(s: "DataConfig") -> str:
-    """Why nobody can say how many samples one pass over the data has; empty if somebody can."""
+    """Why the samples of one pass over the data cannot be counted, or an empty text."""
     if counted_by_the_run(s):
         return ""
     if s.mock_data:

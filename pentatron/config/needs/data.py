@@ -7,8 +7,8 @@ from pentatron.errors import UserError
 
 def reader_processes(s: Settings) -> str:
     """Processes that read batches ahead."""
-    nobody = s.num_workers == 0
-    return "there are no reader processes (--num-workers 0), so nothing is read ahead" if nobody else ""
+    none = s.num_workers == 0
+    return "there are no reader processes (--num-workers 0), so nothing is read ahead" if none else ""
 
 
 def one_data_source(s: Settings) -> str:
