@@ -8,7 +8,7 @@ from pentatron.cli.kept_batch import keep_global_batch
 from pentatron.cli.loaded_step import LAYOUT_OF_STEP, adopt_layout, nothing_to_load, use_named_step
 from pentatron.config.blend import names_files
 from pentatron.config.draft import Draft
-from pentatron.config.loaded import FREE, LOADED, adopt
+from pentatron.config.loaded import LOADED, NOT_IN_WEIGHTS, adopt
 from pentatron.config.resolve import foreseen
 from pentatron.config.run import table
 from pentatron.config.settings import Facts, unset
@@ -67,7 +67,7 @@ def _learn_from_own(draft: Draft, facts: Facts, own: "Source") -> Mapping[str, A
 
 def told_by_a_model(draft: Draft) -> set[str]:
     """The settings that nobody knows while what was to be loaded is not found."""
-    known = {name for name, item in table().items() if item.section in ("model", "moe")} - FREE
+    known = {name for name, item in table().items() if item.section in ("model", "moe")} - NOT_IN_WEIGHTS
     layout = LAYOUT_OF_STEP if draft.use_mp_args_from_checkpoint_args else ()
     return {"load", "vocab_size", *known, *TOKENIZER, *layout}
 

@@ -15,7 +15,7 @@ from pentatron.config.windows import window_of
 # Begins the origin of every setting that was taken from what is loaded.
 LOADED = "loaded from "
 # They are among the settings of the architecture but leave no trace in weights: a run chooses them anew.
-FREE = frozenset(name for name, item in table().items() if not item.in_weights)
+NOT_IN_WEIGHTS = frozenset(name for name, item in table().items() if not item.in_weights)
 # Other words for what further settings say.
 _SAID_TWICE = frozenset({"group_query_attention", "rotary_seq_len_interpolation_factor"})
 # Where they are left open they follow from others.
