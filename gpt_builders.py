@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-from pentatron.config.core import arguments
-from pentatron.config.run import RunConfig
 from pentatron.megatron.core.models.gpt import GPTModel
 from pentatron.megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -15,7 +13,9 @@ from pentatron.megatron.core.transformer.transformer_block import TransformerBlo
 from pentatron.megatron.core.transformer.transformer_config import core_of
 from pentatron.megatron.training.arguments import core_transformer_config_from_args
 from pentatron.models.gpt_model import ProcessGroups
-from pentatron.models.user_spec import user_spec
+from pentatron.models.layer_specs import user_spec
+from pentatron.settings.core import arguments
+from pentatron.settings.run import RunConfig
 
 
 def gpt_builder(

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gpt_builders import gpt_builder
-from pentatron.config.core import arguments
-from pentatron.config.run import RunConfig
 from pentatron.megatron.training import get_args
+from pentatron.settings.core import arguments
+from pentatron.settings.run import RunConfig
 
 
 def model_provider(

@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pentatron.checkpoint.format import Manifest, verify_files
 from pentatron.checkpoint.load import load_fragments
-from pentatron.checkpoint.manifest import Manifest, verify_files
-from pentatron.checkpoint.saver import Saver
+from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES, Outline, write_blocks
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Fragment, Shape, region
+from pentatron.parallel.shards import Fragment, Shape, region
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = Group(0, 1)

@@ -30,9 +30,9 @@ from pentatron.checkpoint.links import their_shapes
 from pentatron.checkpoint.streaming import in_files
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES, Outline, write_blocks
 from pentatron.hf.architecture import settings_of
-from pentatron.hf.importing import config_for
-from pentatron.hf.name_tables import links_of
-from pentatron.parallel.pieces import Shape
+from pentatron.hf.convert import config_for
+from pentatron.hf.names import links_of
+from pentatron.parallel.shards import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {

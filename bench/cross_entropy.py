@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.steps import milliseconds_in_a_row
 from pentatron.nn.linear import VocabularyHead, VocabularyTable
 from pentatron.nn.loss import CrossEntropy
-from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.parallel.axes import TensorAxis
 
 REPEATS = 5
 # The head, the stream, the labels and the words: losses.

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from bench.steps import milliseconds, synchronisations
-from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.model import MoEConfig, TransformerConfig
-from pentatron.nn.axes import Axes
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
-from pentatron.nn.options import LayerOptions
+from pentatron.nn.options import Axes, LayerOptions
 from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
-from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.shards import held_parameters
+from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.model import MoEConfig, TransformerConfig
 
 LENGTH = 4096
 

@@ -28,14 +28,13 @@ import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from bench.cpu import in_turns  # noqa: E402
-from pentatron.cli.prepare import prepare  # noqa: E402
-from pentatron.config.entry import TRAIN  # noqa: E402
+from pentatron.cli.configure import prepare  # noqa: E402
+from pentatron.generate.continue_text import Ranks, load_stages, settings_of, speaking  # noqa: E402
+from pentatron.generate.generate import Sampling, generate  # noqa: E402
+from pentatron.generate.source import open_source  # noqa: E402
 from pentatron.hf.architecture import config_of  # noqa: E402
-from pentatron.models.generate import generate  # noqa: E402
-from pentatron.models.sampling import Sampling  # noqa: E402
 from pentatron.parallel.world import single_process  # noqa: E402
-from pentatron.train.continue_text import Ranks, load_stages, settings_of, speaking  # noqa: E402
-from pentatron.train.text_source import open_source  # noqa: E402
+from pentatron.settings.entry import TRAIN  # noqa: E402
 
 
 def prompts_of(count: int, vocabulary: int) -> list[list[int]]:

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.steps import milliseconds
-from pentatron.config.model import TransformerConfig
 from pentatron.models.causal_lm import CausalLM, build_model
+from pentatron.settings.model import TransformerConfig
 
 LENGTH, WORDS = 1024, 50304
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pentatron.kernels import fp8
-from pentatron.kernels.fp8 import E4M3
+from pentatron.ops import fp8
+from pentatron.ops.fp8 import E4M3
 
 SIDES = {"cuda": 256, "cpu": 16}
 # Fewer than a GPU's queue takes: nobody waits for it.

@@ -24,19 +24,18 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.steps import milliseconds_in_a_row
-from pentatron.config.decisions import decide
-from pentatron.config.entry import TRAIN
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Facts
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
-from pentatron.nn.axes import Axes
 from pentatron.nn.compiled import Compile
-from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.linear_options import WeightScales
+from pentatron.nn.options import Axes
+from pentatron.ops.fp8_linear import WeightScales
+from pentatron.ops.split_backward import DeferredGradients
 from pentatron.parallel.world import single_process
-from pentatron.train.device_facts import device_facts
-from pentatron.train.model_options import model_options
+from pentatron.settings.decisions import decide
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Facts
+from pentatron.train.model import device_facts, model_options
 
 LAYERS, WARM, TIMED = 4, 3, 8
 DEVICE = torch.device("cuda")

@@ -22,13 +22,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from pentatron.data.blending import greedy_order  # noqa: E402
 from pentatron.data.gpt_dataset import GPTDataset  # noqa: E402
-from pentatron.data.greedy import greedy_order  # noqa: E402
-from pentatron.data.index_cache import IndexCache  # noqa: E402
 from pentatron.data.indexed import IndexedDataset  # noqa: E402
 from pentatron.data.loader import build_loader  # noqa: E402
 from pentatron.data.pair_writer import IndexedDatasetWriter  # noqa: E402
-from pentatron.data.sampling import build_sample_index  # noqa: E402
+from pentatron.data.sampling import IndexCache, build_sample_index  # noqa: E402
 
 SEED = 1234
 BUILD_GOAL, OPEN_GOAL, LOADER_GOAL = 1.5, 0.050, 20e6

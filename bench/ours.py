@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.kernel_groups import GRADIENT_NORM, OPTIMIZER
 from bench.steps import SHAPES, Case, Server, Step
+from pentatron.cli.configure import prepare
 from pentatron.cli.environment import Worker
-from pentatron.cli.prepare import prepare
 from pentatron.cli.train import joined_run
-from pentatron.config.entry import TRAIN
 from pentatron.data.loader import Batch
+from pentatron.settings.entry import TRAIN
 from pentatron.train.batches import micro_batches
 from pentatron.train.program import CONFIGURED
 from pentatron.train.session import Session, open_session

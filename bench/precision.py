@@ -38,10 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from pentatron.config.entry import TRAIN
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Facts
 from pentatron.parallel.world import single_process
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Facts
 from pentatron.train.session import run_training
 
 ROOT = Path(__file__).parents[1]

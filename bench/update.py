@@ -19,9 +19,8 @@ from torch.optim.adamw import adamw
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import steps
-from pentatron.kernels.adamw_triton import Numbers, OnePass, Target
-from pentatron.kernels.squares_triton import Squares
-from pentatron.optim.clip import squared_norm
+from pentatron.ops.triton_update import Numbers, OnePass, Squares, Target
+from pentatron.optim.update_rules import squared_norm
 
 _DEVICE = torch.device("cuda")
 _NUMBERS = Numbers(1e-5, 0.1, 0.9, 0.95, 1e-8, 5)

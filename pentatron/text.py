@@ -3,6 +3,7 @@
 Every package may import this module; it imports none of them.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -144,3 +145,61 @@ def redacted_value(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(redacted_value(item) for item in value)
     return value
+
+
+# JSON that a stranger may have written.
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text holds; whatever is wrong with it is a ValueError, also that it is nested without end."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested without end") from None
+
+
+# An escape that is half of a pair, unless its other half is beside it.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_document(text: str) -> Any:
+    """The same of a document whose texts are printed and written again, so all of them must be characters."""
+    found = parse_json(text)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text in it has half a surrogate pair, which is no character") from None
+    return found
+
+
+# The place where processes meet.
+
+
+def meeting_point(url: str) -> tuple[str, int] | None:
+    """`tcp://host:1234` → (host, 1234), or None if it does not look so."""
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    if not url.startswith("tcp://") or not host or not (port.isascii() and port.isdigit()):
+        return None
+    # The brackets around an IPv6 address belong to the URL, not to the address.
+    return (host.strip("[]"), int(port)) if 1 <= int(port) <= 65535 else None
+
+
+# Divisibility, put into the words an error message needs.
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors, smallest first."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def either(choices: list[int], limit: int = 12) -> str:
+    """`[1, 2, 3]` becomes `1, 2 or 3`; a long list keeps its ends."""
+    if len(choices) > limit:
+        shown = [*map(str, choices[: limit - 2]), "...", str(choices[-1])]
+    else:
+        shown = [str(c) for c in choices]
+    if len(shown) == 1:
+        return shown[0]
+    return f"{', '.join(shown[:-1])} or {shown[-1]}"

@@ -22,7 +22,7 @@ from pictures.zero import zero_stages  # noqa: E402
 
 from bench.performance_page import read_results  # noqa: E402
 from bench.whole_page import RESULTS  # noqa: E402
-from pentatron.cli.timeline import picture  # noqa: E402
+from pentatron.cli.layout import picture  # noqa: E402
 from pentatron.layout.check import check  # noqa: E402
 from pentatron.layout.ranks import Grid  # noqa: E402
 from pentatron.layout.schedules import training_schedule  # noqa: E402

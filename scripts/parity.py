@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from pentatron.train.comparison import (  # noqa: E402
+from pentatron.compare.trial import (  # noqa: E402
     GRADIENTS,
     NUMBERS,
     SMALL,

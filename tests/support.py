@@ -1,9 +1,9 @@
 """Small configurations for tests."""
 
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.model import TransformerConfig
-from pentatron.config.resolve import Resolved, gather, resolve
-from pentatron.config.settings import Facts
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.model import TransformerConfig
+from pentatron.settings.resolve import Resolved, gather, resolve
+from pentatron.settings.settings import Facts
 
 # std 0.1 and a large epsilon: default initialisation and Adam hide wrong gradients.
 REVEALING = "--init-method-std 0.1 --adam-eps 1e-6 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1"

@@ -12,26 +12,26 @@ import torch
 from torch import nn
 
 import pentatron.train.compilation as compilation
-import pentatron.train.parallel_model as parallel_model
-from pentatron.config.decided import Decisions, DeviceFacts
-from pentatron.config.decisions import decide
-from pentatron.config.notices import notices_of_decisions
-from pentatron.config.run import RunConfig, table
+import pentatron.train.model as parallel_model
 from pentatron.errors import ConfigError, UserError
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn import compiled
 from pentatron.nn.experts import Experts
 from pentatron.nn.linear import WeightedModule
 from pentatron.nn.mlp import MLP
-from pentatron.optim import rules
+from pentatron.ops.matmul import one_kernel_can
+from pentatron.optim import update_rules
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.grouped import one_kernel_can
 from pentatron.parallel.reduction import WholeReduction
 from pentatron.parallel.world import single_process
 from pentatron.plan.shape import Shape
+from pentatron.settings.decision_types import Decisions, DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.resolve import notices_of_decisions
+from pentatron.settings.run import RunConfig, table
 from pentatron.train.graphs import record_steps
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from tests.harness import run_distributed
 from tests.optim.tiny import here
 from tests.support import LLAMA, resolved
@@ -256,8 +256,8 @@ class OnePass:
 
 def updates_in_one_pass(model: ParallelModel) -> bool:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rules, "_suits_one_pass", lambda parts: True)
-        patched.setitem(sys.modules, "pentatron.optim.one_pass", SimpleNamespace(OnePassAdam=OnePass))
+        patched.setattr(update_rules, "_suits_one_pass", lambda parts: True)
+        patched.setitem(sys.modules, "pentatron.optim.fused_adamw", SimpleNamespace(OnePassAdam=OnePass))
         return isinstance(optimizer_of(model)._update, OnePass)
 
 

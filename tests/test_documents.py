@@ -8,8 +8,8 @@ import pytest
 
 from pentatron.cli.launch import USAGE
 from pentatron.cli.main import main
-from pentatron.config.entry import TRAIN
-from pentatron.config.resolve import gather
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.resolve import gather
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]

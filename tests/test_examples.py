@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.presets import presets
-from pentatron.config.resolve import gather
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.presets import presets
+from pentatron.settings.resolve import gather
 
 ROOT = Path(__file__).resolve().parents[1]
 _QWEN = "examples/post_training/modelopt/conf/Qwen"

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
 from tests.support import resolved
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
@@ -13,17 +13,17 @@ DECIDING = {
     *decide(resolved().config, DeviceFacts()).idle,
     *("compile", "cuda_graphs", "fused_cross_entropy", "fp8_format"),
 }
-DECIDES = {"config/decisions.py", "config/optimizer_decisions.py"}
+DECIDES = {"settings/decisions.py"}
 # Readers that decide nothing.
 ALLOWED = {
-    "config/parallel.py": "the declaration names the precision in words",
-    "config/core.py": "Megatron's name for a setting, asked by layers of users",
+    "settings/parallel.py": "the declaration names the precision in words",
+    "settings/core.py": "Megatron's name for a setting, asked by layers of users",
     "models/layer_specs.py": "the words of a spec, which ask for what the settings ask for",
     "megatron/arguments.py": "Megatron's name for a setting, in get_args()",
-    "config/precision_rules.py": "rules that refuse what fp8 cannot be combined with",
-    "config/zero_rules.py": "a rule that refuses ZeRO 3 with an optimizer in host memory",
-    "config/rules.py": "a rule that refuses CUDA graphs where they are impossible",
-    "config/needs/run.py": "the need of --memory-snapshot-path, which is that a history was asked for",
+    "settings/model_rules.py": "rules that refuse what fp8 cannot be combined with",
+    "settings/layout_rules.py": "a rule that refuses ZeRO 3 with an optimizer in host memory",
+    "settings/rules.py": "a rule that refuses CUDA graphs where they are impossible",
+    "settings/needs.py": "the need of --memory-snapshot-path, which is that a history was asked for",
     "plan/search.py": "varies the setting, as a remedy for too little memory",
     "plan/advice.py": "compares with a layout in which the setting is varied",
     "cli/plan.py": "refuses what the GPU of a plan cannot, before anything is resolved",

@@ -1,4 +1,4 @@
-"""`config/parameters.py` alone says which parameters a model has. Layers hold these, and plans count them."""
+"""`settings/parameters.py` alone says which parameters a model has. Layers hold these, and plans count them."""
 
 import ast
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentatron.config import parameters
-from pentatron.config.parameters import LinearSizes, Parameter
-from pentatron.config.run import RunConfig
+from pentatron.compare.reshard import _world
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
-from pentatron.nn.axes import axes_of
-from pentatron.parallel.pieces import held_parameters
-from pentatron.plan.held import parameters_of, total_parameters
+from pentatron.nn.options import axes_of
+from pentatron.parallel.shards import held_parameters
 from pentatron.plan.shape import Shape
-from pentatron.train.stored_as import _world
+from pentatron.plan.static_memory import parameters_of, total_parameters
+from pentatron.settings import parameters
+from pentatron.settings.parameters import LinearSizes, Parameter
+from pentatron.settings.run import RunConfig
 from tests.support import LLAMA, resolved
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
@@ -169,7 +169,7 @@ SAYS = frozenset(
     "max_position_embeddings moe_shared_expert_intermediate_size moe_shared_expert_gate".split()
 )
 # Megatron's published formula; the work that recompute repeats, by the widths that one token passes.
-OTHERS = {"plan/footprint.py": SAYS, "plan/timing.py": {"ffn_hidden_size", "moe_ffn_hidden_size"}}
+OTHERS = {"plan/fit.py": SAYS, "plan/timing.py": {"ffn_hidden_size", "moe_ffn_hidden_size"}}
 
 
 def reads(path: str, source: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Sizes are formatted by `text.py`, JSON is printed by `cli/report_output.py`, and options are read by `cli/options.py`."""
+"""Sizes are formatted by `text.py`, JSON is printed by `cli/output.py`, and options are read by `cli/options.py`."""
 
 import ast
 import re
@@ -90,7 +90,7 @@ def printed_json(node: ast.AST) -> Iterator[str]:
 
 
 def test_json_is_printed_in_one_module() -> None:
-    assert in_files(COMMANDS, printed_json).keys() == {"cli/report_output.py"}
+    assert in_files(COMMANDS, printed_json).keys() == {"cli/output.py"}
 
 
 def test_json_that_a_command_prints_itself_is_seen() -> None:
@@ -113,7 +113,7 @@ def options_by_hand(node: ast.AST) -> Iterator[str]:
         module = node.module if isinstance(node, ast.ImportFrom) else None
         if names & {"argparse", "optparse", "getopt"} or (module == "argparse" and names != {"Namespace"}):
             yield f"line {node.lineno}: {ast.unparse(node)}"
-        if module == "pentatron.config.flags" and "normal" in names:
+        if module == "pentatron.settings.command_line" and "normal" in names:
             yield f"line {node.lineno}: reads flags itself"
     constants: list[ast.expr] = []
     if isinstance(node, ast.Compare):
@@ -146,7 +146,7 @@ def test_options_that_a_command_reads_itself_are_seen() -> None:
     for wrong in (
         "import argparse",
         "from argparse import ArgumentParser",
-        "from pentatron.config.flags import is_flag, normal",
+        "from pentatron.settings.command_line import is_flag, normal",
         "as_json = '--json' in words",
         "if word == '--draw': pass",
         "word.startswith('--tensors=')",

@@ -2,17 +2,77 @@
 
 import csv
 import io
+import shutil
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pentatron.bench import plot_results
 from pentatron.bench.candidates import Candidate
-from pentatron.bench.measure import Measured
-from pentatron.config.run import RunConfig
-from pentatron.files import write_file
-from pentatron.monitor.aims import LEAST_UTILISATION, MOST_COMMUNICATION
+from pentatron.errors import UserError
+from pentatron.files import numbered, rename, write_file
+from pentatron.monitor.metrics import read_metrics
+from pentatron.monitor.view import LEAST_UTILISATION, MOST_COMMUNICATION
+from pentatron.settings.run import RunConfig
 from pentatron.text import in_digits, in_mib
+
+# What the metrics of a finished run say about its layout.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates are of the median step. Shares are of the seconds of all ranks; None: not measured.
+
+    `collective_share`: standing still in collectives that no computation hid; `message_share`: waiting for messages of a
+    pipeline, which includes its bubble.
+    """
+
+    step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float
+    memory_bytes: Sequence[int]
+    collective_share: float | None
+    message_share: float | None
+    utilisation: float | None
+    steps: int
+
+    @property
+    def communication_share(self) -> float | None:
+        if self.collective_share is None or self.message_share is None:
+            return None
+        return self.collective_share + self.message_share
+
+
+def measure(metrics: Path, warmup: int, batch: int) -> Measured:
+    """From the steps after the first `warmup`."""
+    rows = [row for row in read_metrics(metrics) if row["step"] > warmup and "seconds" in row]
+    if not rows:
+        raise UserError(f"{metrics} has no step after the {warmup} of the warm-up")
+    seconds = statistics.median(row["seconds"] for row in rows)
+    tokens = statistics.median(row["tokens"] for row in rows)
+    ranks = [row["ranks"] for row in rows if "ranks" in row]
+    busy = _total(ranks, "busy_seconds")
+    collectives, messages = _total(ranks, "collective_seconds"), _total(ranks, "message_seconds")
+    # Seconds that do not add up to anything would be a share of nothing.
+    whole = busy + collectives + messages if any("busy_seconds" in r for r in ranks) else 0.0
+    percentages = [p for r in ranks for p in r.get("gpu_utilisation", ())]
+    return Measured(
+        step_seconds=seconds,
+        samples_per_second=batch / seconds,
+        tokens_per_second=tokens / seconds,
+        memory_bytes=[max(of_rank) for of_rank in zip(*(r["memory_bytes"] for r in ranks))],
+        collective_share=collectives / whole if whole else None,
+        message_share=messages / whole if whole else None,
+        utilisation=statistics.mean(percentages) if percentages else None,
+        steps=len(rows),
+    )
+
+
+def _total(ranks: Sequence[dict[str, Any]], name: str) -> float:
+    return sum(sum(r.get(name, ())) for r in ranks)
+
 
 Status = Literal["ok", "failed", "refused", "not run"]
 
@@ -181,3 +241,48 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
             f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim: {enough} of {len(used)} layouts"
         )
     return found
+
+
+# The folder of a sweep's results; that of an earlier sweep is kept.
+
+
+@dataclass(frozen=True)
+class ResultsFolder:
+    path: Path
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.csv"
+
+    def run(self, layout: str) -> Path:
+        """Where a layout trains: its settings, log and metrics."""
+        return self.path / "runs" / layout.replace(" ", "-")
+
+    def output(self, layout: str) -> Path:
+        """What its processes said."""
+        return self.path / "output" / layout.replace(" ", "-")
+
+    def open(self) -> Path | None:
+        """Makes the folder; returns where an earlier one went."""
+        moved = None
+        try:
+            if self.path.is_dir() and any(self.path.iterdir()):
+                moved = self._move_aside()
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Beside the results, so that they can be drawn where this package is not installed.
+            shutil.copyfile(plot_results.__file__, self.path / "plot_results.py")
+        except OSError as error:
+            raise UserError(
+                f"the folder {self.path} cannot be used for results ({error.strerror}); name another with --out"
+            ) from None
+        return moved
+
+    def _move_aside(self) -> Path:
+        if not self.summary.exists() and not (self.path / "plot_results.py").exists():
+            raise UserError(
+                f"{self.path} holds other files than a benchmark's, so it is not moved aside; name another folder with --out"
+            )
+        whole = self.path.resolve()
+        aside = numbered(whole, ".")
+        rename(whole, aside)
+        return aside

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest, StoredPiece, TensorRecord
+from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, StoredPiece, TensorRecord
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, blocks, holds
 from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.errors import UserError
-from pentatron.parallel.pieces import Fragment, Shape, overlap, region
+from pentatron.parallel.shards import Fragment, Shape, overlap, region
 
 WEIGHTS = "weights/"
 # Of experts' routers: what is moved by counts, not by gradients.

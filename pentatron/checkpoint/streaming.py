@@ -1,17 +1,20 @@
 """A step written by one process, block by block, that never has the whole of it in memory."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord, piece_key
-from pentatron.checkpoint.parts import with_sums
+from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, piece_key, with_sums
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, Outline, Read, write_blocks
-from pentatron.parallel.pieces import Shape
+from pentatron.monitor.display import Display
+from pentatron.parallel.shards import Shape
+from pentatron.text import decimal_rate, decimal_size
 
 # A rectangle of a tensor: its name, where it begins, and its size.
 Rectangle = tuple[str, Shape, Shape]
@@ -112,3 +115,46 @@ def _within(places: Mapping[str, Rectangle], read: Read) -> Read:
         return read(name, tuple(i + j for i, j in zip(at, start, strict=True)), size)
 
     return part
+
+
+# How far a conversion is, and how fast.
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was written."""
+
+    parameters: int
+    tensors: int
+    bytes: int
+    seconds: float
+
+    def sentence(self) -> str:
+        return (
+            f"{self.parameters:,} parameters in {self.tensors} tensors, {decimal_size(self.bytes)}, in {self.seconds:.1f} s "
+            f"({decimal_rate(self.bytes, self.seconds)})"
+        )
+
+
+class Progress:
+    """Counts the bytes that pass through a reader, and shows them."""
+
+    def __init__(self, display: Display, what: str, total: int) -> None:
+        self.display, self.what, self.total = display, what, total
+        self.done, self._start = 0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    def counting(self, read: Read) -> Read:
+        def counted(name: str, start: Shape, size: Shape) -> Tensor:
+            values = read(name, start, size)
+            self.add(values.nbytes)
+            return values
+
+        return counted
+
+    def add(self, count: int) -> None:
+        self.done += count
+        self.display.work(self.what, self.done, self.total, decimal_rate(self.done, self.seconds))

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from pentatron.checksums import CRC32, ThreadedBlockSums, crc32_of_range
-from pentatron.config.parsing import parse_json
 from pentatron.files import sync, sync_data
-from pentatron.parallel.pieces import Shape, region
-from pentatron.parallel.values import sendable
+from pentatron.parallel.encoding import sendable
+from pentatron.parallel.shards import Shape, region
+from pentatron.text import parse_json
 
 # At most so much is copied at a time, whatever the size of a tensor. Larger blocks are slower: each is new memory, which the
 # kernel clears page by page, where smaller ones are used again.

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checksums import CRC32, SHA256
-from pentatron.config.parsing import parse_document
-from pentatron.config.run import table
-from pentatron.config.settings import Settings
-from pentatron.text import binary_size, one_line
+from pentatron.settings.run import table
+from pentatron.settings.settings import Settings
+from pentatron.text import binary_size, one_line, parse_document
 
 # Sizes that must be above 0 where they are given.
 _COUNTS = (

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.bench.candidates import Candidate
-from pentatron.bench.folder import ResultsFolder
-from pentatron.bench.measure import measure
-from pentatron.bench.results import Row
+from pentatron.bench.results import ResultsFolder, Row, measure
+from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.environment import prepare_for_workers
-from pentatron.cli.prepare import Prepared, prepare
-from pentatron.config.entry import EntryPoint
-from pentatron.config.run import table
 from pentatron.errors import ConfigError, UserError
+from pentatron.settings.entry import EntryPoint
+from pentatron.settings.run import table
 
 # Every step is measured, and nothing is shown or kept.
 HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
@@ -82,8 +80,8 @@ class Progress:
 def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progress | None) -> Row:
     from pentatron.bench.processes import free_port
     from pentatron.cli.bench_rank import Job, reason_of_failure, work
-    from pentatron.config.flops import step_flops
     from pentatron.devices import chip_of
+    from pentatron.settings.parameters import step_flops
 
     words, prepared, reason = prepared_layout(sweep, layout)
     row = Row(layout, "refused", sweep.processes, command_of(sweep, layout, prepared), reason)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pentatron.cli.main import guarded
 from pentatron.cli.train import train
-from pentatron.config.entry import EntryPoint
+from pentatron.settings.entry import EntryPoint
 
 # Imported here, before the processes are forked, rather than in each of them.
 from pentatron.train import session as _session  # noqa: F401

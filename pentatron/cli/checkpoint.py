@@ -10,20 +10,61 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pentatron.cli.convert import until_stopped
-from pentatron.cli.file_errors import file_errors_told
-from pentatron.cli.help import section_help
-from pentatron.cli.options import Options, flags_of, option, options_help, read, read_among, synopsis
-from pentatron.cli.report_output import say_json
-from pentatron.cli.terminal import remark, say
-from pentatron.config.flags import did_you_mean, is_flag
-from pentatron.config.limits import ONE_OR_MORE, ZERO_OR_MORE, Limit
+from pentatron.cli.options import (
+    Options,
+    flags_of,
+    option,
+    options_help,
+    read,
+    read_among,
+    section_help,
+    synopsis,
+)
+from pentatron.cli.output import file_errors_told, remark, say, say_json
 from pentatron.errors import UserError
+from pentatron.settings.command_line import did_you_mean, is_flag
+from pentatron.settings.declaration import ONE_OR_MORE, ZERO_OR_MORE, Limit
 from pentatron.text import counted, decimal_size
 
 if TYPE_CHECKING:
-    from pentatron.checkpoint.checking import Problem
+    from pentatron.checkpoint.streaming import Progress
+    from pentatron.checkpoint.verify import Problem
     from pentatron.checksums import Tell
-    from pentatron.hf.progress import Progress
+
+# What a folder holds that is no checkpoint of ours, told by the names of its files alone: nothing is opened.
+
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def foreign_kind(path: Path) -> str | None:
+    """A sentence about a folder of another program, with what can be done with it; None: nothing that is known."""
+    if not path.is_dir():
+        return None
+    steps = sorted(p.name for p in path.glob("iter_*") if p.is_dir())
+    inside = path / steps[-1] if steps else path
+    said = f" ({counted(len(steps), 'step')}, up to {steps[-1]})" if steps else ""
+    if (inside / ".metadata").exists() or next(inside.glob("*.distcp"), None) is not None:
+        return f"a checkpoint of torch.distributed, as Megatron-LM's torch_dist format has it{said}; its metadata is pickle"
+    if next(inside.glob("mp_rank_*"), None) is not None:
+        return f"a checkpoint of Megatron-LM in its legacy format, a pickled file for each rank{said}"
+    if next(inside.glob("global_step*"), None) is not None or (path / "zero_to_fp32.py").exists():
+        return "a checkpoint of DeepSpeed, in pickled files"
+    if (path / "config.json").is_file():
+        weights = sorted(p.name for p in path.glob("*.safetensors"))
+        pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
+        held = (
+            counted(len(weights), "safetensors file")
+            if weights
+            else f"{pickled[0]} alone, which is pickle"
+            if pickled
+            else "no weights"
+        )
+        return f"a Hugging Face folder with {held}; load it with --load, or import it with: pentatron import {path} OUT"
+    if next((p for pattern in _PICKLED for p in path.glob(pattern)), None) is not None:
+        return "a folder with pickled files, which are not read here: reading them may run code"
+    return None
+
 
 _BAR = ("auto", "on", "off")
 
@@ -127,7 +168,7 @@ def checkpoint_command(words: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> int:
     asks = "--help" in words or "-h" in words
     if asks and words[0] == "reshard":
-        from pentatron.train.resharding import ENTRY
+        from pentatron.compare.reshard import ENTRY
 
         say("\n".join([RESHARD_USAGE, *section_help(ENTRY, "parallel")]))
         return 0
@@ -160,7 +201,7 @@ def _inspect(words: Sequence[str]) -> int:
 
 def _verify(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(VerifyOptions, words, 1, None, "verify PATH")
-    from pentatron.checkpoint.checking import check_numbers, check_sums, open_manifest
+    from pentatron.checkpoint.verify import check_numbers, check_sums, open_manifest
     from pentatron.monitor.display import Silent, open_display
 
     folders = [folder for path in paths for folder in step_folders(Path(path))]
@@ -219,7 +260,6 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def nothing_at(path: Path) -> UserError:
-    from pentatron.checkpoint.foreign import foreign_kind
 
     if not path.exists():
         return UserError(f"{path} does not exist; name a run, its checkpoints, or one step of them")
@@ -229,7 +269,7 @@ def nothing_at(path: Path) -> UserError:
 
 
 def _progress(display: Any, what: str, total: int) -> "Progress":
-    from pentatron.hf.progress import Progress
+    from pentatron.checkpoint.streaming import Progress
 
     return Progress(display, what, total)
 
@@ -252,7 +292,7 @@ def _diff(words: Sequence[str]) -> int:
 
 
 def _reshard(words: Sequence[str]) -> int:
-    from pentatron.train.resharding import ENTRY
+    from pentatron.compare.reshard import ENTRY
 
     plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
     entry = dataclasses.replace(ENTRY, own=flags_of(ReshardOptions))
@@ -264,11 +304,10 @@ def _reshard(words: Sequence[str]) -> int:
 
 
 def _run_reshard(source: Path, out: Path, words: Sequence[str], own: ReshardOptions) -> int:
-    from pentatron.checkpoint.find import find_step
-    from pentatron.checkpoint.manifest import verify_files
-    from pentatron.checkpoint.survey import layout_words
+    from pentatron.checkpoint.find import find_step, layout_words
+    from pentatron.checkpoint.format import verify_files
+    from pentatron.compare.reshard import layout_for, reshard
     from pentatron.monitor.display import open_display
-    from pentatron.train.resharding import layout_for, reshard
 
     found, complaints = find_step(source, None if own.no_check else verify_files)
     config = layout_for(found, words)

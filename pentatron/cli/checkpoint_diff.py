@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint import DiffOptions, nothing_at, read_checkpoint_options
-from pentatron.cli.report_output import show
-from pentatron.cli.terminal import remark
+from pentatron.cli.output import remark, show_report
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.compare import Difference, Side
@@ -45,10 +44,9 @@ class _Compared:
 
 def diff(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(DiffOptions, words, 2, 2, "diff A B")
-    from pentatron.checkpoint.compare import compare_tensor, differing_values
-    from pentatron.checkpoint.digest import NO_STATE
+    from pentatron.checkpoint.compare import NO_STATE, compare_tensor, differing_values
     from pentatron.checkpoint.load import WEIGHTS
-    from pentatron.hf.progress import Progress
+    from pentatron.checkpoint.streaming import Progress
     from pentatron.monitor.display import Silent, open_display
 
     with contextlib.ExitStack() as closing:
@@ -78,13 +76,13 @@ def diff(words: Sequence[str]) -> int:
     if not same:
         _tell_of_damage([one.step for one in (ours, theirs) if one.step is not None])
     compared = _Compared(paths, same, told, differing, beyond, len(common), options.tolerance)
-    show(compared, options.json, _as_text, _as_data)
+    show_report(compared, options.json, _as_text, _as_data)
     return 0 if same else 1
 
 
 def _tell_of_damage(steps: "Sequence[Found]") -> None:
     """Two steps may differ because one of them is no longer what was saved."""
-    from pentatron.checkpoint.checking import check_sums
+    from pentatron.checkpoint.verify import check_sums
 
     for step in steps:
         for problem in check_sums(step.folder, step.manifest, min(8, os.cpu_count() or 1), lambda _: None):
@@ -95,7 +93,7 @@ def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
     from pentatron.checkpoint.compare import Side
     from pentatron.checkpoint.find import find_step, is_step, steps_at
     from pentatron.checkpoint.load import StepReader
-    from pentatron.train.resharding import outlines_of
+    from pentatron.compare.reshard import outlines_of
 
     if not is_step(path) and steps_at(path) is None:
         if (path / "config.json").is_file():
@@ -113,8 +111,8 @@ def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
     from pentatron.checkpoint.compare import Side
     from pentatron.checkpoint.load import WEIGHTS
     from pentatron.hf.architecture import settings_in
+    from pentatron.hf.convert import ImportOptions, config_for, tensors_of
     from pentatron.hf.folder import open_folder
-    from pentatron.hf.importing import ImportOptions, config_for, tensors_of
 
     folder = closing.enter_context(open_folder(path))
     outlines, read = tensors_of(folder, config_for(settings_in(folder)), ImportOptions())

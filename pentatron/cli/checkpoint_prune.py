@@ -2,25 +2,72 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pentatron.checkpoint.lock import FolderLock, folder_lock
+from pentatron.checkpoint.retention import Retention, read_bases, remove_steps
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.checkpoint.verify import Problem, check_sums, open_manifest
+from pentatron.checksums import Tell
 from pentatron.cli.checkpoint import PruneOptions, nothing_at, read_checkpoint_options
-from pentatron.cli.report_output import show
+from pentatron.cli.output import show_report
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 from pentatron.text import counted, decimal_size
 
-if TYPE_CHECKING:
-    from pentatron.checkpoint.pruning import Pruning
+# Removing old steps by hand, with nobody writing them: the newest one that is whole, sums compared, always
+# stays.
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """`verified` stays whatever the rule says, as do `bases`; `damaged` are newer than it, and stay to be looked at."""
+
+    removed: list[Path]
+    kept: list[Path]
+    verified: Path
+    bases: list[Path]
+    damaged: list[Problem]
+
+
+def exclusive_access(steps: Path) -> AbstractContextManager[FolderLock]:
+    """Holds the folder of steps, as a job does that saves there."""
+    return folder_lock(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)")
+
+
+def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Pruning:
+    """What would go. Reads the newest step whole, and older ones only if it is damaged."""
+    names = read_bases(steps) or frozenset()
+    found = CheckpointStore(steps, keep=None).steps()
+    own, bases = ([p for p in found if (p.name in names) is of] for of in (False, True))
+    damaged: list[Problem] = []
+    for number in range(len(own), 0, -1):
+        step = own[number - 1]
+        manifest, problems = open_manifest(step)
+        if manifest is not None:
+            problems = check_sums(step, manifest, threads, tell)
+        if not problems:
+            removed = rule.outdated(own[:number], protected=[step])
+            kept = [p for p in own if p not in removed]
+            return Pruning(removed, kept, step, bases, damaged)
+        damaged += problems[:1]
+    reason = damaged[0].sentence if damaged else "there are only steps that a run began from"
+    raise UserError(
+        f"no step of {steps} can be trusted to be the one that stays ({reason}); nothing is removed"
+    )
+
+
+def prune_steps(steps: Path, pruning: Pruning) -> None:
+    remove_steps(steps, pruning.removed)
 
 
 def prune(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(PruneOptions, words, 1, 1, "prune PATH --keep N")
     if not options.dry_run:
         outlive_output()
-    from pentatron.checkpoint import pruning
     from pentatron.checkpoint.find import is_step, steps_at
     from pentatron.checkpoint.retention import Retention
 
@@ -32,13 +79,13 @@ def prune(words: Sequence[str]) -> int:
         raise nothing_at(path)
     steps = steps.resolve()
     rule = Retention(options.keep, options.keep_every or None)
-    with pruning.exclusive_access(steps):
-        planned = pruning.plan_pruning(steps, rule, min(8, os.cpu_count() or 1), lambda _: None)
+    with exclusive_access(steps):
+        planned = plan_pruning(steps, rule, min(8, os.cpu_count() or 1), lambda _: None)
         sizes = {step: _bytes(step) for step in planned.removed}
         if not options.dry_run:
-            pruning.prune(steps, planned)
+            prune_steps(steps, planned)
     report = _Pruned(steps, planned, sizes, options.dry_run)
-    show(report, options.json, _as_text, _as_data)
+    show_report(report, options.json, _as_text, _as_data)
     return 0
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint import InspectOptions, nothing_at, read_checkpoint_options
-from pentatron.cli.report_output import show
-from pentatron.config.settings import Settings
+from pentatron.cli.output import show_report
 from pentatron.errors import UserError
+from pentatron.settings.settings import Settings
 from pentatron.text import counted, decimal_size
 
 if TYPE_CHECKING:
-    from pentatron.checkpoint.manifest import Manifest
-    from pentatron.checkpoint.survey import StepFacts
+    from pentatron.checkpoint.find import StepFacts
+    from pentatron.checkpoint.format import Manifest
 
 _SHOWN_FILES = 12
 # What people look for first in the state of a run; --json has all of it.
@@ -36,7 +36,7 @@ def inspect(words: Sequence[str]) -> int:
         paths, pattern = [str(pattern)], "*"
     if not paths:
         raise UserError("say which checkpoint: pentatron checkpoint inspect PATH")
-    from pentatron.checkpoint.survey import survey
+    from pentatron.checkpoint.find import survey
 
     found = survey(Path(paths[0]))
     if not found:
@@ -45,7 +45,7 @@ def inspect(words: Sequence[str]) -> int:
         pattern = pattern or "*"
     if len(found) > 1 and pattern is not None:
         raise UserError(f"--tensors and --stats want one step: name it, such as {found[-1].folder}")
-    show(
+    show_report(
         found,
         options.json,
         lambda found: _table(found) if len(found) > 1 else _step_lines(found[0], pattern, options.stats),
@@ -55,7 +55,7 @@ def inspect(words: Sequence[str]) -> int:
 
 
 def _table(found: "Sequence[StepFacts]") -> list[str]:
-    from pentatron.checkpoint.survey import is_resumable, layout_words
+    from pentatron.checkpoint.find import is_resumable, layout_words
 
     head = ("step", "saved", "size", "files", "layout", "holds", "state")
     rows = []
@@ -98,7 +98,7 @@ def _table(found: "Sequence[StepFacts]") -> list[str]:
 
 
 def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> Iterator[str]:
-    from pentatron.checkpoint.survey import is_resumable, layout_words
+    from pentatron.checkpoint.find import is_resumable, layout_words
 
     yield f"{facts.folder}: {facts.state}"
     if facts.manifest is None:
@@ -140,8 +140,8 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
 
 
 def _model(manifest: "Manifest") -> str:
+    from pentatron.checkpoint.find import count_elements
     from pentatron.checkpoint.load import WEIGHTS
-    from pentatron.checkpoint.survey import count_elements
 
     sections = {name: manifest.config.get(name, {}) for name in ("model", "moe")}
     made = Settings.of_sections(sections)
@@ -190,7 +190,7 @@ def _learning_rate(manifest: "Manifest") -> str:
 
 def _environment(state: Mapping[str, Any]) -> str:
     """What it was computed with, where that is recorded."""
-    from pentatron.train.environment import told
+    from pentatron.train.preflight import told
 
     saved = state.get("environment")
     try:
@@ -208,7 +208,7 @@ def _pairs(table: Any) -> str:
 
 def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Iterator[dict[str, Any]]:
     from pentatron.checkpoint.load import StepReader
-    from pentatron.checkpoint.statistics import statistics_of
+    from pentatron.checkpoint.verify import statistics_of
 
     manifest = facts.manifest
     assert manifest is not None
@@ -256,7 +256,7 @@ def _short(value: float | None) -> str:
 
 
 def _step_data(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> dict[str, Any]:
-    from pentatron.checkpoint.survey import is_resumable, layout_words
+    from pentatron.checkpoint.find import is_resumable, layout_words
 
     data: dict[str, Any] = {
         "folder": str(facts.folder),

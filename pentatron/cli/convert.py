@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pentatron.cli.options import Options, option, options_help, read
-from pentatron.cli.terminal import complain, say
+from pentatron.cli.output import complain, say
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from pentatron.checkpoint.store import Found
-    from pentatron.hf.exporting import ExportOptions as Chosen
+    from pentatron.hf.convert import ExportOptions as Chosen
 
 _UNITS = {
     "": 1,
@@ -130,11 +130,10 @@ def _convert(
 
 def run_import(source: str, out: Path, options: ImportOptions) -> int:
     from pentatron.checkpoint.find import find_step
+    from pentatron.hf.convert import ImportOptions as Chosen
+    from pentatron.hf.convert import compare_logits, import_folder, require_transformers
     from pentatron.hf.hub import resolve_folder
-    from pentatron.hf.importing import ImportOptions as Chosen
-    from pentatron.hf.importing import import_folder
     from pentatron.hf.small_files import tokenizer_files
-    from pentatron.hf.verify import compare_logits, require_transformers
     from pentatron.monitor.display import open_display
 
     if options.verify:
@@ -165,12 +164,11 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
 
 def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     from pentatron.checkpoint.find import find_step, followed, is_step, megatron_step, steps_at
-    from pentatron.checkpoint.manifest import DamagedCheckpoint, Manifest
-    from pentatron.hf.exporting import DamagedStep
-    from pentatron.hf.exporting import ExportOptions as Chosen
+    from pentatron.checkpoint.format import DamagedCheckpoint, Manifest
+    from pentatron.hf.convert import DamagedStep, require_transformers
+    from pentatron.hf.convert import ExportOptions as Chosen
     from pentatron.hf.small_files import tokenizer_files
-    from pentatron.hf.verify import require_transformers
-    from pentatron.interchange.found import read_megatron
+    from pentatron.interchange.reading import read_megatron
 
     if options.verify:
         require_transformers()
@@ -207,11 +205,10 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
 def _export_found(
     found: "Found", notes: Sequence[str], out: Path, chosen: "Chosen", options: ExportOptions
 ) -> int:
-    from pentatron.hf.exporting import export_step, trained_dtype
+    from pentatron.generate.source import tokenizer_place
+    from pentatron.hf.convert import compare_logits, export_step, trained_dtype
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
-    from pentatron.hf.verify import compare_logits
     from pentatron.monitor.display import open_display
-    from pentatron.train.text_source import tokenizer_place
 
     lines = [*notes, *_about_dtype(found, chosen.dtype)]
     if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, chosen.tokenizer)):
@@ -236,8 +233,8 @@ def _export_found(
 
 def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
     """What becomes of weights that a run has kept in another type than it computed with."""
-    from pentatron.checkpoint.convert import dtype_name
-    from pentatron.hf.exporting import stored_dtypes, trained_dtype
+    from pentatron.checkpoint.links import dtype_name
+    from pentatron.hf.convert import stored_dtypes, trained_dtype
 
     trained, stored = trained_dtype(found.manifest), stored_dtypes(found.manifest)
     if dtype is not None or trained is None or stored == {trained}:
@@ -250,7 +247,7 @@ def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
 
 
 def _dtype(name: str | None) -> "torch.dtype | None":
-    from pentatron.checkpoint.convert import BY_NAME
+    from pentatron.checkpoint.links import BY_NAME
 
     return BY_NAME[name] if name else None
 

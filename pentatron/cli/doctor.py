@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.options import Options, option, options_help, read, usage
-from pentatron.cli.report_output import say_json
-from pentatron.cli.terminal import say
-from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, look
-from pentatron.launch.trials import all_reduce, matmul
+from pentatron.cli.output import say, say_json
+from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, all_reduce, look, matmul
 
 
 @dataclass(frozen=True)

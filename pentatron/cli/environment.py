@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pentatron.cli.terminal import complain
-from pentatron.config.address import meeting_point as parsed_meeting_point
+from pentatron.cli.output import complain
 from pentatron.errors import UserError
-from pentatron.parallel.meeting import (
+from pentatron.parallel.rendezvous import (
     GLOO_INTERFACE,
     LISTENER,
     MeetingPoint,
@@ -18,6 +17,7 @@ from pentatron.parallel.meeting import (
     reach,
     stays_on_this_machine,
 )
+from pentatron.text import meeting_point as parsed_meeting_point
 
 
 @dataclass(frozen=True)

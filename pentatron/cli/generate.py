@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.environment import Worker, announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.options import Options, option, options_help, read
-from pentatron.cli.terminal import complain, say
-from pentatron.config.limits import ONE_OR_MORE, SEED, SHARE, ZERO_OR_MORE
+from pentatron.cli.output import complain, say
 from pentatron.errors import AgreedError, UserError
+from pentatron.settings.declaration import ONE_OR_MORE, SEED, SHARE, ZERO_OR_MORE
 
 if TYPE_CHECKING:
-    from pentatron.config.run import RunConfig
+    from pentatron.generate.source import ModelSource
     from pentatron.parallel.world import World
-    from pentatron.train.text_source import ModelSource
+    from pentatron.settings.run import RunConfig
 
 
 def _ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
@@ -209,8 +209,8 @@ def _idle(options: GenerateOptions, processes: int) -> list[str]:
 
 
 def _find(name: str, verify: bool) -> str:
-    from pentatron.cli.generated import note
-    from pentatron.train.text_source import find_weights
+    from pentatron.cli.generate_output import note
+    from pentatron.generate.source import find_weights
 
     folder, complaints = find_weights(name, verify)
     for complaint in complaints:
@@ -240,8 +240,8 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
 
 def _launch(request: Request, restart: Sequence[str]) -> int:
     """Starts the ranks; whatever they would refuse is refused here, seconds earlier and once."""
-    from pentatron.launch.local import READER_LEFT, run_workers, scratch_folder
     from pentatron.parallel.world import require_gpu
+    from pentatron.supervise.launcher import READER_LEFT, run_workers, scratch_folder
 
     if request.options.device == "cuda":
         require_gpu()
@@ -301,7 +301,7 @@ def _threads(request: Request, processes: int) -> int:
 
 
 def _ranks(request: Request) -> Any:
-    from pentatron.train.continue_text import Ranks
+    from pentatron.generate.continue_text import Ranks
 
     options = request.options
     return Ranks(
@@ -317,8 +317,8 @@ def _layout(request: Request) -> str:
 
 
 def _open(request: Request) -> tuple["ModelSource", "RunConfig"]:
-    from pentatron.train.continue_text import settings_of
-    from pentatron.train.text_source import open_source
+    from pentatron.generate.continue_text import settings_of
+    from pentatron.generate.source import open_source
 
     source = open_source(Path(request.folder), request.options.spec)
     return source, settings_of(source, _ranks(request))
@@ -327,10 +327,10 @@ def _open(request: Request) -> tuple["ModelSource", "RunConfig"]:
 def _generate(request: Request, source: "ModelSource", config: "RunConfig", world: "World") -> None:
     import torch
 
-    from pentatron.cli.generated import Words, note
-    from pentatron.models.sampling import Sampling
+    from pentatron.cli.generate_output import Words, note
+    from pentatron.generate.continue_text import load_stages, speaking, texts_of
+    from pentatron.generate.generate import Sampling
     from pentatron.parallel.collectives import broadcast_object, on_some_ranks
-    from pentatron.train.continue_text import load_stages, speaking, texts_of
 
     options = request.options
     half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")

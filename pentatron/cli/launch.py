@@ -9,20 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentatron.cli.configure import prepare
 from pentatron.cli.options import Options, flags_of, option, options_help, read_among
-from pentatron.cli.prepare import prepare
-from pentatron.cli.terminal import say
-from pentatron.config.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.config.flags import did_you_mean
-from pentatron.config.run import RunConfig
-from pentatron.config.settings import Facts
+from pentatron.cli.output import say
 from pentatron.errors import ConfigError, UserError
-from pentatron.launch.job import Job, problems_of
-from pentatron.launch.processes import SAFE_PATH
-from pentatron.launch.script import WRITTEN_BY
-from pentatron.launch.slurm import batch_script
-from pentatron.launch.torchrun import node_script
-from pentatron.launch.variables import Variable, variables_of_a_job
+from pentatron.launch.job import Job, Variable, problems_of, variables_of_a_job
+from pentatron.launch.scripts import WRITTEN_BY, batch_script, node_script
+from pentatron.settings.command_line import did_you_mean
+from pentatron.settings.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Facts
+from pentatron.supervise.processes import SAFE_PATH
 from pentatron.text import counted, plural, redacted
 
 _KINDS = ("slurm", "torchrun")

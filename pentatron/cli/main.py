@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pentatron.cli.supervised import Supervised, leave_parents_job, this_worker
-from pentatron.cli.terminal import complain, say
-from pentatron.config.entry import TRAIN, EntryPoint
-from pentatron.config.flags import did_you_mean
+from pentatron.cli.output import complain, say
+from pentatron.cli.worker import Supervised, leave_parents_job, this_worker
 from pentatron.errors import AgreedError, UserError
-from pentatron.launch.processes import SAFE_PATH
 from pentatron.monitor.terminal import OutputLost, own_streams, whole_output
-from pentatron.train.interrupt import StoppedEarly
+from pentatron.settings.command_line import did_you_mean
+from pentatron.settings.entry import TRAIN, EntryPoint
+from pentatron.supervise.processes import SAFE_PATH
+from pentatron.supervise.signals import StoppedEarly
 
 if TYPE_CHECKING:
     from pentatron.train.program import Program
@@ -199,8 +199,8 @@ def _train(
 ) -> int:
     """`typed`: all words, for the workers, where a program kept some."""
     if "--help" in words or "-h" in words:
-        from pentatron.cli.help import entry_help
-        from pentatron.config.run import sections
+        from pentatron.cli.options import entry_help
+        from pentatron.settings.run import sections
 
         wanted = [w for w in words if not w.startswith("-")]
         if wanted and wanted[0] not in sections():
@@ -236,7 +236,7 @@ def _train_command(words: Sequence[str]) -> int:
 
 
 def _prepare(words: Sequence[str]) -> int:
-    from pentatron.cli.prepare_data import prepare_command
+    from pentatron.cli.prepare import prepare_command
 
     return prepare_command(words)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pentatron.cli.convert import ImportOptions, run_import, until_stopped
 from pentatron.cli.options import Options, option, options_help, read
-from pentatron.cli.terminal import say
-from pentatron.config.flags import did_you_mean
+from pentatron.cli.output import say
 from pentatron.errors import UserError
+from pentatron.settings.command_line import did_you_mean
 
 # By the beginning of what --model-size may be; the rest, such as -7B, is the size, which config.json knows better.
 MODEL_SIZES = {

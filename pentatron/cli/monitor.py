@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.cli.options import Options, option, options_help, read, usage
-from pentatron.cli.terminal import paint, say
-from pentatron.config.limits import Limit
-from pentatron.config.parsing import parse_json
-from pentatron.config.run import table
-from pentatron.config.schedule import plan_of
-from pentatron.config.settings import Settings
+from pentatron.cli.output import paint, say
 from pentatron.errors import UserError
-from pentatron.monitor.following import Followed, Follower
+from pentatron.monitor.metrics import Followed, Follower
 from pentatron.monitor.report import FAILED
 from pentatron.monitor.view import Run, Screen, seconds_a_step, status_line, view
-from pentatron.text import counted, duration
+from pentatron.settings.declaration import Limit
+from pentatron.settings.run import table
+from pentatron.settings.schedule import plan_of
+from pentatron.settings.settings import Settings
+from pentatron.text import counted, duration, parse_json
 
 
 @dataclass(frozen=True)

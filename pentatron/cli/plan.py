@@ -3,32 +3,96 @@
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pentatron.cli.configure import find_tokenizer, learn_vocabulary
 from pentatron.cli.loaded import learn_from_named
 from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
-from pentatron.cli.plan_data import as_data
-from pentatron.cli.plan_report import Report, as_text
-from pentatron.cli.prepare import find_tokenizer, learn_vocabulary
-from pentatron.cli.report_output import show
-from pentatron.cli.terminal import say
-from pentatron.config.decisions import requires_graphs
-from pentatron.config.draft import Draft
-from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import is_flag
-from pentatron.config.limits import ONE_OR_MORE, SHARE, Limit
-from pentatron.config.loaded import adopt
-from pentatron.config.parsing import parse_json
-from pentatron.config.presets import presets
-from pentatron.config.resolve import foreseen, gather
-from pentatron.config.settings import Facts, unset
+from pentatron.cli.output import say, show_report
+from pentatron.cli.plan_report import Report, as_text, command, parts_of, speed_of
 from pentatron.devices import DEVICES, GIB, Device, device_named
 from pentatron.errors import UserError
-from pentatron.layout.divisors import divisors
-from pentatron.plan.search import LAYOUT, Search
+from pentatron.plan.search import LAYOUT, Layout, Search, usable
+from pentatron.plan.static_memory import total_parameters
 from pentatron.plan.timing import EFFICIENCY
+from pentatron.settings.command_line import is_flag
+from pentatron.settings.decisions import requires_graphs
+from pentatron.settings.declaration import ONE_OR_MORE, SHARE, Limit
+from pentatron.settings.entry import EntryPoint
+from pentatron.settings.loaded import adopt
+from pentatron.settings.presets import presets
+from pentatron.settings.resolve import foreseen, gather
+from pentatron.settings.settings import Draft, Facts, unset
+from pentatron.text import divisors, parse_json
+
+# What `pentatron plan` knows, as data for machines.
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    parameters, active = total_parameters(report.shape)
+    chosen = report.chosen
+    return {
+        "model": report.model,
+        "parameters": parameters,
+        "active_parameters": active,
+        "flops_per_step": report.shown.estimate.flops,
+        "gpus": report.search.world,
+        "gpu": _device_data(report.search.device),
+        "usable_bytes": int(usable(report.search.device)),
+        "advice": dataclasses.asdict(report.advice),
+        "given": None if report.given is None else _layout_data(report, report.given),
+        "layouts": [_layout_data(report, layout) for layout in report.layouts],
+        "varied": report.varied,
+        "kept": report.search.kept,
+        "command": None if chosen is None else command(report.search, chosen[0]),
+        "command_of": None if chosen is None else chosen[1],
+        "assumed": list(report.assumed),
+        "notes": list(report.notices),
+    }
+
+
+def _device_data(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "memory": device.memory,
+        "half": device.peak(2),
+        "single": device.peak(4),
+        "link": device.link,
+        "network": device.network,
+        "has_bf16": device.chip.bf16,
+        "is_gpu": device.is_gpu,
+        "has_fp8": device.chip.fp8,
+    }
+
+
+def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
+    estimate = layout.estimate
+    speed, utilisation = speed_of(layout)
+    return {
+        "sizes": dataclasses.asdict(layout.shape.grid),
+        "settings": dict(layout.settings),
+        "fits": layout.fits,
+        "bytes": [
+            {**parts_of(rank), "spared": rank.spared, "host": rank.held.in_host, "total": rank.total}
+            for rank in layout.memory.ranks
+        ],
+        "largest_bytes": layout.largest.total,
+        "largest_bytes_if_recorded": None if layout.if_recorded is None else layout.if_recorded.total,
+        "bubble": estimate.bubble,
+        "sent_bytes": dataclasses.asdict(estimate.traffic),
+        "seconds": {
+            "step": estimate.seconds,
+            "computing": estimate.computing,
+            "waiting": estimate.waiting,
+            "sending": dataclasses.asdict(estimate.sending),
+        },
+        "tokens_per_second_per_gpu": speed,
+        "mfu": utilisation,
+    }
+
 
 _OTHERS = [name for name in DEVICES if name != "h100"]
 
@@ -97,7 +161,7 @@ def plan_command(words: Sequence[str]) -> int:
         say(USAGE)
         return 0
     report, options = describe(words)
-    show(report, options.json, as_text, as_data)
+    show_report(report, options.json, as_text, as_data)
     return 0
 
 
@@ -198,8 +262,8 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
 def _require_model(folder: str) -> None:
     """In the words of whoever typed no `--load`."""
     from pentatron.checkpoint.find import refuse_other_formats
+    from pentatron.generate.source import find_source
     from pentatron.hf.hub import is_hub_id
-    from pentatron.train.sources import find_source
 
     if is_hub_id(folder) or find_source(Path(folder)) is not None:
         return

@@ -1,185 +1,316 @@
-"""From the words of a command line to a checked configuration, before anything starts."""
+"""`pentatron prepare`: text files to `.bin/.idx` pairs."""
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
-from pentatron.cli.epoch import learn_epoch
-from pentatron.cli.loaded import learn_from_loaded, told_by_a_model, use_hub_folder
-from pentatron.cli.named_data import find_data
-from pentatron.cli.restarted import this_attempt
-from pentatron.cli.supervised import this_worker
-from pentatron.config.draft import Draft
-from pentatron.config.entry import EntryPoint
-from pentatron.config.resolve import Resolved, foreseen, gather, problems_beside, resolve
-from pentatron.config.run import table
-from pentatron.config.settings import Facts, unset
-from pentatron.config.start import Start, start_of
-from pentatron.errors import ConfigError, UserError
-from pentatron.train.attempts import FIRST, Attempt
+from pentatron.cli.options import Options, idle, option, options_help, read
+from pentatron.cli.output import complain, say
+from pentatron.data.text_files import TEXT_DOCUMENTS, expand_inputs
+from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerChoice
+from pentatron.errors import UserError
+from pentatron.monitor.terminal import outlive_output
+from pentatron.settings.declaration import ONE_OR_MORE
+from pentatron.text import abbreviated, counted, plural
 
-# Of a file system in bytes: a name, and a path with room for the longest one that a run makes below its folder.
-_LONGEST_NAME, _LONGEST_PATH = 255, 3800
+if TYPE_CHECKING:
+    from pentatron.data.prepare import Counts, Job, Outcome
+
+_PADDED = "the vocabulary is padded by the model, not in the data"
+_NO_SPLITTER = "there is no sentence splitter here"
 
 
 @dataclass(frozen=True)
-class Prepared:
-    resolved: Resolved
-    facts: Facts
-    worker: Worker | None
-    attempt: Attempt
-    start: Start
+class InputOptions(Options):
+    input: tuple[str, ...] = option(
+        (),
+        ".jsonl (one object per line) or .txt, also with .gz or .zst behind; patterns such as 'data/*.jsonl' too",
+        value="FILE ...",
+        missing="name the files with the text",
+    )
+    output_prefix: str = option(
+        "", "the output is PREFIX_<key>_document", value="PREFIX", missing="say where the result goes"
+    )
+    json_keys: tuple[str, ...] = option(
+        ("text",),
+        "texts to take from each object, one pair of files each; a list is taken as ready-made sentences",
+        value="KEY ...",
+    )
+    text_documents: str = option("file", "what one document of a .txt is", choices=TEXT_DOCUMENTS)
+    append_eod: bool = option(False, "put the end-of-document id behind every document")
+    split_sentences: bool = option(False, "lists of sentences only; the output is PREFIX_<key>_sentence")
+    skip_bad_lines: bool = option(
+        False, "leave out lines that are no such object, count them and name the first"
+    )
 
 
-def prepare(
-    words: Sequence[str],
-    entry: EntryPoint,
-    planned: Facts | None = None,
-    starts: bool = False,
-    own_data: bool = False,
-) -> Prepared:
-    """Reads, completes and checks the configuration; raises every problem at once.
-
-    `planned` are the processes of a job that will run elsewhere, in place of those of this machine. `starts`: the run is
-    about to start, and reads what is named, unless it has `own_data`.
-    """
-    worker = None if planned else find_worker(os.environ)
-    draft = gather(words, entry)
-    _require_names(draft)
-    find_tokenizer(draft)
-    learn_vocabulary(draft)
-    _learn_timeout(draft, os.environ)
-    if worker is not None:
-        draft.notices += launched_too_often(os.environ)
-    if draft.job_id is None and "SLURM_JOB_ID" in os.environ:
-        draft.derive("environment SLURM_JOB_ID", job_id=os.environ["SLURM_JOB_ID"])
-    facts = planned or _facts(draft, worker)
-    if unset(draft.threads_per_process) and planned is None and (threads := asked_threads(facts)):
-        draft.derive("environment OMP_NUM_THREADS", threads_per_process=threads)
-    if starts and not own_data and worker is None:
-        # Ranks that a launcher started tell each other, as one machine may have files that another lacks.
-        find_data(draft)
-    attempt = FIRST
-    if planned is None:
-        attempt = this_attempt(os.environ, Path(foreseen(draft, facts).run_dir))
-    if attempt.restarted:
-        _go_on_after_restart(draft, facts)
-    start = start_of(foreseen(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
-    try:
-        learn_from_loaded(draft, facts, start)
-    except UserError as error:
-        others = problems_beside(draft, facts, told_by_a_model(draft)) if draft.given("load") else []
-        if not others:
-            raise
-        raise ConfigError([str(error), *others]) from None
-    if not own_data and not facts.launcher:
-        # Under a launcher the ranks count when they have met, for the same reason.
-        learn_epoch(draft)
-    return Prepared(resolve(draft, facts), facts, worker, attempt, start)
+@dataclass(frozen=True)
+class TokenizerOptions(Options):
+    tokenizer_type: str = option(
+        "", ", ".join(TOKENIZER_TYPES), value="TYPE", missing=f"it is one of {', '.join(TOKENIZER_TYPES)}"
+    )
+    tokenizer_model: str | None = option(
+        None,
+        "tokenizer.json, a .model file, the folder that holds it, or a model of the hub",
+        value="PATH",
+    )
+    vocab_file: str | None = option(None, "one of GPT-2's two files", value="PATH")
+    merge_file: str | None = option(None, "the other one", value="PATH")
+    vocab_size: int | None = option(None, "for NullTokenizer")
 
 
-def _require_names(draft: Draft) -> None:
-    """Folders that a run makes must have names that can be made, and written into its files."""
-    for setting in ("run_dir", "save"):
-        name = getattr(draft, setting)
-        if not isinstance(name, str):
-            continue
-        flag = table()[setting].flag
+@dataclass(frozen=True)
+class WorkOptions(Options):
+    workers: int | None = option(None, "processes that encode (one for each core)", limit=ONE_OR_MORE)
+    log_interval: int | None = option(
+        None, "without a terminal: a line every N documents (a line every ten seconds)"
+    )
+    overwrite: bool = option(False, "replace an output of other inputs or settings")
+
+
+@dataclass(frozen=True)
+class IdleOptions(Options):
+    """Flags of other programs' preprocessing that change nothing here, and why."""
+
+    partitions: int | None = option(None, "", notice="the input is cut into chunks as it is read")
+    keep_sequential_samples: bool = option(False, "", notice="documents always keep their order")
+    keep_newlines: bool = option(False, "", notice=f"{_NO_SPLITTER}, texts stay as they are")
+    lang: str | None = option(None, "", notice=_NO_SPLITTER)
+    chunk_size: int | None = option(None, "", notice="chunks are cut by bytes")
+    make_vocab_size_divisible_by: int | None = option(None, "", notice=_PADDED)
+    tensor_model_parallel_size: int | None = option(None, "", notice=_PADDED)
+    rank: int | None = option(None, "", notice="preparing is not distributed")
+    dataset_impl: str | None = option(None, "", notice="there is one format")
+    vocab_extra_ids: int | None = option(None, "", notice="the tokenizer's own ids are used")
+
+
+@dataclass(frozen=True)
+class PrepareOptions(IdleOptions, WorkOptions, TokenizerOptions, InputOptions):
+    pass
+
+
+USAGE = f"""usage: pentatron prepare --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE [...]
+
+Turns text into the .bin/.idx pairs that --data-path takes: PREFIX_text_document.bin, .idx and .meta (checksums and the tokenizer's
+fingerprint). The output is the same for any number of workers, appears whole or not at all, and the same command goes on after an interruption.
+
+{options_help(InputOptions)}
+
+{options_help(TokenizerOptions)}
+
+{options_help(WorkOptions)}
+"""
+_NO_SEARCH = "is not available; one worker for each core is the default and, as a rule, the best"
+_NO_TIKTOKEN = "is not available; take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
+REFUSED = {
+    "find-optimal-num-workers": _NO_SEARCH,
+    "workers-to-check": _NO_SEARCH,
+    "max-documents": "is not available; give --input a shorter file",
+    "tiktoken-pattern": _NO_TIKTOKEN,
+    "tiktoken-num-special-tokens": _NO_TIKTOKEN,
+    "tiktoken-special-tokens": _NO_TIKTOKEN,
+}
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def prepare_command(words: Sequence[str]) -> int:
+    from pentatron.data.prepare import prepare
+
+    if "--help" in words or "-h" in words:
+        say(USAGE)
+        return 0
+    outlive_output()
+    job, log_interval = _read(words)
+    # Every worker is one of several processes already; threads of its own would take their cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with _open_progress(log_interval) as shown:
         try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{flag} {name!a} is not UTF-8; choose another name") from None
-        longest = max(len(part.encode()) for part in Path(name).parts or (name,))
-        if longest > _LONGEST_NAME or len(os.fsencode(Path(name).absolute())) > _LONGEST_PATH:
-            raise UserError(
-                f"{flag} {name[:40]}... is too long: a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH}; choose a shorter one"
+            outcome = prepare(job, shown.report, shown.say)
+        except KeyboardInterrupt:
+            shown.close()
+            complain("stopped; the same command goes on where this one stopped")
+            return 130
+    _sum_up(job, outcome)
+    return 0
+
+
+def _read(words: Sequence[str]) -> "tuple[Job, int]":
+    from pentatron.data.encode import Recipe
+    from pentatron.data.prepare import Job
+
+    stray = "'{word}' is no flag; write --input {word}"
+    options, _ = read(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
+    for notice in idle(options):
+        say(f"note: {notice}")
+    choice = TokenizerChoice(
+        options.tokenizer_type,
+        _found_model(options.tokenizer_model),
+        options.vocab_size or None,
+        options.vocab_file,
+        options.merge_file,
+    )
+    recipe = Recipe(choice, options.json_keys, options.append_eod, options.split_sentences)
+    job = Job(
+        expand_inputs(options.input),
+        Path(options.output_prefix),
+        recipe,
+        options.workers or _cores(),
+        options.text_documents,
+        options.skip_bad_lines,
+        options.overwrite,
+    )
+    return job, options.log_interval or 0
+
+
+def _found_model(name: str | None) -> str | None:
+    """A path stays what it is; the name of a model on the hub becomes the folder of its tokenizer."""
+    if not name or Path(name).exists():
+        return name
+    from pentatron.hf.hub import TOKENIZER_FILES, is_hub_id, resolve_folder
+
+    if not is_hub_id(name):
+        return name
+    try:
+        folder = resolve_folder(name, files=TOKENIZER_FILES)
+    except UserError as error:
+        raise UserError(f"Tokenizer not found: {error}; check --tokenizer-model") from error
+    say(f"note: {name} is in {folder}")
+    return str(folder)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _sum_up(job: "Job", outcome: "Outcome") -> None:
+    from pentatron.data.indexed import IndexedDataset
+    from pentatron.data.inspect import document_lengths
+
+    names = ", ".join(str(path) for path in job.outputs)
+    if outcome.already_there:
+        say(
+            f"{names}: already prepared from the same inputs with the same settings (--overwrite does it again)"
+        )
+    else:
+        counts = outcome.counts
+        speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
+        say(
+            f"{counted(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
+            f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')})"
+            f"{', going on after an interruption' if outcome.resumed else ''}"
+        )
+        if counts.blank_lines:
+            say(f"{counted(counts.blank_lines, 'blank line')} left out")
+        if counts.bad_lines:
+            say(f"{counted(counts.bad_lines, 'bad line')} left out, the first:")
+            for line in outcome.bad:
+                say(f"  {line}")
+    for prefix in job.outputs:
+        lengths = document_lengths(IndexedDataset(prefix))
+        if not lengths.tokens:
+            say(f"\n{prefix}: no token, as the input holds no text; there is nothing in it to train on")
+            continue
+        mean = lengths.tokens / lengths.documents
+        say(
+            f"\n{prefix}: {counted(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,} tokens, "
+            f"{mean:,.1f} on average"
+        )
+        say("\n".join(lengths.lines()))
+
+
+# --- progress ---
+
+
+class _Lines(AbstractContextManager["_Lines"]):
+    """A line now and then, for logs."""
+
+    def __init__(self, every_documents: int) -> None:
+        self._every = every_documents
+        self._started = self._last = time.monotonic()
+        self._marks = 0
+        self._before = -1
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def report(self, counts: "Counts", total: int) -> None:
+        now = time.monotonic()
+        if self._before < 0:
+            self._before = counts.tokens
+        if self._every:
+            due = counts.documents // self._every > self._marks
+            self._marks = counts.documents // self._every
+        else:
+            due = now - self._last >= _SECONDS_BETWEEN_LINES
+        if due:
+            self._last = now
+            say(
+                f"{100 * counts.read / max(1, total):.0f} %  {_facts(counts, self._before, now - self._started)}"
             )
 
+    def close(self) -> None:
+        pass
 
-def _go_on_after_restart(draft: Draft, facts: Facts) -> None:
-    """A restart goes on with the run, also where the command starts anew."""
-    draft.derive("started again after a failure", fresh=False)
-    if not foreseen(draft, facts).save_checkpoints:
-        draft.notices.append(
-            "the job was started again, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Bar(_Lines):
+    """A bar on a terminal."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        super().__init__(0)
+        self._progress = Progress(
+            TextColumn("[bold]preparing"),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
         )
+        self._task = self._progress.add_task("", total=None, facts="starting workers")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def report(self, counts: "Counts", total: int) -> None:
+        if self._before < 0:
+            self._before = counts.tokens
+        speed = (counts.tokens - self._before) / max(time.monotonic() - self._started, 1e-9)
+        facts = f"{counts.documents:,} documents, {abbreviated(counts.tokens)} tokens, {abbreviated(speed)}/s"
+        self._progress.update(self._task, completed=counts.read, total=total, facts=facts)
+
+    def close(self) -> None:
+        self._progress.stop()
 
 
-def asked_threads(facts: Facts) -> int:
-    """What the user exported; the 1 that torchrun sets where nothing is exported is nobody's wish."""
-    text = os.environ.get("OMP_NUM_THREADS", "").strip()
-    asked = int(text) if text.isascii() and text.isdigit() else 0
-    return 0 if asked == 1 and facts.launcher else asked
+def _facts(counts: "Counts", tokens_before: int, seconds: float) -> str:
+    shown = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
+    since = counts.tokens - tokens_before
+    return f"{shown}, {since / max(seconds, 1e-9):,.0f} tokens/s" if since else shown
 
 
-def _facts(draft: Draft, worker: Worker | None) -> Facts:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if worker is not None:
-        met = "MASTER_ADDR" in os.environ
-        # Our own launcher has no name: it is this program.
-        launcher = "" if this_worker() is not None else worker.launcher
-        return Facts(worker.world_size, worker.local_size, cores, launcher, met)
-    processes = draft.nproc_per_node
-    if processes is None:
-        processes = _processes_by_device(draft.device)
-    # A number below 1 is refused later, together with all other problems.
-    return Facts(max(1, processes), max(1, processes), cores)
-
-
-def _processes_by_device(device: str) -> int:
-    if device == "cpu":
-        return 1
-    import torch
-
-    return max(1, torch.cuda.device_count())
-
-
-def find_tokenizer(draft: Draft) -> None:
-    """A tokenizer may be that of a model on the hub."""
-    name = draft.tokenizer_model
-    if name is None or Path(name).exists():
-        return
-    try:
-        use_hub_folder(draft, "tokenizer_model")
-    except UserError as error:
-        # Without the tokenizer the vocabulary may be unknown too: that is one problem, not two.
-        open_size = unset(draft.vocab_size) and unset(draft.padded_vocab_size)
-        wrong = "vocab_size" if open_size else "tokenizer_model"
-        draft.wrong[wrong] = f"Tokenizer not found: {error}; check --tokenizer-model"
-
-
-def learn_vocabulary(draft: Draft) -> None:
-    """A named tokenizer knows its vocabulary; nobody should have to type it."""
-    if not unset(draft.vocab_size) or not unset(draft.padded_vocab_size):
-        return
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in names)
-    unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
-    if all(getattr(draft, name) is None for name in names) or unusable:
-        return
-    from pentatron.data.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(kind, model, None, vocab_file, merge_file)
-    except UserError as error:
-        draft.wrong["vocab_size"] = str(error)
-        return
-    draft.derive(f"tokenizer {model or vocab_file or kind}", vocab_size=tokenizer.vocab_size)
-
-
-def _learn_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
-    """NCCL_TIMEOUT takes precedence over the setting, as the guides that name it expect."""
-    name = "distributed_timeout_minutes"
-    if "NCCL_TIMEOUT" not in environment:
-        return
-    seconds = timeout_seconds(environment)
-    written = f"NCCL_TIMEOUT={environment['NCCL_TIMEOUT']}"
-    if seconds is None:
-        draft.notices.append(f"{written} has no effect: it must be a number of seconds above 0")
-        return
-    if draft.given(name):
-        flag = table()[name].written(getattr(draft, name), draft.source(name))
-        draft.notices.append(f"{flag} has no effect: the environment says {written} (seconds)")
-    draft.assign(f"environment {written}", **{name: seconds / 60})
+def _open_progress(log_interval: int) -> _Lines:
+    if sys.stdout.isatty() and not log_interval:
+        try:
+            from rich.console import Console
+        except ImportError:
+            say("no progress bar: the rich library is not installed (pip install rich)")
+        else:
+            return _Bar(Console())
+    return _Lines(log_interval)

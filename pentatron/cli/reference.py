@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.options import Options, option, read, usage
-from pentatron.cli.terminal import say, show
-from pentatron.config.limits import ONE_OR_MORE
+from pentatron.cli.output import say, show_generated
 from pentatron.errors import UserError
+from pentatron.settings.declaration import ONE_OR_MORE
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def reference_command(words: Sequence[str]) -> int:
         raise UserError(f"--model_path {folder} is no Hugging Face folder: it has no config.json")
     tokens, text = _greedy(folder, prompt, count)
     say(f"tokens: {','.join(map(str, tokens))}")
-    show(f"text: {prompt}{text}\n")
+    show_generated(f"text: {prompt}{text}\n")
     say(f"the same here: pentatron generate {folder} {shlex.quote(prompt)} --greedy --max-new-tokens {count}")
     return 0
 

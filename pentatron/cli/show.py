@@ -5,16 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pentatron.cli.batch_table import batch_table
+from pentatron.cli.configure import Prepared, prepare
+from pentatron.cli.layout_report import batch_table
 from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
-from pentatron.cli.prepare import Prepared, prepare
-from pentatron.cli.report_output import show
-from pentatron.cli.terminal import say
-from pentatron.config.entry import ENTRY_POINTS, TRAIN, EntryPoint
-from pentatron.config.flags import did_you_mean
-from pentatron.config.presets import presets
-from pentatron.config.run import sections, table
+from pentatron.cli.output import say, show_report
 from pentatron.errors import UserError
+from pentatron.settings.command_line import did_you_mean
+from pentatron.settings.entry import ENTRY_POINTS, TRAIN, EntryPoint
+from pentatron.settings.presets import presets
+from pentatron.settings.run import sections, table
 
 _SCRIPTS = ", ".join(name for name in ENTRY_POINTS if name.endswith(".py"))
 
@@ -74,7 +73,7 @@ def config_command(words: Sequence[str]) -> int:
         return 0
     options, settings = read_among(ConfigOptions, words, lambda options: options.entry)
     prepared = prepare(settings, options.entry)
-    show(prepared, options.json, lambda prepared: _lines(prepared, options.all), _data)
+    show_report(prepared, options.json, lambda prepared: _lines(prepared, options.all), _data)
     return 0
 
 

@@ -1,18 +1,20 @@
 """`pentatron train`, and every guide's training script."""
 
+import ctypes
 import faulthandler
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from pentatron.cli.device_memory import check_room
+from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.environment import (
     Worker,
     announce_worker,
@@ -21,30 +23,80 @@ from pentatron.cli.environment import (
     prepare_for_workers,
     require_repeatable_kernels,
 )
-from pentatron.cli.prepare import Prepared, prepare
-from pentatron.cli.restarted import BEGAN
-from pentatron.cli.supervised import this_worker
-from pentatron.cli.terminal import complain, say
-from pentatron.cli.variables import limit_connections, require_interface, variable_notes
-from pentatron.cli.worker_errors import explain, last_words
-from pentatron.config.entry import EntryPoint
-from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig
-from pentatron.config.start import Start, how_to_go_on
+from pentatron.cli.output import complain, say
+from pentatron.cli.worker import BEGAN, this_worker
+from pentatron.cli.worker_errors import check_room, explain, last_words
 from pentatron.errors import UserError
-from pentatron.launch.watch import STACKS
+from pentatron.launch.job import CONNECTIONS, connections_for, describe, interface_problem
 from pentatron.monitor.terminal import outlive_output
-from pentatron.parallel.meeting import waiting_aloud, what_is_waited_for
-from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.parallel.rank_status import Whereabouts
+from pentatron.parallel.rendezvous import waiting_aloud, what_is_waited_for
+from pentatron.settings.entry import EntryPoint
+from pentatron.settings.resolve import Resolved
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Start, how_to_go_on
+from pentatron.supervise.hang import STACKS
+from pentatron.supervise.heartbeat import beating
+from pentatron.supervise.signals import watched_here
 from pentatron.text import plural
-from pentatron.train.heartbeat import beating
-from pentatron.train.interrupt import watched_here
 from pentatron.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from pentatron.launch.local import Ended
+    import torch
+
     from pentatron.parallel.world import World
+    from pentatron.supervise.launcher import Ended
     from pentatron.train.program import Program
+
+# Memory of the host that steps ask for, free, and ask for again.
+#
+# glibc gives large blocks back to the system when they are freed; whoever asks for them again waits for their
+# pages, thousands of them in a step on a CPU. Kept, they are there: a step takes some hundredths less, and a
+# process stays as large as its largest step.
+
+
+# glibc's numbers for them (malloc.h), and the largest block that comes from its heap, which it allows no more of.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_BLOCK, _KEPT = 32 * 2**20, 2**30
+
+
+def keep_freed_memory() -> bool:
+    """For this process, from now on; whether there is a glibc to tell."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT))
+
+
+# Environment variables that NCCL and CUDA read: what is set where the user has not, and what a run says of
+# them.
+
+
+def limit_connections(config: RunConfig) -> None:
+    """Sets how many queues a GPU has, before anything talks to it."""
+    wanted = connections_for(config)
+    if wanted is not None and config.launch.device != "cpu":
+        os.environ.setdefault(wanted.name, wanted.value)
+
+
+def variable_notes(said: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
+    """`said` is the environment as the user left it. `nccl`: GPUs talk to each other through it."""
+    on_gpu = device.type == "cuda"
+    notes = describe(said, on_gpu, nccl, alone)
+    if on_gpu and CONNECTIONS not in said and CONNECTIONS in os.environ:
+        written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
+        notes.append(
+            f"{written} is set, so that kernels start in the order in which they were queued; your own value would count"
+        )
+    return notes
+
+
+def require_interface(said: Mapping[str, str]) -> None:
+    """NCCL itself would say it in lines of its own, after a while."""
+    problem = interface_problem(said, [name for _, name in socket.if_nameindex()])
+    if problem is not None:
+        raise UserError(f"{socket.gethostname()}: {problem}")
 
 
 _READ_STEP = """
@@ -104,7 +156,6 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
     """This process as one of the run's, on its device."""
     import torch
 
-    from pentatron.kernels.host_memory import keep_freed_memory
     from pentatron.parallel.collectives import on_some_ranks
     from pentatron.parallel.world import choose_device, open_world
 
@@ -140,8 +191,8 @@ def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
 @contextmanager
 def _watched(where: Whereabouts, config: RunConfig, worker: Worker) -> "Iterator[None]":
     """Others see whether this rank gets on: our own launcher, or, under another one, the other ranks."""
-    from pentatron.launch.hang import Limits
-    from pentatron.launch.peers import PeerWatch
+    from pentatron.supervise.hang import Limits
+    from pentatron.supervise.peers import PeerWatch
 
     place = this_worker()
     limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
@@ -208,11 +259,10 @@ def _work(
 def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     """Starts this program once for every rank, waits for them, and starts them again when they crash."""
     outlive_output()
-    from pentatron.launch.hang import Limits
-    from pentatron.launch.local import run_workers
-    from pentatron.launch.processes import listening
-    from pentatron.launch.supervise import Supervisor
-    from pentatron.launch.watch import JobWatch
+    from pentatron.supervise.hang import JobWatch, Limits
+    from pentatron.supervise.launcher import run_workers
+    from pentatron.supervise.processes import listening
+    from pentatron.supervise.supervisor import Supervisor
 
     config, ranks = prepared.resolved.config, prepared.facts.world_size
     folder = RunFolder(Path(config.run.run_dir))

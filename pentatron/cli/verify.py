@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from pentatron.cli.environment import announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.layout import describe
 from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
-from pentatron.cli.report_output import show
-from pentatron.cli.terminal import complain, say
-from pentatron.config.entry import LAYOUT
-from pentatron.config.rules import not_available
-from pentatron.config.run import RunConfig
+from pentatron.cli.output import complain, say, show_report
 from pentatron.errors import ConfigError, UserError
+from pentatron.settings.entry import LAYOUT
+from pentatron.settings.rules import not_available
+from pentatron.settings.run import RunConfig
 from pentatron.text import plural
 
 if TYPE_CHECKING:
-    from pentatron.train.verify import Verdict
+    from pentatron.compare.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
     wanted = describe(settings, VERIFY).config
     config = _small(wanted, options.shrink_data)
     if not options.json:
-        from pentatron.train.verify import left_out
+        from pentatron.compare.verify import left_out
 
         for note in left_out(wanted):
             say(f"note: {note}")
     verdict, seconds = _compare(config, restart, quiet=options.json)
-    show(
+    show_report(
         verdict,
         options.json,
         lambda verdict: [
@@ -85,7 +84,7 @@ def _small(config: RunConfig, shrink: bool) -> RunConfig:
     missing = not_available(config.settings)
     if missing:
         raise ConfigError(missing)
-    from pentatron.train.verify import fewest_replicas, small_twin
+    from pentatron.compare.verify import fewest_replicas, small_twin
 
     fewest = fewest_replicas(config)
     replicas = fewest if shrink else config.grid.data
@@ -107,9 +106,9 @@ def _small(config: RunConfig, shrink: bool) -> RunConfig:
 def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["Verdict", float]:
     import torch
 
-    from pentatron.launch.local import scratch_folder
+    from pentatron.compare.verify import in_words, judge, read_ranks, run_rank, run_reference, write_settings
     from pentatron.parallel.world import single_process
-    from pentatron.train.verify import in_words, judge, read_ranks, run_rank, run_reference, write_settings
+    from pentatron.supervise.launcher import scratch_folder
 
     started = time.perf_counter()
     world = config.grid.world_size
@@ -129,7 +128,7 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
 
 
 def _start(world: int, python_words: Sequence[str], config: RunConfig) -> None:
-    from pentatron.launch.local import run_workers
+    from pentatron.supervise.launcher import run_workers
 
     prepare_for_workers(1)
     ended = run_workers(python_words, world, config.launch.master_port, os.environ, os.getpid())
@@ -142,8 +141,8 @@ def _start(world: int, python_words: Sequence[str], config: RunConfig) -> None:
 def _work(folder: Path) -> int:
     import torch
 
+    from pentatron.compare.verify import read_settings, run_rank
     from pentatron.parallel.world import open_world
-    from pentatron.train.verify import read_settings, run_rank
 
     worker = find_worker(os.environ)
     if worker is None:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.parsing import parse_json
 from pentatron.errors import UserError
-from pentatron.text import binary_size, one_line
+from pentatron.text import binary_size, one_line, parse_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"

@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.config.parsing import parse_json
 from pentatron.data.chat_template import ChatTemplate, Message, Span, TemplateRefusal
-from pentatron.data.inputs import JSON_LINES, is_json, read_chunks
+from pentatron.data.text_files import JSON_LINES, is_json, read_chunks
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import UserError
+from pentatron.text import parse_json
 
 CHUNK_BYTES = 1 << 20
 ASSISTANT = "assistant"

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checksums import block_sums_of_file
-from pentatron.data.indexed import CHECK_BLOCK, IndexedDataset
-from pentatron.data.sidecar import (
+from pentatron.data.indexed import (
     BLOCK_BYTES,
+    CHECK_BLOCK,
     Facts,
+    IndexedDataset,
     TokenizerIdentity,
     sidecar_path,
     stored_sums,

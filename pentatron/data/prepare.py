@@ -15,17 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.parsing import parse_json
-from pentatron.data.encode import EncodedChunk, Recipe
-from pentatron.data.indexed import token_dtype
-from pentatron.data.inputs import Chunk, Place, is_json, read_chunks
-from pentatron.data.pair_names import pair_paths
+from pentatron.data.encode import EncodedChunk, Recipe, Workers
+from pentatron.data.indexed import TokenizerIdentity, pair_paths, read_sidecar, token_dtype
 from pentatron.data.pair_writer import PairInProgress, publish
-from pentatron.data.sidecar import TokenizerIdentity, read_sidecar
+from pentatron.data.text_files import Chunk, Place, is_json, read_chunks
 from pentatron.data.tokenizer import identify
-from pentatron.data.workers import Workers
 from pentatron.errors import UserError
 from pentatron.files import write_file
+from pentatron.text import parse_json
 
 # Raise this when the same text and settings give other tokens than before.
 VERSION = 2

@@ -6,16 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from pentatron.checkpoint.untrusted import implausible
-from pentatron.config.model import MoEConfig, TransformerConfig
-from pentatron.config.moe_layers import moe_layers
-from pentatron.config.parameters import has_mlp_bias, has_proj_bias, has_qkv_bias
-from pentatron.config.settings import Settings
 from pentatron.errors import ConfigError, UserError
-from pentatron.hf.config_parts import ORIGIN, SCALINGS, layer_list, scaling_settings
+from pentatron.hf.config_reader import (
+    ORIGIN,
+    SCALINGS,
+    ConfigReader,
+    Problem,
+    layer_list,
+    scaling_settings,
+    set_window,
+    window_in,
+)
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
 from pentatron.hf.folder import HuggingFaceFolder
-from pentatron.hf.reader import ConfigReader, Problem
-from pentatron.hf.windows import set_window, window_in
+from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
+from pentatron.settings.parameters import has_mlp_bias, has_proj_bias, has_qkv_bias
+from pentatron.settings.settings import Settings
 
 # Settings that do not change what a model computes once it is trained.
 _NO_EFFECT = frozenset(

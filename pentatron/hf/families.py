@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentatron.hf.config_parts import (
+from pentatron.hf.config_reader import (
     Gpt2Widths,
     Heads,
     LayersWithExperts,
     Part,
     Rotary,
+    WindowByLayer,
+    WindowEverywhere,
 )
-from pentatron.hf.windows import WindowByLayer, WindowEverywhere
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.untrusted import read_json
 from pentatron.errors import UserError
-from pentatron.parallel.pieces import Shape
+from pentatron.parallel.shards import Shape
 from pentatron.text import one_line
 
 CONFIG = "config.json"

@@ -13,40 +13,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.bases import keep_base
-from pentatron.checkpoint.cover import cover_problem
+from pentatron.checkpoint.format import (
+    FILE_NAME,
+    Manifest,
+    StoredPiece,
+    TensorRecord,
+    Written,
+    cover_problem,
+    piece_key,
+    whole_tensors,
+)
 from pentatron.checkpoint.links import Link
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
-from pentatron.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, TensorRecord, piece_key
-from pentatron.checkpoint.parts import Written, whole_tensors
-from pentatron.checkpoint.retention import hidden_while_replaced
+from pentatron.checkpoint.retention import hidden_while_replaced, keep_base
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
 from pentatron.checkpoint.torch_file import rectangle_key, saved_place
-from pentatron.config.run import RunConfig
 from pentatron.files import rename
-from pentatron.interchange.common import common_state
-from pentatron.interchange.index import KEPT, MASTER, STATE
-from pentatron.interchange.names import (
+from pentatron.interchange.arguments import common_state, their_arguments
+from pentatron.interchange.index import (
     EXTRA_IN_LAYERS,
     EXTRA_OF_EXPERTS,
     EXTRA_OUTSIDE,
     EXTRA_STATE,
+    KEPT,
+    MASTER,
+    STATE,
     VOCABULARY,
     is_stacked,
     written_links,
     written_shapes,
 )
-from pentatron.interchange.settings import their_arguments
-from pentatron.interchange.writing import (
+from pentatron.interchange.torch_dist import (
     HashedFile,
     Place,
     own_copy,
     write_common,
     write_index,
 )
-from pentatron.parallel.pieces import Fragment, Shape
-from pentatron.parallel.values import sendable
+from pentatron.parallel.encoding import sendable
+from pentatron.parallel.shards import Fragment, Shape
+from pentatron.settings.run import RunConfig
 
 
 def iteration_name(step: int) -> str:

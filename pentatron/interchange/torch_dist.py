@@ -1,14 +1,90 @@
 """A checkpoint in the format torch_dist, as it lies in a folder: what it holds, without a tensor being read."""
 
+import contextlib
+import hashlib
+import io
 import json
-from collections.abc import Mapping
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
 from pentatron.checkpoint.torch_file import saved_place
+from pentatron.checksums import SHA256, SummedFile
 from pentatron.errors import UserError
+from pentatron.files import sync
 from pentatron.interchange.index import KEPT, STATE, Contents, Piece, Stored, prefix_of
-from pentatron.interchange.reading import read_apart
+from pentatron.parallel.encoding import sendable
+from pentatron.parallel.shards import Shape
+
+# Starts the program that reads pickled files, and understands what it says.
+
+
+_PROGRAM = Path(__file__).with_name("apart.py")
+# CPU time of the reader: a base, and what each second must read at least.
+_SECONDS, _BYTES_A_SECOND = 30, 2**20
+# By the clock, for each of those: a file may lie on a slow disk, and the machine may be busy.
+_PATIENCE = 10
+
+
+def read_apart(path: Path, seconds: int = _SECONDS) -> Any:
+    """What a pickled file of Megatron-LM holds, read by a process that can run nothing of it.
+
+    `seconds` of a core are enough for any small file; larger ones have more, by their size.
+    """
+    try:
+        with path.open("rb") as file:
+            seconds += os.fstat(file.fileno()).st_size // _BYTES_A_SECOND
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error}); name another checkpoint"
+        ) from None
+    # -I and -S: neither the environment nor installed packages have a say in it.
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(_PROGRAM), str(path.resolve()), str(seconds)],
+            capture_output=True,
+            env={},
+            check=False,
+            timeout=seconds * _PATIENCE,
+        )
+    except subprocess.TimeoutExpired:
+        raise _endless(path, f"{seconds * _PATIENCE} seconds") from None
+    if done.returncode == -signal.SIGXCPU:
+        raise _endless(path, f"{seconds} seconds of a core")
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise UserError(
+            f"{path} could not be read: its reader ended with status {done.returncode} {last}; the file is damaged or not a checkpoint"
+        ) from None
+    if "refused" in answer:
+        raise UserError(
+            f"{path} asks for {answer['refused']}, which no checkpoint needs, so it was not read and nothing of it ran; do not use this "
+            f"file unless you know who made it"
+        )
+    if "error" in answer:
+        raise UserError(f"{path} is not a file of Megatron-LM's checkpoints, or damaged ({answer['error']})")
+    return answer["found"]
+
+
+def _endless(path: Path, limit: str) -> UserError:
+    return UserError(
+        f"{path} takes longer than {limit} to read, so its reader was stopped; the file is damaged, or was made to run without end: "
+        f"name another checkpoint"
+    )
+
 
 INDEX, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 _ENDING = ".distcp"
@@ -91,3 +167,130 @@ def _with_remark_on_optimizer(contents: Contents, others: list[str]) -> Contents
     return Contents(
         contents.folder, contents.iteration, tensors, contents.arguments, contents.common, (remark,)
     )
+
+
+# Files of the format torch_dist, as `torch.distributed.checkpoint` and megatron-core lay them out.
+#
+# A rank's `.distcp` file is one torch.save after the other; `.metadata` says which tensor each of them is a
+# rectangle of.
+
+
+_FORMAT_TEXT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@sendable
+@dataclass(frozen=True)
+class Place:
+    """A rectangle of a tensor of theirs, or an object (no `start`), in a file."""
+
+    theirs: str
+    start: Shape | None
+    size: Shape
+    dtype: str
+    file: str
+    offset: int
+    length: int
+
+
+class HashedFile:
+    """A new file that is hashed while it is written, and on the disk when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._digest = path, hashlib.sha256()
+        self._failure: OSError | None = None
+        self._file = path.open("xb")
+        self._summed = SummedFile(self._file, self._digest)
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._summed.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
+
+    def flush(self) -> None:
+        """Nothing is kept back here; torch asks for it after each tensor."""
+
+    def save(self, value: Any) -> tuple[int, int]:
+        """Adds what torch.save makes of a value: (first byte, bytes)."""
+        before = self._summed.bytes
+        try:
+            torch.save(value, self)  # type: ignore[arg-type]
+        except RuntimeError:
+            # Torch says that a position is not what it expected, and not that the disk is full.
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        return before, self._summed.bytes - before
+
+    def finish(self) -> FileRecord:
+        sync(self._file)
+        self._file.close()
+        return FileRecord(self.path.name, self._summed.bytes, self._digest.hexdigest(), 0, SHA256)
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Of a file that is not finished, something may be left to write, which fails once more where it has failed before.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def own_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in memory of its own: torch.save would write all of the memory that a view belongs to."""
+    return values.detach().to("cpu", dtype, copy=True).contiguous()
+
+
+def write_whole(path: Path, write: bytes) -> FileRecord:
+    with HashedFile(path) as file:
+        file.write(write)
+        return file.finish()
+
+
+def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Place]) -> list[FileRecord]:
+    """`.metadata`, of everything that lies in the folder's `.distcp` files, and `metadata.json`."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    described: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    for place in places:
+        info = _StorageInfo(place.file, place.offset, place.length)
+        if place.start is None:
+            described[place.theirs] = BytesStorageMetadata()
+            stored[MetadataIndex(place.theirs)] = info
+            continue
+        record = described.get(place.theirs)
+        if record is None:
+            properties = TensorProperties(dtype=DTYPES[place.dtype])
+            record = TensorStorageMetadata(properties, torch.Size(shapes[place.theirs]), [])
+            described[place.theirs] = record
+        index = len(record.chunks)
+        record.chunks.append(ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
+        stored[MetadataIndex(place.theirs, place.start, index)] = info
+    metadata = Metadata(described, planner_data=None, storage_data=stored)
+    # Protocol 2, as torch's own writer of these files has it.
+    return [
+        write_whole(folder / INDEX, pickle.dumps(metadata, protocol=2)),
+        write_whole(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
+    ]
+
+
+def write_common(folder: Path, common: Mapping[str, Any], arguments: Mapping[str, Any]) -> FileRecord:
+    """`common.pt`: what is the same for all ranks, with the arguments as Megatron-LM has them."""
+    buffer = io.BytesIO()
+    torch.save({"args": Namespace(**arguments), **common}, buffer)
+    return write_whole(folder / COMMON, buffer.getvalue())

@@ -7,8 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from pentatron.parallel.joining import open_store
-from pentatron.parallel.meeting import MeetingPoint
+from pentatron.parallel.process_group import open_store
+from pentatron.parallel.rendezvous import MeetingPoint
 
 _NUMBERS = 2**18
 

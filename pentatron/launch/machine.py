@@ -8,14 +8,61 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.devices import chip_of
-from pentatron.launch.host_memory import host_memory
-from pentatron.launch.variables import CONNECTIONS, OF_NCCL, interface_problem
-from pentatron.text import binary_size
+from pentatron.launch.job import CONNECTIONS, OF_NCCL, interface_problem
+from pentatron.parallel.rendezvous import loopback_variables
+from pentatron.supervise.processes import python_command
+from pentatron.text import binary_size, plural
+
+# How much memory the machine has for its processes, as far as the system tells.
+
+
+_UNLIMITED = 2**60
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Bytes of memory and swap together, and those that are available; no more than the control group allows."""
+    try:
+        text = (root / "proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    found = {name: int(value.split()[0]) * 1024 for name, value in lines.items() if value.split()}
+    total = found.get("MemTotal", 0) + found.get("SwapTotal", 0)
+    free = found.get("MemAvailable", found.get("MemFree", 0)) + found.get("SwapFree", 0)
+    limit, used = _control_group(root / "sys/fs/cgroup")
+    return min(total, limit), max(0, min(free, limit - used))
+
+
+def _given_back(used: Path) -> int:
+    """What the kernel takes back as soon as somebody needs it: files that were read are counted as used for as long as nobody does."""
+    try:
+        lines = (used.parent / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split() for line in lines if len(line.split()) == 2)
+    return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
+
+
+def _control_group(folder: Path) -> tuple[int, int]:
+    """A container's limit and use, in either version of control groups."""
+    for names in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in names)
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
+            return int(limit), max(0, int(used) - _given_back(folder / names[1]))
+    return _UNLIMITED, 0
+
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _OLDEST_PYTHON, _OLDEST_TORCH = (3, 11), (2, 11)
@@ -265,3 +312,78 @@ def _first_line(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""
+
+
+# Quick trials of what training needs most: a matmul, and processes that add numbers up together.
+
+
+_PATIENCE = 90
+
+
+def matmul(device: str, size: int = 512) -> Finding:
+    """A product compared with one in double precision on the CPU."""
+    import torch
+
+    name = f"matmul on {device}"
+    try:
+        left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+        a, b = left.to(device), right.to(device)
+        result = a @ b
+        began = time.perf_counter()
+        result = (a @ b).cpu()
+        seconds = time.perf_counter() - began
+        off = float((result.double() - left.double() @ right.double()).abs().max())
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        return Finding(
+            "trials", name, reason, PROBLEM, "the build of torch does not fit this device or its driver"
+        )
+    # TF32 keeps ten bits of each factor.
+    if off > size * 2**-9:
+        return Finding(
+            "trials", name, f"off by {off:.3g}", PROBLEM, "the device computes wrongly: do not train on it"
+        )
+    return Finding("trials", name, f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in fp32, off by {off:.1e}")
+
+
+def all_reduce(backend: str, size: int, environment: Mapping[str, str]) -> Finding:
+    """Real processes, as a run has them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = python_command(["-m", "pentatron.launch.handshake", backend])
+    processes = [
+        subprocess.Popen(
+            [*words, str(rank), str(size), str(port)],
+            env={
+                **environment,
+                **loopback_variables(environment),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    name = f"all-reduce, {backend}"
+    try:
+        ended = [process.communicate(timeout=_PATIENCE) for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        return Finding("trials", name, f"no answer within {_PATIENCE} s", PROBLEM, _advice(backend))
+    wrong = next((err for process, (_, err) in zip(processes, ended) if process.returncode), None)
+    if wrong is not None:
+        reason = wrong.strip().splitlines()[-1] if wrong.strip() else "a process died"
+        return Finding("trials", name, reason, PROBLEM, _advice(backend))
+    slowest = max(float(out.split()[-1]) for out, _ in ended)
+    return Finding("trials", name, f"{size} {plural(size, 'process')}, 1 MiB in {slowest * 1e3:.1f} ms", OK)
+
+
+def _advice(backend: str) -> str:
+    if backend == "nccl":
+        return "export NCCL_DEBUG=INFO and look at its lines; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 show which path is at fault"
+    return "processes on this machine must reach each other through the loopback interface: look at firewalls and GLOO_SOCKET_IFNAME"

@@ -1,6 +1,14 @@
 """Batch arithmetic: samples of one step = micro-batch × data-parallel ranks × accumulation."""
 
-from pentatron.layout.divisors import divisors, either
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pentatron.text import divisors, either
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
@@ -25,3 +33,171 @@ def batch_problem(global_batch: int, micro_batch: int, data_parallel: int) -> st
         return f"{message}; use --micro-batch-size {sizes}"
     above = -(-global_batch // chunk) * chunk
     return f"{message}; use --global-batch-size {above} or another number of processes"
+
+
+# How many samples a step has, when that changes during a run: by ramp, or by written steps.
+#
+# The size is a function of the samples consumed before the step, so a run that resumes finds it without
+# counting steps.
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps in a row with one batch size."""
+
+    first_step: int
+    first_sample: int
+    size: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """`changes`: from how many consumed samples on a step has which size; the first entry is for 0."""
+
+    changes: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        thresholds = [threshold for threshold, _ in self.changes]
+        assert thresholds[0] == 0 and all(a < b for a, b in itertools.pairwise(thresholds))
+        assert all(size > 0 for _, size in self.changes)
+
+    @property
+    def is_constant(self) -> bool:
+        return len(self.changes) == 1
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Samples of the step that begins after so many."""
+        return self.changes[self._entry_at(consumed_samples)][1]
+
+    def _entry_at(self, consumed_samples: int) -> int:
+        return bisect.bisect_right(self.changes, consumed_samples, key=lambda change: change[0]) - 1
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """What a run that begins at 0 goes through; the last one has no end. Sizes that a large step jumps over are missing."""
+        return tuple(self._stretches_from(0))
+
+    def _stretches_from(self, consumed_samples: int) -> list[Stretch]:
+        found: list[Stretch] = []
+        step, sample, entry = 0, consumed_samples, self._entry_at(consumed_samples)
+        while True:
+            size = self.changes[entry][1]
+            found.append(Stretch(step, sample, size))
+            if entry + 1 == len(self.changes):
+                return found
+            steps = -(-(self.changes[entry + 1][0] - sample) // size)
+            step, sample = step + steps, sample + steps * size
+            entry = self._entry_at(sample)
+
+    def samples_after(self, steps: int) -> int:
+        """Samples that a run has consumed after so many steps."""
+        return self.advance(0, steps)
+
+    def advance(self, consumed_samples: int, steps: int) -> int:
+        """The same for a run that goes on from `consumed_samples`, wherever it has them from."""
+        stretches = self.stretches if consumed_samples == 0 else self._stretches_from(consumed_samples)
+        last = stretches[bisect.bisect_right(stretches, steps, key=lambda s: s.first_step) - 1]
+        return last.first_sample + (steps - last.first_step) * last.size
+
+    def steps_within(self, samples: int) -> int:
+        """How many whole steps so many samples are enough for."""
+        last = self.stretches[bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1]
+        return last.first_step + (samples - last.first_sample) // last.size
+
+    def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[Stretch]:
+        """The stretches of the next so many steps (of all, if nobody says) of a run that stands at `consumed_samples`."""
+        stretches = self._stretches_from(consumed_samples)
+        return [s for s in stretches if steps is None or s.first_step < max(1, steps)]
+
+    @property
+    def common_divisor(self) -> int:
+        """The largest number of samples that every size is a multiple of."""
+        return math.gcd(*(size for _, size in self.changes))
+
+
+def constant(size: int) -> BatchPlan:
+    return BatchPlan(((0, size),))
+
+
+@functools.lru_cache(maxsize=8)
+def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchPlan:
+    """From `start` to `full` in equal increments, each after the same share of `samples`: Megatron's linear ramp.
+
+    Raises `ValueError` with a sentence where there is none.
+    """
+    if start > full:
+        raise ValueError(
+            f"a ramp goes up: it cannot start at {start}, above the global batch size {full}; lower START or raise "
+            f"--global-batch-size"
+        )
+    interval = full - start
+    if interval % increment:
+        raise ValueError(
+            f"expected global batch size interval ({full} - {start} = {interval}) to be divisible by global batch size "
+            f"increment ({increment}); use --global-batch-size {full - interval % increment} or "
+            f"{full - interval % increment + increment}, or another increment"
+        )
+    increments = interval // increment
+    if increments == 0:
+        return constant(full)
+    each = samples / increments
+    changes = [(0, start)]
+    for number in range(1, increments + 1):
+        # After all of the samples the size is full, even where their share, a rounded number, says one sample more.
+        threshold = min(_first_with_quotient(number, each), samples + 1)
+        if threshold == changes[-1][0]:
+            changes.pop()
+        changes.append((threshold, start + number * increment))
+    return BatchPlan(tuple(changes))
+
+
+def _first_with_quotient(number: int, each: float) -> int:
+    """The smallest whole count whose quotient by `each`, rounded as floats are, is `number` or more."""
+    count = math.ceil(number * each)
+    while count > 0 and (count - 1) / each >= number:
+        count -= 1
+    while count / each < number:
+        count += 1
+    return count
+
+
+def written_steps(entries: Sequence[str], sequence: int) -> BatchPlan:
+    """`THRESHOLD:SIZE …`, thresholds in tokens of sequences of that length. Raises `ValueError` with a sentence."""
+    changes: list[tuple[int, int]] = []
+    for entry in " ".join(entries).replace(",", " ").split():
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise ValueError(f"'{entry}' must look like THRESHOLD:SIZE, for example 250B:1536")
+        tokens, samples = _number(threshold, entry), _number(size, entry)
+        if samples < 1:
+            raise ValueError(f"'{entry}': a batch needs 1 sample or more")
+        changes.append((tokens // sequence, samples))
+    if not changes or changes[0][0] != 0:
+        raise ValueError(
+            "the first threshold must be 0, so that the first steps have a size; begin with 0:SIZE"
+        )
+    for (before, _), (after, _) in itertools.pairwise(changes):
+        if after <= before:
+            raise ValueError(
+                f"thresholds must grow, but {before * sequence} tokens ({before} samples) are followed by "
+                f"{after * sequence} tokens ({after} samples); put them in order, further apart than a sequence"
+            )
+    return BatchPlan(tuple(changes))
+
+
+def _number(written: str, entry: str) -> int:
+    """`250B` → 250 000 000 000, `1.5K` → 1500."""
+    unit = _SUFFIXES.get(written[-1:].upper(), 1)
+    digits = written[:-1] if unit > 1 else written
+    try:
+        number = float(digits) * unit
+        if not math.isfinite(number) or number < 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"'{entry}' must look like THRESHOLD:SIZE, whole numbers or with K, M, B or T behind them (250B:1536)"
+        ) from None
+    return int(digits) * unit if digits.isdecimal() else int(number)

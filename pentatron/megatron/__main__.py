@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from pentatron.__main__ import leave_current_folder
-from pentatron.cli.terminal import complain, say
+from pentatron.cli.output import complain, say
 from pentatron.megatron.names import as_megatron
 
 _USAGE = "usage: python -m pentatron.megatron SCRIPT [flags of the script]"

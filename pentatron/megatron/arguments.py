@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig
+from pentatron.checkpoint.state import TrainState
+from pentatron.data.datasets import wanted_samples
 from pentatron.errors import UserError
 from pentatron.parallel.world import World
-from pentatron.train.datasets import wanted_samples
-from pentatron.train.state import TrainState
+from pentatron.settings.resolve import Resolved
+from pentatron.settings.run import RunConfig
 
 
 class Arguments(SimpleNamespace):

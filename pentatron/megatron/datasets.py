@@ -14,18 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentatron.config.run import RunConfig
-from pentatron.data.boundaries import Sample
-from pentatron.data.epochs import EpochShuffle, FiniteDataset
+from pentatron.data.datasets import Numbers, OpenedData, Parts, Wanted, open_data, wanted_samples
 from pentatron.data.gpt_dataset import GPTDataset
-from pentatron.data.index_cache import IndexCache
-from pentatron.data.sampling import SPLIT_NAMES
+from pentatron.data.loader import EpochShuffle, FiniteDataset
+from pentatron.data.sampling import SPLIT_NAMES, IndexCache, Sample
 from pentatron.errors import UserError
 from pentatron.megatron import state
 from pentatron.megatron.core.datasets.gpt_dataset import Blend, GPTDatasetConfig, MockGPTDataset
 from pentatron.monitor.display import Display
 from pentatron.parallel.world import World
-from pentatron.train.datasets import Numbers, OpenedData, Parts, Wanted, open_data, wanted_samples
+from pentatron.settings.run import RunConfig
 
 DatasetProvider = Callable[[Sequence[int]], Any]
 

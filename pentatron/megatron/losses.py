@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Held, held_parameters
+from pentatron.parallel.shards import Held, held_parameters
 from pentatron.parallel.world import World
-from pentatron.train.objective import Objective
+from pentatron.train.program import Objective
 
 LossFunction = Callable[[Tensor], Any]
 

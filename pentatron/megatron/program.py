@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.cli.terminal import say
-from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig
+from pentatron.checkpoint.state import TrainState
+from pentatron.cli.output import say
+from pentatron.data.datasets import OpenedData
 from pentatron.data.loader import Batch
 from pentatron.errors import UserError
 from pentatron.layout.stages import StagePart
@@ -24,14 +24,12 @@ from pentatron.megatron.losses import counting_terms_once, returned_by, share_of
 from pentatron.models.causal_lm import CausalLM, folded_ends
 from pentatron.models.gpt_model import ProcessGroups
 from pentatron.monitor.display import Display
-from pentatron.nn.axes import Axes
-from pentatron.nn.options import ModelOptions
+from pentatron.nn.options import Axes, ModelOptions
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
-from pentatron.train.datasets import OpenedData
-from pentatron.train.objective import ReportedNames
-from pentatron.train.program import Program, StageCall
-from pentatron.train.state import TrainState
+from pentatron.settings.resolve import Resolved
+from pentatron.settings.run import RunConfig
+from pentatron.train.program import Program, ReportedNames, StageCall
 
 # Micro-batches at the beginning of a run whose numbers of tokens are compared.
 _COMPARED = 8

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig
+from pentatron.data.datasets import configured_tokenizer
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
@@ -22,7 +21,8 @@ from pentatron.megatron.timers import Timers
 from pentatron.models.gpt_model import ProcessGroups, process_groups
 from pentatron.monitor.display import Display
 from pentatron.parallel.world import World
-from pentatron.train.datasets import configured_tokenizer
+from pentatron.settings.resolve import Resolved
+from pentatron.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from pentatron.megatron.datasets import DataPlan

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pentatron.cli.terminal import say
+from pentatron.cli.output import say
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group, gather_objects
 from pentatron.parallel.timers import Timers as LoopTimers

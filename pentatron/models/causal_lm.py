@@ -9,26 +9,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.config.parameters import head_has_table, is_tied, position_shape, table_shape
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.layer_specs import block_spec
-from pentatron.nn.attention_kernels import AttentionKernels
-from pentatron.nn.axes import Axes
 from pentatron.nn.compiled import together_of
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.init import draw_weights
 from pentatron.nn.kv_cache import CacheInUse
 from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
 from pentatron.nn.norm import ConfiguredNorm, norm_in
-from pentatron.nn.options import DEFAULT_OPTIONS, LayerOptions, ModelOptions
+from pentatron.nn.options import DEFAULT_OPTIONS, AttentionKernels, Axes, LayerOptions, ModelOptions
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, RecomputeSwitch
 from pentatron.nn.rope import build_rope
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_for
-from pentatron.parallel.pieces import held_parameters
-from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.parallel.axes import TensorAxis
+from pentatron.parallel.shards import Shape, held_parameters
+from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
+from pentatron.settings.parameters import head_has_table, is_tied, position_shape, table_shape
 
 _TIED_TENSOR = "embedding.word.weight"
 
@@ -240,3 +238,14 @@ def build_model(
     """The whole model on one process."""
     part = StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
     return build_stages(config, moe, {0: part}, Axes(), seed, device, options, spec)[0]
+
+
+# The tensors of a model as one process would hold it, without making it.
+
+
+def logical_shapes(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
+    """Every tensor of a model of ours, by name."""
+    part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
+    with torch.device("meta"):
+        whole = CausalLM(model, moe, part, Axes())
+    return {held.tensor: held.declared.shape for held in held_parameters(whole)}

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.model import TransformerConfig
-from pentatron.config.parameters import is_tied
-from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, FoldedEnds, folded_ends
-from pentatron.nn.axes import ONE_PROCESS, Axes, axes_of
 from pentatron.nn.init import draw_weights
-from pentatron.nn.options import DEFAULT_OPTIONS, ModelOptions
+from pentatron.nn.options import DEFAULT_OPTIONS, ONE_PROCESS, Axes, ModelOptions, axes_of
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
-from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.shards import held_parameters
 from pentatron.parallel.world import World
+from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.model import TransformerConfig
+from pentatron.settings.parameters import is_tied
+from pentatron.settings.run import RunConfig
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,23 @@
 
 from torch import Tensor, nn
 
-from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.model import TransformerConfig
-from pentatron.config.parameters import AttentionSizes, attention_sizes
-from pentatron.config.windows import window_of
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.ranks import Axis
-from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.compiled import Compile, Forward
 from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
 from pentatron.nn.kv_cache import attend_to_kept
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import norm_in
+from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules, build_module, documents_for
-from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.parallel.axes import TensorAxis
+from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.layers import window_of
+from pentatron.settings.model import TransformerConfig
+from pentatron.settings.parameters import AttentionSizes, attention_sizes
 
 
 class DotProductAttention(nn.Module):

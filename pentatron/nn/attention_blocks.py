@@ -5,13 +5,18 @@ parts give the attention to all keys together; with the merged output and lse, t
 part of the gradients, and these only need to be added.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from pentatron.layout.documents import TOGETHER, DocumentStarts, alike, pieces
 
 _aten = torch.ops.aten
 # What CUDA's flash kernel takes.
@@ -221,3 +226,158 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
     scores = scaled @ k.float()[:, :, None].mT
     unseen = hidden(block, q.device)
     return scores if unseen is None else scores.masked_fill(unseen, -math.inf)
+
+
+# What chunks of queries see of chunks of keys where a token sees its own document alone.
+#
+# No block needs a mask because of documents, except for short neighbours inside a chunk: of two different
+# chunks, only the one document that reaches from one into the other is seen, and that is a rectangle.
+
+
+def in_documents(
+    documents: DocumentStarts, queries: Sequence[int], keys: Sequence[int], size: int, window: int | None
+) -> list[Block]:
+    """Chunks of `size` tokens are given by their number in the sequence and lie in this order; with or without a window."""
+    found: list[Block] = []
+    for samples, starts in alike(documents):
+        for (place, number), (key_place, key_number) in itertools.product(
+            enumerate(queries), enumerate(keys)
+        ):
+            shift, key_shift = (place - number) * size, (key_place - key_number) * size
+            if number == key_number:
+                found += _inside(starts, samples, number * size, size, (shift, key_shift), window)
+            elif number > key_number:
+                found += _across(starts, samples, number, key_number, size, (shift, key_shift), window)
+    return found
+
+
+def _inside(
+    starts: Sequence[int],
+    samples: slice,
+    begin: int,
+    size: int,
+    shifts: tuple[int, int],
+    window: int | None,
+) -> Iterator[Block]:
+    """The documents of one chunk."""
+    for piece in pieces(starts, begin, begin + size):
+        left = None if window is None or window >= piece.end - piece.begin - 1 else window
+        of_queries, of_keys = (slice(piece.begin + shift, piece.end + shift) for shift in shifts)
+        yield Block(of_queries, of_keys, causal=True, left=left, samples=samples, cuts=piece.cuts)
+
+
+def _across(
+    starts: Sequence[int],
+    samples: slice,
+    number: int,
+    key_number: int,
+    size: int,
+    shifts: tuple[int, int],
+    window: int | None,
+) -> Iterator[Block]:
+    """The document at the end of the chunk of keys, as far as it is in the chunk of queries."""
+    of_last_key = bisect_right(starts, (key_number + 1) * size - 1) - 1
+    first_key, after_keys = max(key_number * size, starts[of_last_key]), (key_number + 1) * size
+    first, after = number * size, (number + 1) * size
+    if of_last_key + 1 < len(starts):
+        after = min(after, starts[of_last_key + 1])
+    if window is not None:
+        # Neither keys that no query sees, nor queries that see no key.
+        first_key, after = max(first_key, first - window), min(after, after_keys + window)
+    if first >= after or first_key >= after_keys:
+        return
+    nearest = first - first_key
+    left = None if window is None or after - 1 - first_key <= window else window - nearest
+    shift, key_shift = shifts
+    of_queries = slice(first + shift, after + shift)
+    of_keys = slice(first_key + key_shift, after_keys + key_shift)
+    yield Block(of_queries, of_keys, causal=False, left=left, samples=samples)
+
+
+# Causal attention over sequences that are whole on this rank: to all tokens, those of a window or of a
+# document.
+
+
+def attend_whole(
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    dropout: float = 0.0,
+    window: int | None = None,
+    documents: DocumentStarts | None = None,
+) -> Tensor:
+    """Attention to all tokens up to one's own, or with `window` to no more than so many before it.
+
+    With `documents` to one's own document: each is attended by itself, as a shorter sequence, so that documents save work and
+    every kernel will do. Short neighbours share a call and a mask of at most TOGETHER² elements; there is never one of a
+    whole sequence.
+    """
+    if documents is None:
+        return _attend_causal(q_BNSH, k_BKSH, v_BKSH, dropout, window)
+    together = TOGETHER if _masks_are_taken(q_BNSH) else 0
+    groups = alike(documents)
+    counts = [samples.stop - samples.start for samples, _ in groups]
+    found = []
+    for starts, *of_samples in zip(
+        [starts for _, starts in groups], *(t.split(counts) for t in (q_BNSH, k_BKSH, v_BKSH))
+    ):
+        cut = pieces(starts, 0, q_BNSH.shape[2], together)
+        lengths = [piece.end - piece.begin for piece in cut]
+        # Split at once rather than sliced one by one: the gradient of a slice is as large as the whole.
+        parts = zip(cut, *(t.split(lengths, dim=2) for t in of_samples))
+        made = [_attend_causal(q, k, v, dropout, window, piece.cuts) for piece, q, k, v in parts]
+        found.append(torch.cat(made, dim=2))
+    return torch.cat(found)
+
+
+def _masks_are_taken(q_BNSH: Tensor) -> bool:
+    """Whether the kernels the user allows take a mask; on CUDA flash does not."""
+    kernels = torch.backends.cuda
+    return not q_BNSH.is_cuda or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+
+
+def _attend_causal(
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    dropout: float,
+    window: int | None,
+    cuts: tuple[int, ...] = (),
+) -> Tensor:
+    if window is not None and window >= q_BNSH.shape[2] - 1:
+        window = None
+    if window is None and not cuts:
+        grouped = q_BNSH.shape[1] > k_BKSH.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BNSH, k_BKSH, v_BKSH, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+    everything = slice(0, q_BNSH.shape[2])
+    block = Block(everything, everything, causal=True, left=window, cuts=cuts)
+    if q_BNSH.is_cuda and dropout == 0 and not cuts and flash_is_chosen(q_BNSH):
+        rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
+        result: Tensor = _InFlashWindow.apply(*rows, block)
+        return result
+    unseen = hidden(block, q_BNSH.device)
+    assert unseen is not None
+    # Kernels that take a mask want a key for every query head.
+    copies = q_BNSH.shape[1] // k_BKSH.shape[1]
+    keys, values = (t.repeat_interleave(copies, dim=1) if copies > 1 else t for t in (k_BKSH, v_BKSH))
+    return F.scaled_dot_product_attention(q_BNSH, keys, values, attn_mask=~unseen, dropout_p=dropout)
+
+
+class _InFlashWindow(torch.autograd.Function):
+    """CUDA's flash kernel knows windows, but torch's public function does not ask it for them; it would need a mask."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, block: Block) -> Tensor:
+        out, lse, ctx.generator = flash_forward(q_BNSH, k_BKSH, v_BKSH, block)
+        ctx.save_for_backward(q_BNSH, k_BKSH, v_BKSH, out, lse)
+        ctx.block = block
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_BNSH, k_BKSH, v_BKSH, out, lse = ctx.saved_tensors
+        kept = (q_BNSH, k_BKSH, v_BKSH, out, lse)
+        dq, dk, dv = flash_backward(gradients[0].contiguous(), *kept, ctx.block, ctx.generator)
+        return dq, dk, dv, None

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pentatron.kernels.choice import triton_works
 from pentatron.layout.documents import DocumentStarts
+from pentatron.ops.dispatch import triton_works
 
 # Kinds of layers, times training and evaluation, times shapes: all of one function, for which torch allows few by default.
 _MOST_VERSIONS = 64

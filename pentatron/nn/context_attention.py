@@ -1,6 +1,6 @@
 """Causal attention over sequences that may be split over the context axis, in one call.
 
-Every rank has its queries, keys and values of the tokens that `pentatron.parallel.context_axis` gives it. Three ways to
+Every rank has its queries, keys and values of the tokens that `pentatron.parallel.axes` gives it. Three ways to
 attend to the tokens of the others:
 
     p2p         keys and values travel around a ring, and their gradients after them
@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 
 from pentatron.layout.documents import DocumentStarts
-from pentatron.nn.attention_blocks import Attended, Block, MergedAttention, flash_is_chosen
-from pentatron.nn.document_blocks import in_documents
-from pentatron.nn.whole_attention import attend_whole
+from pentatron.nn.attention_blocks import (
+    Attended,
+    Block,
+    MergedAttention,
+    attend_whole,
+    flash_is_chosen,
+    in_documents,
+)
+from pentatron.parallel.axes import ContextAxis, in_order, in_parts
 from pentatron.parallel.collectives import (
     Group,
     Passing,
@@ -27,7 +33,6 @@ from pentatron.parallel.collectives import (
     reduce_scatter_into,
     start_passing_on,
 )
-from pentatron.parallel.context_axis import ContextAxis, in_order, in_parts
 
 # What travels around the ring at the same time.
 _KEYS, _GRADIENTS = 1, 2

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.kernels.choice import by_kernel
-from pentatron.kernels.operators import operator
+from pentatron.ops.dispatch import by_kernel, operator
 
 _WORD = 1 << 64
 
@@ -134,12 +133,12 @@ class _DropoutByKernel(torch.autograd.Function):
     def forward(
         ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int, probability: float
     ) -> Tensor:
-        from pentatron.kernels import dropout_triton
+        from pentatron.ops import triton_dropout
 
         ctx.save_for_backward(rows_BS)
         ctx.site, ctx.probability, ctx.has_stream = site, probability, stream_BSD is not None
         scale = 1 / (1 - probability)
-        return dropout_triton.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+        return triton_dropout.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
@@ -161,10 +160,10 @@ def _dropped_by_site(
     """The same as one operation of a compiled graph: it can neither look at the site's number, which all layers would have to share, nor calculate
     with numbers as large as those that are scrambled."""
     if _in_one_pass(x_BSD):
-        from pentatron.kernels import dropout_triton
+        from pentatron.ops import triton_dropout
 
         scale = 1 / (1 - probability)
-        return dropout_triton.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+        return triton_dropout.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
     kept = _kept(x_BSD, _child(rows_BS, site), probability)
     return kept if stream_BSD is None else stream_BSD + kept
 

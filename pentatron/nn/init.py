@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from pentatron.parallel.pieces import Held, Shape, region
+from pentatron.parallel.shards import Held, Shape, region
 
 _BLOCK = 2**14
 # Rows are drawn together until they have about this many elements.

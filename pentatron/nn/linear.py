@@ -8,14 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentatron.devices import FP8_MULTIPLE
-from pentatron.kernels.gate import gated
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.deferral import linear
-from pentatron.parallel.gated_linear import gated_linear
-from pentatron.parallel.linear_options import PLAIN, LinearOptions, WeightScale
-from pentatron.parallel.pieces import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
-from pentatron.parallel.scaled_linear import Fp8Format, can_be_scaled, scaled_linear
-from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.ops.activation import gated, gated_linear
+from pentatron.ops.fp8_linear import (
+    PLAIN,
+    Fp8Format,
+    LinearOptions,
+    WeightScale,
+    can_be_scaled,
+    scaled_linear,
+)
+from pentatron.ops.split_backward import linear
+from pentatron.parallel.axes import TensorAxis
+from pentatron.parallel.shards import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
 
 
 def activated(inner: Tensor, has_gate: bool) -> Tensor:

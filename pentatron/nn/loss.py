@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pentatron.config.decided import LossDecision
 from pentatron.errors import UserError
-from pentatron.kernels import cross_entropy
-from pentatron.kernels.choice import by_kernel
 from pentatron.nn.linear import VocabularyTable
+from pentatron.ops import cross_entropy
+from pentatron.ops.dispatch import by_kernel
 from pentatron.parallel.collectives import Group, all_reduce_, all_reduce_max_
 from pentatron.parallel.world import ALONE
+from pentatron.settings.decision_types import LossDecision
 
 # Labels of tokens without a loss, as torch marks them.
 _IGNORED = -100
@@ -133,9 +133,9 @@ class _Passes(Protocol):
 
 def _passes(implementation: str, logits: Tensor) -> _Passes:
     if implementation != "native" and by_kernel(logits):
-        from pentatron.kernels import cross_entropy_triton
+        from pentatron.ops import triton_cross_entropy
 
-        return cross_entropy_triton
+        return triton_cross_entropy
     if implementation == "te":
         raise UserError(
             "--cross-entropy-fusion-impl te is a Triton kernel, and there is no Triton or no GPU here; leave it out"

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.model import TransformerConfig
-from pentatron.config.parameters import mlp_sizes
-from pentatron.kernels.choice import by_kernel
-from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, activated, even_rows
+from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.spec import MLPSubmodules, build_module
+from pentatron.ops.dispatch import by_kernel
+from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.model import TransformerConfig
+from pentatron.settings.parameters import mlp_sizes
 
 PLAIN_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pentatron.config.model import TransformerConfig
-from pentatron.config.parameters import norm_parameters
 from pentatron.layout.ranks import Axis
 from pentatron.nn.compiled import Compile
 from pentatron.nn.spec import Slot, build_module, takes
-from pentatron.parallel.pieces import ONES, ZEROS, DeclaringModule, whole
+from pentatron.parallel.shards import ONES, ZEROS, DeclaringModule, whole
+from pentatron.settings.model import TransformerConfig
+from pentatron.settings.parameters import norm_parameters
 
 _INITIAL = {"weight": ONES, "bias": ZEROS}
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pentatron.config.parallel import MemoryConfig
 from pentatron.layout.stages import recomputed_runs
+from pentatron.settings.parallel import MemoryConfig
 
 Item = TypeVar("Item")
 

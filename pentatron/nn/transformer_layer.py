@@ -5,16 +5,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.model import TransformerConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention import SelfAttention
-from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.compiled import Compile, Forward
 from pentatron.nn.dropout import DropoutKeys, dropout_added
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
+from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.rope import RotaryEmbedding
 from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module, documents_for
+from pentatron.settings.model import TransformerConfig
 
 
 def dropout_add(

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 
-from pentatron.config.decided import OptimizerOptions
-from pentatron.config.training import OptimConfig
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.shards import held_parameters
 from pentatron.parallel.world import World
+from pentatron.settings.decision_types import OptimizerOptions
+from pentatron.settings.training import OptimConfig
 
 if TYPE_CHECKING:
     from pentatron.optim.sharded import ShardedOptimizer

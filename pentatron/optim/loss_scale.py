@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from pentatron.config.parallel import PrecisionConfig
+from pentatron.settings.parallel import PrecisionConfig
 
 # So many overflows in a row with a scale that is no larger than 1, or cannot become smaller: it is not the scale.
 _HOPELESS = 20

@@ -12,17 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.decided import OptimizerOptions
-from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
-from pentatron.optim.clip import build_norm
-from pentatron.optim.rules import build_update
-from pentatron.optim.update import Gradients, Part
-from pentatron.parallel.buckets import Bucket, Plan, Span, held_bytes, plan_buckets
-from pentatron.parallel.gathering import WeightGathering
-from pentatron.parallel.gradients import HeldGradients, Holder, Place
-from pentatron.parallel.partial_sums import KeptGradients, PartialSums
-from pentatron.parallel.pieces import Fragment, Held, fragments_of, held_parameters, runs_of
+from pentatron.optim.update_rules import Gradients, Part, build_norm, build_update
+from pentatron.parallel.buckets import Bucket, Plan, Span, WeightGathering, held_bytes, plan_buckets
+from pentatron.parallel.gradients import HeldGradients, Holder, KeptGradients, PartialSums, Place
 from pentatron.parallel.reduction import (
     Reduction,
     ScatterBuffers,
@@ -30,7 +23,10 @@ from pentatron.parallel.reduction import (
     SharedReduction,
     WholeReduction,
 )
+from pentatron.parallel.shards import Fragment, Held, fragments_of, held_parameters, runs_of
 from pentatron.parallel.world import World
+from pentatron.settings.decision_types import OptimizerOptions
+from pentatron.settings.training import OptimConfig
 
 # The stages of this rank that use some parameters.
 Stages = tuple[int, ...]

@@ -5,8 +5,13 @@ Counting samples rather than steps keeps the curves exact when the batch size ch
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pentatron.config.run import RunConfig
+from pentatron.settings.run import RunConfig
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
 
 
 @dataclass(frozen=True)
@@ -92,3 +97,20 @@ def weight_decay(config: RunConfig) -> WeightDecay:
     return WeightDecay(
         optim.weight_decay_incr_style, optim.start_weight_decay, optim.end_weight_decay, config.spans.total
     )
+
+
+# Warm-up and cosine decay for any of torch's optimizers, by the name and with the arguments that scripts
+# know.
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: "Optimizer", num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
+) -> "LambdaLR":
+    """From 0 to the optimizer's own rate in `num_warmup_steps`, and along half a cosine to 0 at `num_training_steps`, where it stays."""
+    # Torch's schedulers bring its compiler along, which who does not use them need not wait for.
+    from torch.optim.lr_scheduler import LambdaLR
+
+    share = LearningRate(
+        "cosine", peak=1.0, floor=0.0, warmup_samples=num_warmup_steps, decay_samples=num_training_steps
+    )
+    return LambdaLR(optimizer, share, last_epoch)

@@ -1,6 +1,6 @@
 """ZeRO 3 behind the interface of `Optimizer`: parameters, gradients and the optimizer's state, of which each rank keeps a share.
 
-`pentatron/parallel/sharding.py` cuts the parameters and sums their gradients in every backward pass; here the shards are
+`pentatron/parallel/zero3.py` cuts the parameters and sums their gradients in every backward pass; here the shards are
 updated, counted, saved and loaded. Where the replicas form several groups that each hold the whole model, the sums of
 the groups are added up once a step.
 """
@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.decided import OptimizerOptions
-from pentatron.config.training import OptimConfig
 from pentatron.layout.actions import Kind
-from pentatron.optim.clip import build_norm
-from pentatron.optim.rules import build_update
-from pentatron.optim.update import Gradients, Part
+from pentatron.optim.update_rules import Gradients, Part, build_norm, build_update
 from pentatron.parallel.buckets import held_bytes
 from pentatron.parallel.collectives import Pending, start_all_reduce_
-from pentatron.parallel.gradients import Holder
-from pentatron.parallel.partial_sums import KeptGradients, PartialSums
-from pentatron.parallel.pieces import Fragment, Piece, runs_of
-from pentatron.parallel.sharding import SHARED_OVER, Shard, ShardedStage
+from pentatron.parallel.gradients import Holder, KeptGradients, PartialSums
+from pentatron.parallel.shards import Fragment, Piece, runs_of
 from pentatron.parallel.world import World
+from pentatron.parallel.zero3 import SHARED_OVER, Shard, ShardedStage
+from pentatron.settings.decision_types import OptimizerOptions
+from pentatron.settings.training import OptimConfig
 
 
 class ShardedOptimizer:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pentatron.layout.actions import Action, Kind, Schedule
-from pentatron.parallel.deferral import Cell, DeferredGradients
+from pentatron.ops.split_backward import Cell, DeferredGradients
 from pentatron.parallel.messages import Announced, Arrival, Messages, Parcel, announced, deliveries
-from pentatron.parallel.pieces import Shape
+from pentatron.parallel.shards import Shape
 from pentatron.parallel.timers import Timers
 
 # The timers' names; receiving is timed where it is waited for as well.

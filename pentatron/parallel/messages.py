@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Shape
-from pentatron.parallel.whereabouts import Call
+from pentatron.parallel.rank_status import Call
+from pentatron.parallel.shards import Shape
 from pentatron.parallel.world import World
 from pentatron.text import plural
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pentatron.config.parameters import has_shared_gate
 from pentatron.layout.stages import StagePart
 from pentatron.plan.shape import Shape
+from pentatron.settings.parameters import has_shared_gate
 
 _FP32, _INDEX = 4, 8
 # Elements that the loss in plain torch has in fp32 at a time.

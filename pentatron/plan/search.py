@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
-from pentatron.config.draft import Draft
-from pentatron.config.resolve import resolve
-from pentatron.config.run import RunConfig, table
-from pentatron.config.settings import Facts, Settings
 from pentatron.devices import GIB, Device
 from pentatron.errors import ConfigError
-from pentatron.layout.divisors import divisors
-from pentatron.plan.held import held
 from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape, recorded
 from pentatron.plan.shape import Shape
+from pentatron.plan.static_memory import held
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.resolve import resolve
+from pentatron.settings.run import RunConfig, table
+from pentatron.settings.settings import Draft, Facts, Settings
+from pentatron.text import divisors
 
 _CHOSEN = "chosen by pentatron plan"
 # How devices and layers are divided: a plan tries other sizes than those given.

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pentatron.config.decided import Decisions, DeviceFacts
-from pentatron.config.decisions import decide
-from pentatron.config.parameters import ModelParameters, halves_of, is_tied
-from pentatron.config.run import RunConfig
 from pentatron.layout.actions import Placement
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.layout.stages import StagePart
+from pentatron.settings.decision_types import Decisions, DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.parameters import ModelParameters, halves_of, is_tied
+from pentatron.settings.run import RunConfig
 
 _OF_A_DIVISION = (
     "grid",
@@ -26,7 +26,7 @@ class Shape:
     """A configuration in short names. Widths are those of one rank."""
 
     config: RunConfig
-    # What `pentatron.plan.held` found of each pipeline rank, so that it is packed once.
+    # What `pentatron.plan.static_memory` found of each pipeline rank, so that it is packed once.
     buckets: dict[int, dict[tuple[int, ...], list[tuple[Axis, int]]]] = field(default_factory=dict)
     # Some settings mean one thing on a GPU and another on a CPU. None: a device that does what a CPU does, and what only
     # a GPU does where it is asked for.

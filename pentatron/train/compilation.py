@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.config.decided import CompileDecision
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.compiled import Compile, Compiled, compiled_of
-from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.parallel.rank_status import Whereabouts
+from pentatron.settings.decision_types import CompileDecision
 from pentatron.text import plural
 
 _NOTHING = Compiled(0, ())

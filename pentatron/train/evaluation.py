@@ -3,18 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pentatron.config.run import RunConfig
-from pentatron.data.epochs import FiniteDataset, Padded, Repeated
-from pentatron.data.loader import Batch
+from pentatron.checkpoint.state import TrainState
+from pentatron.data.datasets import Datasets
+from pentatron.data.loader import Batch, FiniteDataset, Padded, Repeated
 from pentatron.monitor.report import perplexity
 from pentatron.parallel.world import World
+from pentatron.settings.run import RunConfig
 from pentatron.train.batches import agree_on_next_step, micro_batches
-from pentatron.train.datasets import Datasets
-from pentatron.train.ending import Ending, Endings
+from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.parallel_model import ParallelModel
-from pentatron.train.state import TrainState
 from pentatron.train.step import Evaluated, evaluate
+from pentatron.train.stop import Ending, Endings
 
 
 class Evaluation:

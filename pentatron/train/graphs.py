@@ -17,16 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pentatron.config.decided import GraphsDecision
-from pentatron.config.run import RunConfig
 from pentatron.data.loader import TENSORS, Batch
 from pentatron.errors import UserError
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.gradients import Holder
-from pentatron.parallel.pieces import Shape
+from pentatron.parallel.shards import Shape
 from pentatron.plan.memory import beside_graphs
+from pentatron.settings.decision_types import GraphsDecision
+from pentatron.settings.run import RunConfig
 from pentatron.text import binary_size
 
 # Of the memory that is free, what a recording may take.

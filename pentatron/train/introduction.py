@@ -1,19 +1,47 @@
 """What the log says before the first step, in Megatron's words: settings, sizes, and who holds how much."""
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
-from pentatron.config.run import RunConfig
-from pentatron.kernels.choice import triton_problem
-from pentatron.monitor.arguments import arguments_block
+from pentatron.layout.ranks import ranks_in_words
 from pentatron.monitor.memory import memory_figures, memory_line
+from pentatron.ops.dispatch import triton_problem
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World
-from pentatron.plan.fit import planned_line
-from pentatron.plan.footprint import footprint_line
-from pentatron.train.fp8 import left_in_bf16
-from pentatron.train.notes import of_all_ranks
+from pentatron.plan.fit import footprint_line, planned_line
+from pentatron.settings.run import RunConfig
+from pentatron.text import one_line
+from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.parallel_model import ParallelModel
+from pentatron.train.preflight import left_in_bf16
+
+# Every setting in Megatron's form, for the head of the log.
+
+
+_COLUMN = 48
+_RULE = "-" * 24
+
+
+def arguments_block(settings: Mapping[str, Any]) -> str:
+    lines = [f"{_RULE} arguments {_RULE}"]
+    for name in sorted(settings, key=str.lower):
+        dots = "." * (_COLUMN - len(name))
+        lines.append(f"  {name} {dots} {one_line(str(settings[name]))}")
+    return "\n".join([*lines, f"{'-' * 20} end of arguments {'-' * 21}"])
+
+
+# What ranks have to say, each sentence once.
+
+
+def of_all_ranks(own: Sequence[str], world: World) -> list[str]:
+    """The sentences of every rank, with the ranks that say it where not all do; every rank must ask."""
+    by: dict[str, list[int]] = {}
+    for rank, sentences in enumerate(gather_objects(list(own), world.everyone)):
+        for sentence in dict.fromkeys(sentences):
+            by.setdefault(sentence, []).append(rank)
+    everyone = world.everyone.size
+    return [s if len(ranks) == everyone else f"{s} ({ranks_in_words(ranks)})" for s, ranks in by.items()]
 
 
 def introduce(config: RunConfig, world: World, model: ParallelModel, output: Output) -> None:

@@ -2,18 +2,26 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from pentatron.checkpoint.state import TrainState
 from pentatron.errors import UserError
 from pentatron.monitor.display import Display
-from pentatron.monitor.log_lines import LogLines
-from pentatron.monitor.recorder import AppendedFile, Recorder
-from pentatron.monitor.report import StepReport
+from pentatron.monitor.metrics import MetricsFile
+from pentatron.monitor.recorder import AppendedFile, Lenient, PerformanceSummary, ProgressFile, Recorder
+from pentatron.monitor.report import LogLines, StepReport
 from pentatron.monitor.terminal import output_error
+from pentatron.monitor.trackers import Choices, Place, TensorBoard, WeightsAndBiases
+from pentatron.parallel.world import World
+from pentatron.settings.run import RunConfig
 from pentatron.text import spoken
+from pentatron.train.run_folder import RunFolder
 
 _TERMINAL = "the terminal"
 
@@ -111,3 +119,74 @@ class Output:
         ):
             with contextlib.suppress(OSError):
                 close()
+
+
+# Which recorders a configuration asks for.
+
+
+def open_recorders(
+    config: RunConfig,
+    world: World,
+    folder: RunFolder,
+    state: TrainState,
+    parameters: int,
+    tell: Callable[[str], None],
+) -> Iterator[Recorder]:
+    """One after the other, so that the caller can close those that are open when one fails.
+
+    What others keep, a viewer's folder or a service, may fail: that is told, and training goes on.
+    """
+    log = config.log
+    yield MetricsFile(folder.metrics, state.step, tell)
+    choices = Choices(
+        timers=log.log_timers_to_tensorboard,
+        memory=log.log_memory_to_tensorboard,
+        world_size=world.everyone.size if log.log_world_size_to_tensorboard else None,
+        perplexity=log.log_validation_ppl_to_tensorboard,
+    )
+    if log.tensorboard_dir is not None:
+        events = Path(log.tensorboard_dir)
+        yield Lenient(
+            f"TensorBoard in {events}",
+            lambda: TensorBoard(events, config.flat(), choices, log.tensorboard_log_interval, state.step),
+            tell,
+        )
+    if log.wandb_project is not None:
+        place = Place(
+            project=log.wandb_project,
+            name=log.wandb_exp_name or folder.path.name,
+            entity=log.wandb_entity,
+            folder=Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb",
+        )
+        yield Lenient(
+            "Weights & Biases",
+            lambda: WeightsAndBiases(place, config.nested(), choices, log.tensorboard_log_interval),
+            tell,
+        )
+    if log.log_progress:
+        path = Path(config.checkpoint.save) / "progress.txt"
+        yield ProgressFile(
+            path, config.launch.job_id or "", world.everyone.size, state.flops, state.consumed_tokens
+        )
+    if log.save_performance_summary:
+        yield PerformanceSummary(folder.path / "performance_summary.json", _about(config, world, parameters))
+
+
+def _about(config: RunConfig, world: World, parameters: int) -> dict[str, Any]:
+    grid = config.grid
+    on_gpu = world.device.type == "cuda"
+    return {
+        "parameters": parameters,
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
+        "torch": torch.__version__,
+        "world_size": grid.world_size,
+        "tensor_parallel": grid.tensor,
+        "pipeline_parallel": grid.pipeline,
+        "context_parallel": grid.context,
+        "expert_parallel": config.parallel.expert_model_parallel_size,
+        "data_parallel": grid.data,
+        "precision": config.precision.name,
+        "micro_batch_size": config.train.micro_batch_size,
+        "global_batch_size": config.train.global_batch_size,
+        "sequence_length": config.model.seq_length,
+    }

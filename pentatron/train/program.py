@@ -4,28 +4,141 @@ Whoever has a model, a forward step or datasets of their own derives from `Progr
 the schedules, the optimizer and the checkpoints are the same for every program.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig
+from pentatron.checkpoint.state import TrainState
+from pentatron.data.datasets import OpenedData, open_data
 from pentatron.data.loader import Batch
+from pentatron.errors import AgreedError
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.monitor.display import Display
-from pentatron.nn.axes import Axes
 from pentatron.nn.dropout import DropoutKeys
-from pentatron.nn.options import ModelOptions
+from pentatron.nn.options import Axes, ModelOptions
+from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
-from pentatron.train.datasets import OpenedData, open_data
-from pentatron.train.objective import Objective, ReportedNames
-from pentatron.train.state import TrainState
+from pentatron.settings.resolve import Resolved
+from pentatron.settings.run import RunConfig
+
+# The objective of a step: how the losses of its micro-batches become one number, and what is reported beside
+# it.
+#
+# A loss is a sum over tokens, divided by how many count in the whole step, or a mean, averaged over all
+# micro-batches and replicas. The number of tokens that a user's loss function counts is known only when its
+# last micro-batch has been computed. Until then sums are divided by the valid tokens of the data, and
+# `Total.ratio` mends that at the end of the step; it is 1 where the two agree.
+
+
+# Of a loss function's tally: tokens that it counted, calls that gave sums and means, calls with a name that is not agreed on.
+_COUNTS = 4
+# Of a value that is reported: numerator and denominator.
+_PAIR = 2
+
+
+@dataclass(frozen=True)
+class Total:
+    """What the loss functions of all ranks counted in a step. Every gradient and the loss are to be multiplied by `ratio`."""
+
+    ratio: float = 1.0
+    reported: Mapping[str, float] = field(default_factory=dict)
+
+
+class ReportedNames:
+    """Names that loss functions report, in an order all ranks agree on: then a step exchanges their values as plain numbers."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return _COUNTS + _PAIR * len(self.names)
+
+    def learn(self, own: Mapping[str, Tensor], world: World) -> dict[str, tuple[float, float]]:
+        """The values of a step that has a new name, and its names for the steps after it. Every rank must call it."""
+        said = {name: (float(pair[0]), float(pair[1])) for name, pair in own.items()}
+        found: dict[str, tuple[float, float]] = {}
+        for values in gather_objects(said, world.everyone):
+            for name, (above, below) in values.items():
+                so_far = found.get(name, (0.0, 0.0))
+                found[name] = (so_far[0] + above, so_far[1] + below)
+        self.names = tuple(dict.fromkeys((*self.names, *found)))
+        return found
+
+
+class Objective:
+    """Turns the losses of a step's micro-batches into shares of its objective, and keeps what is reported beside them."""
+
+    def __init__(self, tokens: Callable[[], Tensor], calls: int) -> None:
+        """`tokens`: valid tokens of the data in the whole step, on all ranks; asked for by the first sum. `calls`: of the loss, in the
+        whole step, by all replicas."""
+        self.tokens, self.calls = tokens, calls
+        self.counted: list[Tensor] = []
+        self.means = 0
+        self.reported: dict[str, Tensor] = {}
+
+    def share_of_sum(self, total: Tensor, count: Tensor | None = None) -> Tensor:
+        """`total` is a sum over `count` tokens; without `count`, over those that are valid in the data."""
+        if count is not None:
+            self.counted.append(count.detach().double())
+        return total / self.tokens()
+
+    def share_of_mean(self, loss: Tensor) -> Tensor:
+        self.means += 1
+        return loss / self.calls
+
+    def report(self, name: str, above: Tensor, below: Tensor) -> None:
+        """The value of `name` is the sum of all `above` over that of all `below`."""
+        pair = torch.stack((above.detach().double().sum(), below.detach().double().sum()))
+        self.reported[name] = self.reported[name] + pair if name in self.reported else pair
+
+    def numbers(self, names: ReportedNames, world: World) -> Tensor:
+        """This rank's tally, to be summed over all ranks. Tensor ranks compute the same loss, and one of them counts."""
+        numbers = torch.zeros(names.width, dtype=torch.float64, device=world.device)
+        if not world.is_first_of(("tensor",)):
+            self.reported = {}
+            return numbers
+        if self.counted:
+            numbers[0] = torch.stack(self.counted).sum()
+        unknown = any(name not in names.names for name in self.reported)
+        numbers[1:_COUNTS] = torch.tensor([float(len(self.counted)), float(self.means), float(unknown)])
+        for i, name in enumerate(names.names):
+            if name in self.reported:
+                numbers[_COUNTS + _PAIR * i : _COUNTS + _PAIR * (i + 1)] = self.reported[name]
+        return numbers
+
+    def total(self, summed: Tensor, tokens: float, names: ReportedNames, world: World) -> Total:
+        """`summed`: the numbers of all ranks, on the host. Every rank must call it."""
+        counted, sums, means, unknown = summed[:_COUNTS].tolist()
+        if sums and means:
+            raise AgreedError(
+                "the loss function returned a sum with a number of tokens for some micro-batches and a mean for others; return the "
+                "same form for all"
+            )
+        if counted < 0:
+            raise AgreedError(
+                f"the loss function counted {counted:g} tokens in a step; return how many tokens its sum is over, 0 or more"
+            )
+        if unknown:
+            values = names.learn(self.reported, world)
+        else:
+            pairs = summed[_COUNTS:].view(-1, _PAIR).tolist()
+            values = dict(zip(names.names, map(tuple, pairs), strict=True))
+        # A name that no micro-batch of this step reported has no denominator.
+        reported = {name: above / below for name, (above, below) in values.items() if below}
+        return Total(tokens / (counted or 1.0) if sums else 1.0, reported)
+
+
+def ratio_on_device(numbers: Tensor, tokens: Tensor) -> Tensor:
+    """`Total.ratio`, of summed numbers that are still on the device."""
+    counted = torch.where(numbers[0] == 0, 1.0, numbers[0])
+    return torch.where(numbers[1] > 0, tokens.double() / counted, 1.0)
 
 
 @dataclass(frozen=True)

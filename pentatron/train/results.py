@@ -5,16 +5,15 @@ from pathlib import Path
 
 import torch
 
-from pentatron.config.batch_sizes import size_problem
-from pentatron.config.run import RunConfig
+from pentatron.data.datasets import Datasets
 from pentatron.errors import UserError, file_sentence
 from pentatron.files import write_file
+from pentatron.generate.continue_text import open_continuation
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World
+from pentatron.settings.run import RunConfig, size_problem
 from pentatron.text import abbreviated, plural
-from pentatron.train.continue_text import open_continuation
-from pentatron.train.datasets import Datasets
 from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder
 

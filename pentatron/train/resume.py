@@ -2,41 +2,228 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pentatron.checkpoint.bases import read_bases
-from pentatron.checkpoint.described import saved_settings
+from pentatron.checkpoint.find import checkpoints_of, is_resumable, is_step, saved_settings
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
+from pentatron.checkpoint.retention import read_bases, read_record
+from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.checkpoint.survey import is_resumable
-from pentatron.checkpoint.verifying import searched_together
-from pentatron.config.loaded import LOADED
-from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig, table
-from pentatron.config.settings import Settings
-from pentatron.config.start import CHOOSING, Start, another_run, names_checkpoints
+from pentatron.checkpoint.verify import searched_together
+from pentatron.data.datasets import OpenedData
+from pentatron.data.identity import DataIdentity
 from pentatron.errors import UserError
+from pentatron.generate.source import Source, find_source, named_source
 from pentatron.hf.architecture import settings_in
 from pentatron.hf.folder import open_folder
+from pentatron.hf.names import load_weights
 from pentatron.hf.small_files import carry_files
-from pentatron.hf.weights import load_weights
 from pentatron.optim.build import AnyOptimizer
-from pentatron.optim.rules import rule_of
+from pentatron.optim.update_rules import rule_of
 from pentatron.parallel.collectives import broadcast_object, on_some_ranks
-from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.shards import Fragment
 from pentatron.parallel.world import World
-from pentatron.train.changes import changes_since, require_same_model
-from pentatron.train.data_change import first_data, take_data
-from pentatron.train.datasets import OpenedData
-from pentatron.train.origin import require_same_origin
-from pentatron.train.parallel_model import ParallelModel
-from pentatron.train.random_state import restore_random_state
+from pentatron.settings.declaration import FREE, ORDER, SILENT, OnResume
+from pentatron.settings.loaded import LOADED, architecture, differences
+from pentatron.settings.output import CheckpointConfig
+from pentatron.settings.resolve import Resolved
+from pentatron.settings.run import RunConfig, table
+from pentatron.settings.settings import CHOOSING, Settings, Start, another_run, names_checkpoints
+from pentatron.train.checkpoints import restore_random_state
+from pentatron.train.model import ParallelModel
 from pentatron.train.schedules import saved_schedule
-from pentatron.train.sources import Source, find_source, named_source
-from pentatron.train.state import TrainState
+
+# What a run began with, compared with what `--load` names when it goes on.
+
+
+def require_same_origin(checkpoints: Path, load: str) -> None:
+    """Refuses to go on with a run whose weights come from something else than `--load` names."""
+    record = read_record(checkpoints)
+    origin = None if record is None else record.origin
+    if origin is not None and _is_meant(origin, Path(load)):
+        return
+    began = "new weights" if origin is None else str(origin)
+    raise UserError(
+        f"the run in {checkpoints} began with {began}, and --load names {load}; leave --load out to go on with that run, choose "
+        f"another --run-dir or --save for a new one, or start anew with --fresh"
+    )
+
+
+def _is_meant(origin: Path, load: Path) -> bool:
+    """Whether the step or the folder that a run began with is what a path means now: a folder of steps may have newer ones since."""
+    if _in_hub_cache(origin) is not None and _in_hub_cache(origin) == _in_hub_cache(load):
+        return True
+    if is_step(load):
+        return origin.resolve() == load.resolve()
+    return not {origin.resolve(), origin.resolve().parent}.isdisjoint(
+        {load.resolve(), checkpoints_of(load).resolve()}
+    )
+
+
+def _in_hub_cache(path: Path) -> tuple[str, ...] | None:
+    """Model and revision of a downloaded folder, wherever the cache lies."""
+    parts = path.parts[-3:]
+    return parts if len(parts) == 3 and parts[1] == "snapshots" else None
+
+
+# A run that goes on reads the data it began with, or is told that it has changed.
+
+
+def take_data(state: TrainState, data: OpenedData, origin: Path, chosen: CheckpointConfig) -> list[str]:
+    """From now on the data of the run is what is there; what was drawn before is not forgotten.
+
+    `origin`: the checkpoint that the state is of. Returns what to tell; data that changed without leave is an error.
+    """
+    before = DataIdentity.from_json(state.data_fingerprint, state.data_files)
+    changed = data.identity.changes_since(before)
+    if changed and not chosen.allow_changed_data:
+        raise UserError(
+            f"the data is not what {origin} was trained on; bring it back, go on all the same with --allow-changed-data, take the "
+            f"weights alone with --load {origin.parent} --finetune and another --run-dir, or start anew with --fresh ({changed})"
+        )
+    now = data.identity.knowing(before)
+    state.data_fingerprint, state.data_files = now.fingerprint, now.files_as_json()
+    if not changed:
+        same = "--allow-changed-data: the data is what it was, so this changes nothing"
+        return [same] * chosen.allow_changed_data
+    state.drawn = {**dict.fromkeys(data.names, 0), **state.drawn}
+    return [
+        f"the data has changed ({changed}); --allow-changed-data: from sample {state.consumed_samples} on, the samples are those of "
+        "the new data's order"
+    ]
+
+
+def first_data(state: TrainState, data: OpenedData) -> None:
+    """Of a run that begins."""
+    identity = data.identity
+    state.data_fingerprint, state.data_files = identity.fingerprint, identity.files_as_json()
+
+
+# What is not as it was when a checkpoint was made: refused where it makes another model, told where it may
+# change numbers.
+
+
+# What --use-checkpoint-opt-param-scheduler takes from the checkpoint, which has it in samples.
+_SCHEDULE = frozenset(
+    name
+    for name, item in table().items()
+    if item.section == "optim" and (name.startswith(("lr", "min_lr")) or "weight_decay" in name)
+)
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "data": "data_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class _Difference:
+    section: str
+    name: str
+    before: Any
+    now: Any
+
+    @property
+    def on_resume(self) -> OnResume:
+        return table()[self.name].resume
+
+    def __str__(self) -> str:
+        return f"{table()[self.name].flag} {_plain(self.now)} (was {_plain(self.before)})"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """In few lines: `told` may change the numbers of the run, `logged` does not. `settings` are the names behind the first."""
+
+    told: list[str]
+    logged: list[str]
+    settings: frozenset[str]
+
+
+def changes_since(saved: Mapping[str, Any], config: RunConfig, loaded: Collection[str] = ()) -> Changes:
+    """What the user should know of settings that are not those of the checkpoint.
+
+    `loaded`: settings that were taken from what is loaded. The tokenizer kept there has another path than the one it is a copy of.
+    """
+    kept = {*loaded, *(_SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ())}
+    different = [d for d in _differences(saved, config.nested()) if d.name not in kept]
+    free = [d for d in different if d.on_resume in (FREE, SILENT)]
+    layout = [d for d in different if d.section == "parallel"]
+    acting = [d for d in different if d not in free and d not in layout]
+    told = _layout_line(saved, config, layout)
+    if acting:
+        drawing = [table()[d.name].flag for d in acting if d.on_resume is ORDER]
+        order = (
+            f"; {' and '.join(drawing)} {'draw' if len(drawing) > 1 else 'draws'} the order of samples, so that from here on "
+            "it may be another one"
+            if drawing
+            else ""
+        )
+        told.append(f"settings that are not the checkpoint's: {_listed(acting)}{order}")
+    others = [d for d in free if d.on_resume is FREE]
+    logged = (
+        [f"changed since the checkpoint, without a part in its numbers: {_listed(others)}"] if others else []
+    )
+    return Changes(told, logged, frozenset(d.name for d in acting))
+
+
+def _layout_line(saved: Mapping[str, Any], config: RunConfig, different: list[_Difference]) -> list[str]:
+    if not different:
+        return []
+    before, now = _sizes(saved), _sizes(config.nested())
+    further = [d for d in different if d.name not in _SIZES.values()]
+    if before == now:
+        return [
+            f"the layout is not the checkpoint's: {_listed(further)}; numbers may differ in the last digits"
+        ]
+    rest = f"; {_listed(further)}" if further else ""
+    return [f"the checkpoint was made on {before}; it goes on on {now}{rest}"]
+
+
+def _sizes(config: Mapping[str, Any]) -> str:
+    """`2 tensor × 2 pipeline × 1 context × 1 data ranks`."""
+    parallel = config["parallel"]
+    return f"{' × '.join(f'{parallel.get(size, 1)} {name}' for name, size in _SIZES.items())} ranks"
+
+
+def _listed(found: Iterable[_Difference]) -> str:
+    return ", ".join(map(str, found))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "unset" if value is None else str(value)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[_Difference]:
+    """A setting younger than the checkpoint had its default there."""
+    younger = RunConfig.of(Settings.defaults()).nested()
+    pairs = (
+        _Difference(section, name, before.get(section, {}).get(name, younger[section][name]), value)
+        for section, fields in now.items()
+        for name, value in fields.items()
+    )
+    return [pair for pair in pairs if pair.before != pair.now]
+
+
+def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
+    loaded, now = architecture(saved), config.settings
+    if different := differences(loaded, now):
+        shown = "; ".join(
+            f"{name} was {getattr(loaded.settings, name)}, is {getattr(now, name)}" for name in different
+        )
+        raise UserError(
+            f"{folder} holds another model ({shown}); use the settings it was made with, choose another --run-dir, "
+            f"or start anew with --fresh"
+        )
+
 
 T = TypeVar("T")
 

@@ -2,16 +2,39 @@
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pentatron.config.resolve import Resolved
-from pentatron.config.run import RunConfig, table
-from pentatron.config.saved_config import HEADER
-from pentatron.errors import UserError
+from pentatron.errors import AgreedError, UserError
 from pentatron.files import make_folder, numbered, rename, write_file
+from pentatron.monitor.report import FAILED
+from pentatron.monitor.terminal import append_line
+from pentatron.settings.files import HEADER
+from pentatron.settings.resolve import Resolved
+from pentatron.settings.run import RunConfig, table
+from pentatron.supervise.signals import StoppedEarly
 from pentatron.text import one_line, redacted_value
+
+if TYPE_CHECKING:
+    from pentatron.parallel.world import World
+
+# When a run came to which point, in milliseconds since the epoch.
+
+
+class Moments:
+    def __init__(self, started: float) -> None:
+        self.taken = {"app_start_time": round(started * 1000)}
+
+    def mark(self, name: str) -> None:
+        """`model_init_start` → `app_model_init_start_time`, now."""
+        self.taken[f"app_{name}_time"] = round(time.time() * 1000)
+
+    def write(self, path: Path) -> None:
+        write_file(path, f"{json.dumps(self.taken, indent=2)}\n".encode())
+
 
 # A later run that reads the saved configuration must not end up in this run's folder.
 _OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save"})
@@ -149,3 +172,36 @@ def _loads_itself(config: RunConfig) -> bool:
     # One of its steps; other folders beside them are not the run.
     steps = {named.parent} if STEP_NAME.fullmatch(named.name) else set()
     return not own.isdisjoint({named} | steps)
+
+
+# What a run failed with, as the last line of its log: who looks back at it finds the reason there, not only
+# on a terminal.
+
+
+# The sentence for an error, or None where this rank has nothing to say of it.
+Sentence = Callable[[BaseException], str | None]
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """An error of the user's as it is, another by its name; an end that somebody asked for is none."""
+    if isinstance(error, UserError):
+        return str(error)
+    if not isinstance(error, Exception):
+        return None
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def write_last_words(folder: RunFolder, world: "World", error: BaseException, sentence: Sentence) -> None:
+    """Into the log of the run's folder, which must be ours. What all ranks say alike, the first writes."""
+    if isinstance(error, StoppedEarly):
+        if world.is_first:
+            append_line(folder.log, str(error))
+        return
+    agreed = isinstance(error, AgreedError)
+    text = sentence(error) if world.is_first or not agreed else None
+    if text is None:
+        return
+    of_rank = "" if agreed or world.everyone.size == 1 else f"rank {world.everyone.rank}: "
+    # A full disk may be what the run failed with.
+    append_line(folder.log, f"{FAILED}{of_rank}{' '.join(text.split())}")

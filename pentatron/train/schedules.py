@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pentatron.config.output import CheckpointConfig
-from pentatron.config.run import RunConfig, table
-from pentatron.config.settings import Settings
+from pentatron.checkpoint.state import TrainState, is_number
 from pentatron.errors import UserError
 from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
-from pentatron.train.state import TrainState, is_number
+from pentatron.settings.output import CheckpointConfig
+from pentatron.settings.run import RunConfig, table
+from pentatron.settings.settings import Settings
 
 _USE, _OVERRIDE = "--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"
 # How a message calls what a schedule is made of.

@@ -9,42 +9,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pentatron.config.resolve import Resolved, notices_of_device
-from pentatron.config.run import RunConfig
-from pentatron.config.start import Start, how_to_go_on, start_of
+from pentatron.checkpoint.state import TrainState
+from pentatron.data.datasets import OpenedData, arrange, settle_epochs
 from pentatron.interchange.store import store_for
 from pentatron.monitor.display import Display, Silent, open_display
-from pentatron.monitor.log_lines import LogLines
-from pentatron.monitor.memory_samples import MemorySampler
+from pentatron.monitor.memory import MemorySampler
 from pentatron.monitor.recorder import AppendedFile, Recorder
+from pentatron.monitor.report import LogLines
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import broadcast_object, earliest, on_some_ranks
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
-from pentatron.train.attempts import FIRST, Attempt
-from pentatron.train.data_change import first_data, take_data
-from pentatron.train.datasets import OpenedData, arrange
-from pentatron.train.disk_space import disk_notes
-from pentatron.train.ending import Ending
-from pentatron.train.environment import settle_environment
-from pentatron.train.epoch_length import settle_epochs
-from pentatron.train.fitting import require_fitting_batches, require_fitting_start
-from pentatron.train.interrupt import StopRequest, stop_on_signals
+from pentatron.settings.resolve import Resolved, notices_of_device
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Start, how_to_go_on, start_of
+from pentatron.supervise.attempts import FIRST, Attempt
+from pentatron.supervise.signals import StopRequest, stop_on_signals
+from pentatron.train.checkpoints import seed_generators
 from pentatron.train.introduction import introduce
-from pentatron.train.last_words import Sentence, sentence_of, write_last_words
-from pentatron.train.moments import Moments
-from pentatron.train.opening import OpenFolders, leave_to_earlier_runs, open_folders
-from pentatron.train.output import Output, refuse_pipes
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
-from pentatron.train.profiling import BesideTheSteps
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.open_folders import OpenFolders, disk_notes, leave_to_earlier_runs, open_folders
+from pentatron.train.output import Output, open_recorders, refuse_pipes
+from pentatron.train.preflight import require_fitting_batches, require_fitting_start, settle_environment
 from pentatron.train.program import CONFIGURED, Program
-from pentatron.train.random_state import seed_generators
-from pentatron.train.recorders import open_recorders
 from pentatron.train.results import WITHOUT_IT, describe, describe_pipeline, draw_curve, finish
-from pentatron.train.resume import Beginning, starting_point
-from pentatron.train.run_folder import RunFolder
+from pentatron.train.resume import Beginning, first_data, starting_point, take_data
+from pentatron.train.run_folder import Moments, RunFolder, Sentence, sentence_of, write_last_words
 from pentatron.train.schedules import settle
-from pentatron.train.state import TrainState
+from pentatron.train.step_hooks import BesideTheSteps
+from pentatron.train.stop import Ending
 from pentatron.train.trainer import Trainer
 
 T = TypeVar("T")

@@ -4,19 +4,40 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pentatron.data.loader import Batch
+from pentatron.models.router_load import ExpertLoad
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.world import World
-from pentatron.train.objective import Objective, Total, ratio_on_device
-from pentatron.train.parallel_model import MicroBatches, ParallelModel
-from pentatron.train.router_loads import ExpertLoad
-from pentatron.train.told import Told
+from pentatron.train.model import MicroBatches, ParallelModel
+from pentatron.train.program import Objective, Total, ratio_on_device
+
+# Numbers on their way from a device to the host.
+
+
+class Told:
+    """A copy in host memory that nobody waits for before it is needed; what the device does after it is not waited for at all."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._arrived: Any = None
+        if values.is_cuda:
+            # Only into page-locked memory does a copy run by itself.
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
 
 
 @dataclass(frozen=True)

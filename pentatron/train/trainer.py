@@ -8,36 +8,33 @@ from typing import NoReturn
 
 import torch
 
+from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.flops import step_flops
-from pentatron.config.run import RunConfig
+from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch
 from pentatron.devices import chip_of
 from pentatron.errors import AgreedError, BadNumbers
+from pentatron.models.router_load import ExpertLoad
 from pentatron.monitor.memory import memory_bytes, memory_scalars
-from pentatron.monitor.ranks import RankReport
-from pentatron.monitor.report import ExpertReport, StepReport
+from pentatron.monitor.report import ExpertReport, RankReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
 from pentatron.parallel.world import World
+from pentatron.settings.parameters import step_flops
+from pentatron.settings.run import RunConfig
+from pentatron.supervise.signals import StopRequest
 from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.checkpoints import Checkpoints
-from pentatron.train.datasets import Datasets
-from pentatron.train.ending import Ending, Endings
 from pentatron.train.evaluation import Evaluation
 from pentatron.train.health import Health
-from pentatron.train.interrupt import StopRequest
-from pentatron.train.introduction import tell_memory
-from pentatron.train.notes import of_all_ranks
+from pentatron.train.introduction import of_all_ranks, tell_memory
+from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.parallel_model import ParallelModel
-from pentatron.train.profiling import BesideTheSteps
-from pentatron.train.rank_watch import RankWatch
-from pentatron.train.router_loads import ExpertLoad
 from pentatron.train.schedules import Schedule
-from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult, train_step
-from pentatron.train.stragglers import Stragglers
+from pentatron.train.step_hooks import BesideTheSteps
+from pentatron.train.stop import Ending, Endings
+from pentatron.train.stragglers import RankWatch, Stragglers
 
 _SPEED_WINDOW = 20
 # A timer of what is not a part of every step.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pentatron.parallel.axes import ContextAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.context_axis import ContextAxis
 from pictures.canvas import COLOURS, FAINT, GREY, Canvas
 
 _CELL = 34

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pentatron.parallel.axes import ExpertAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.expert_axis import ExpertAxis
 from pictures.canvas import COLOURS, FAINT, GREY, Canvas
 
 # The expert of each token, by rank: an example in which one expert is popular and one gets nothing.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.digest import StateDigest
+from pentatron.checkpoint.compare import StateDigest
 from tests.adversary import shim
 from tests.adversary.shim import Mode, Record, read_journal
 from tests.faults.commands import Zygote

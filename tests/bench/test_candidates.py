@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.bench.candidates import Candidate, candidates
-from pentatron.bench.measure import Measured, measure
-from pentatron.bench.results import Row, Table, conclusions, write_summary
-from pentatron.bench.sizes import default_sizes
+from pentatron.bench.candidates import Candidate, candidates, default_sizes
+from pentatron.bench.results import Measured, Row, Table, conclusions, measure, write_summary
 from pentatron.errors import UserError
 
 

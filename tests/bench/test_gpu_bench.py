@@ -12,9 +12,9 @@ from bench.ours import words_of
 from bench.performance_page import with_tables
 from bench.steps import GIB, SHAPES, Case, milliseconds, milliseconds_in_a_row, record
 from bench.turns import Competitor, Turns
-from pentatron.cli.prepare import prepare
-from pentatron.config.entry import TRAIN
-from pentatron.config.flops import step_flops
+from pentatron.cli.configure import prepare
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.parameters import step_flops
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pentatron.bench.micro_batch import Trial, find_largest, largest, lines
-from pentatron.layout.divisors import divisors
+from pentatron.bench.candidates import Trial, find_largest, largest, lines
+from pentatron.text import divisors
 
 ALL = range(1, 4097)
 

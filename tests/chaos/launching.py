@@ -23,7 +23,7 @@ def prepare_to_fork() -> None:
     """Imports what every process needs; whoever loses its parent becomes ours, so that nobody is left unseen."""
     preload()
     import pentatron.cli.train
-    import pentatron.launch.supervise  # noqa: F401
+    import pentatron.supervise.supervisor  # noqa: F401
 
     gc.collect()
     gc.freeze()

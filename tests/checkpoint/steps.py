@@ -7,7 +7,7 @@ import torch
 from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.shards import Fragment
 
 DATA = "rank-00000.safetensors"
 ALONE = Group(0, 1)

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pentatron.checkpoint.parts as parts_module
-from pentatron.checkpoint.host_copy import HostCopy
-from pentatron.checkpoint.saver import Saved, Saver
+import pentatron.checkpoint.format as parts_module
+from pentatron.checkpoint.save import HostCopy, Saved, Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.shards import Fragment
 from tests.checkpoint.steps import ALONE, load, newest, save, share, whole
 from tests.harness import RanksFailed, distributed, run_distributed
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from pentatron.checkpoint.cover import cover_problem
-from pentatron.parallel.pieces import Shape
+from pentatron.checkpoint.format import cover_problem
+from pentatron.parallel.shards import Shape
 
 Part = tuple[Shape, Shape]
 

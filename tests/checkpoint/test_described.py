@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.checkpoint.described import architecture_of, saved_settings
-from pentatron.checkpoint.manifest import Manifest, TensorRecord
+from pentatron.checkpoint.find import architecture_of, saved_settings
+from pentatron.checkpoint.format import Manifest, TensorRecord
 from pentatron.checkpoint.store import Found
-from pentatron.config.model import MoEConfig
 from pentatron.errors import UserError
+from pentatron.settings.model import MoEConfig
 
 
 def test_a_setting_that_is_not_known_makes_another_model() -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-import pentatron.checkpoint.stages as stages_module
+import pentatron.checkpoint.store as stages_module
 import pentatron.checkpoint.store as store_module
-from pentatron.checkpoint.manifest import Manifest
-from pentatron.checkpoint.saver import Saver
+from pentatron.checkpoint.format import Manifest
+from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
-from pentatron.checkpoint.verifying import Obstacle
+from pentatron.checkpoint.verify import Obstacle
 from pentatron.errors import UserError
 from tests.checkpoint.steps import ALONE, DATA, newest, save, share
 from tests.support import resolved

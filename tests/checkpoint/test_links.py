@@ -5,12 +5,22 @@ import random
 import pytest
 import torch
 
-from pentatron.checkpoint.convert import fill, reads_ours, reads_theirs
-from pentatron.checkpoint.links import Link, NameTable, Row, Source, by_ours, links_by_table, their_shapes
+from pentatron.checkpoint.links import (
+    Link,
+    NameTable,
+    Row,
+    Source,
+    by_ours,
+    fill,
+    links_by_table,
+    reads_ours,
+    reads_theirs,
+    their_shapes,
+)
 from pentatron.checkpoint.tensor_file import Outline
-from pentatron.config.model import TransformerConfig
 from pentatron.errors import UserError
-from pentatron.parallel.pieces import Fragment, Shape, region
+from pentatron.parallel.shards import Fragment, Shape, region
+from pentatron.settings.model import TransformerConfig
 
 MODEL = TransformerConfig(num_attention_heads=4, num_query_groups=2, kv_channels=3)
 QKV, EXPERTS = (2 * (2 + 2) * 3, 5), (3, 8, 5)

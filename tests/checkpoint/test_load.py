@@ -18,7 +18,7 @@ from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import (
+from pentatron.parallel.shards import (
     ZEROS,
     Declared,
     Fragment,
@@ -282,7 +282,7 @@ def test_every_file_is_opened_once_and_only_if_it_is_needed(tmp_path: Path, watc
 
 def save_by_three(folder: Path) -> Found:
     """What three ranks would have saved, put together from three saves of one process."""
-    from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
+    from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord
 
     files, pieces = {}, {f"t{i:02}": [] for i in range(20)}
     (folder / "all").mkdir()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import pentatron.checkpoint.parts as parts_module
-import pentatron.checkpoint.stages as stages_module
+import pentatron.checkpoint.format as parts_module
+import pentatron.checkpoint.store as stages_module
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.find import read_step
 from pentatron.checkpoint.load import load_fragments
@@ -22,7 +22,7 @@ from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.errors import FolderLost, UserError
 from pentatron.files import rename
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.shards import Fragment
 from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tensors, whole
 from tests.harness import RanksFailed, distributed, run_distributed
 
@@ -130,7 +130,7 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_the_old_step(tmp_path: Pa
     save(store, 1, group)
     dist.barrier()
     if rank == 1:
-        import pentatron.checkpoint.parts as module
+        import pentatron.checkpoint.format as module
 
         def full_disk(*_: Any) -> Any:
             raise OSError(28, "No space left on device")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import pentatron.checkpoint.manifest as manifest_module
-from pentatron.checkpoint.manifest import read_manifest, verify_files
+import pentatron.checkpoint.format as manifest_module
+from pentatron.checkpoint.format import read_manifest, verify_files
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.checkpoint.verifying import Check, searched_together, share_of
+from pentatron.checkpoint.verify import Check, searched_together, share_of
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from tests.checkpoint.steps import save
@@ -72,7 +72,7 @@ def test_a_rank_that_sees_a_copy_checks_that_one(tmp_path: Path) -> None:
     steps = CheckpointStore.steps
     mine = tmp_path / f"disk-{group.rank}" / "step-00000001"
     # What rank 0 names is a path; here each rank finds its own disk behind it.
-    import pentatron.checkpoint.verifying as module
+    import pentatron.checkpoint.verify as module
 
     honest = module.problem_of_share
     module._identity = lambda folder: (group.rank, 0, 0)
@@ -85,7 +85,7 @@ def test_a_rank_that_sees_a_copy_checks_that_one(tmp_path: Path) -> None:
 
 @distributed(world=2)
 def test_a_rank_that_does_not_see_the_folder_is_named(tmp_path: Path) -> None:
-    import pentatron.checkpoint.verifying as module
+    import pentatron.checkpoint.verify as module
 
     group = Group(dist.get_rank(), 2, dist.group.WORLD)
     save(CheckpointStore(tmp_path, keep=None), 1, group)

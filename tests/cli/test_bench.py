@@ -11,7 +11,7 @@ import pytest
 from pentatron.bench.processes import Ended, Starter
 from pentatron.cli.bench_rank import Job, reason_of_failure
 from pentatron.cli.main import main
-from pentatron.config.entry import TRAIN
+from pentatron.settings.entry import TRAIN
 
 TINY = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --seq-length 16 --vocab-size 64".split()
 

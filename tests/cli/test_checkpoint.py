@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pentatron.checkpoint import checking
+from pentatron.checkpoint import verify
 from pentatron.checkpoint.compare import Side, compare_tensor
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_tensor
@@ -17,7 +17,7 @@ from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import Outline
 from pentatron.cli.main import main
-from pentatron.parallel.pieces import region
+from pentatron.parallel.shards import region
 from tests.checkpoint.steps import ALONE, DATA, save, whole
 from tests.checkpoint.test_damage import DAMAGE, in_rows
 from tests.hf.support import save as save_theirs
@@ -113,13 +113,13 @@ def test_verify_names_what_is_damaged(steps: Path, capsys: pytest.CaptureFixture
 def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(
     steps: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = checking.open_manifest
+    opened = verify.open_manifest
 
     def open_late(folder: Path) -> object:
         shutil.rmtree(folder) if folder.name == "step-00000001" else None
         return opened(folder)
 
-    monkeypatch.setattr(checking, "open_manifest", open_late)
+    monkeypatch.setattr(verify, "open_manifest", open_late)
     code, said = run(capsys, "verify", steps)
     assert code == 0 and said.count(": ok") == 2
     assert f"note: {steps / 'step-00000001'} was removed while this command ran" in said

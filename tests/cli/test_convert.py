@@ -90,7 +90,7 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     manifest = json.loads((step / "manifest.json").read_text())
     del manifest["sha256"]
     manifest["config"]["precision"]["bf16"] = True
-    from pentatron.checkpoint.manifest import _digest
+    from pentatron.checkpoint.format import _digest
 
     (step / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
     capsys.readouterr()

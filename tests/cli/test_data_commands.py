@@ -11,7 +11,7 @@ import pytest
 
 from pentatron.cli.main import main
 from pentatron.cli.options import flags_of
-from pentatron.cli.prepare_data import IdleOptions, InputOptions, TokenizerOptions, WorkOptions
+from pentatron.cli.prepare import IdleOptions, InputOptions, TokenizerOptions, WorkOptions
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
@@ -216,7 +216,7 @@ def test_a_full_disk_is_a_sentence_with_the_way_out(
         # As a write that fails says it: of no file by name.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("pentatron.data.merge.merge", full)
+    monkeypatch.setattr("pentatron.data.pair_writer.merge", full)
     assert main(["data", "merge", f"{pairs[0]}c", str(pairs[0]), str(pairs[1])]) == 2
     assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
 

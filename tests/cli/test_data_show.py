@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from pentatron.checkpoint.state import TrainState
+from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
-from pentatron.cli.prepare import prepare
-from pentatron.config.entry import TRAIN
+from pentatron.data.datasets import arrange, open_data
 from pentatron.data.loader import build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import ByteTokenizer, identify
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import arrange, open_data
-from pentatron.train.state import TrainState
+from pentatron.settings.entry import TRAIN
 from tests.data.chats import CHATML, tokenizer_folder
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --device cpu --nproc-per-node 1"

@@ -8,8 +8,7 @@ import torch
 
 from pentatron.cli.main import main
 from pentatron.launch import machine
-from pentatron.launch.machine import OK, PROBLEM, _peak
-from pentatron.launch.trials import all_reduce, matmul
+from pentatron.launch.machine import OK, PROBLEM, _peak, all_reduce, matmul
 
 
 @pytest.fixture(autouse=True)

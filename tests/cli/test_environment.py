@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from pentatron.cli.configure import asked_threads
 from pentatron.cli.environment import (
     Worker,
     announce_worker,
@@ -14,10 +15,9 @@ from pentatron.cli.environment import (
     timeout_seconds,
 )
 from pentatron.cli.main import main
-from pentatron.cli.prepare import asked_threads
-from pentatron.config.address import meeting_point
-from pentatron.config.settings import Facts
 from pentatron.errors import UserError
+from pentatron.settings.settings import Facts
+from pentatron.text import meeting_point
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {

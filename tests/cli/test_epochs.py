@@ -7,18 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pentatron.checkpoint.state import TrainState
+from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.main import main
-from pentatron.cli.prepare import Prepared, prepare
-from pentatron.config.entry import TRAIN
-from pentatron.config.settings import Facts
+from pentatron.data.datasets import arrange, open_data, settle_epochs
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.errors import AgreedError, ConfigError
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import connect, single_process
-from pentatron.train.datasets import arrange, open_data
-from pentatron.train.epoch_length import settle_epochs
-from pentatron.train.state import TrainState
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.settings import Facts
 from tests.data.chats import CHATML, tokenizer_folder
 from tests.harness import run_distributed
 

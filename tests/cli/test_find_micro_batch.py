@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pentatron.bench.measure import Measured
-from pentatron.bench.micro_batch import MicroBatch
-from pentatron.bench.results import Row
-from pentatron.cli import bench, find_micro_batch
+from pentatron.bench.candidates import MicroBatch
+from pentatron.bench.results import Measured, Row
+from pentatron.cli import bench
 from pentatron.cli.main import main
 from pentatron.plan.memory import memory_of
 
@@ -24,7 +23,7 @@ def test_without_a_gpu_it_is_foreseen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(find_micro_batch, "host_memory", lambda: (2**30, 40 * 2**20))
+    monkeypatch.setattr(bench, "host_memory", lambda: (2**30, 40 * 2**20))
     assert main([*ALONE, "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "nothing is tried" in shown and not list(tmp_path.iterdir())
@@ -46,8 +45,8 @@ def test_without_a_gpu_it_is_foreseen(
             "1",
         ]
         sizes = ["--micro-batch-size", str(micro_batch), "--global-batch-size", str(micro_batch)]
-        from pentatron.cli.prepare import prepare
-        from pentatron.config.entry import TRAIN
+        from pentatron.cli.configure import prepare
+        from pentatron.settings.entry import TRAIN
 
         entry = dataclasses.replace(TRAIN, default_preset=None)
         return memory_of(prepare([*words, *sizes], entry).resolved.config).largest.total
@@ -69,8 +68,8 @@ def on_a_gpu_of(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(bench, "_name_of_gpu", lambda: "Some GPU")
-    monkeypatch.setattr(find_micro_batch, "measured_layout", measured)
-    monkeypatch.setattr(find_micro_batch._Hunt, "room", lambda hunt: float(room))
+    monkeypatch.setattr(bench, "measured_layout", measured)
+    monkeypatch.setattr(bench._Hunt, "room", lambda hunt: float(room))
     return tried
 
 
@@ -124,7 +123,7 @@ def test_other_failures_are_not_taken_for_memory(
     monkeypatch.chdir(tmp_path)
     on_a_gpu_of(10**9, monkeypatch)
     broken = Row(MicroBatch(1), "failed", 1, "", "rank 0: no kernel image is available; see x")
-    monkeypatch.setattr(find_micro_batch, "measured_layout", lambda *_: broken)
+    monkeypatch.setattr(bench, "measured_layout", lambda *_: broken)
     assert main(ALONE) == 2
     assert "no kernel image is available" in capsys.readouterr().err
 
@@ -136,7 +135,7 @@ def test_what_cannot_be_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_size_that_is_refused_is_one_that_does_not_fit() -> None:
     refused = Row(MicroBatch(1, size=8), "refused", 1, "", "needs 4 or more micro-batches")
-    assert find_micro_batch.trial_of(8, refused).reason == "needs 4 or more micro-batches"
+    assert bench.trial_of(8, refused).reason == "needs 4 or more micro-batches"
 
 
 @pytest.mark.parametrize("words", [["--list"], ["--variants", "zero1"]])

@@ -13,8 +13,8 @@ from pentatron.cli.convert import import_command
 from pentatron.cli.generate import generate_command
 from pentatron.cli.main import guarded
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
+from pentatron.generate import source as source_module
 from pentatron.parallel.world import single_process
-from pentatron.train import text_source
 from pentatron.train.session import run_training
 from tests.cli.test_train import forked
 from tests.hf.support import save, theirs
@@ -192,7 +192,7 @@ def test_what_has_nothing_to_act_on_is_told(run: Path, capsys: pytest.CaptureFix
 def test_a_name_of_the_hub_is_its_folder(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_source, "resolve_folder", {"Somebody/Model-1.5B": folder}.__getitem__)
+    monkeypatch.setattr(source_module, "resolve_folder", {"Somebody/Model-1.5B": folder}.__getitem__)
     assert (
         say(capsys, "Somebody/Model-1.5B", "import ", *QUICK)[0] == say(capsys, folder, "import ", *QUICK)[0]
     )
@@ -240,6 +240,6 @@ def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("pentatron.launch.local.run_workers", None)
+    monkeypatch.setattr("pentatron.supervise.launcher.run_workers", None)
     assert guarded(lambda: generate_command([str(folder), "import", "--tp", "2", "--device", "cuda"])) == 2
     assert capsys.readouterr().err.count("torch sees no GPU here") == 1

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pentatron.__main__ import main as program
-from pentatron.cli.help import entry_help
 from pentatron.cli.main import COMMANDS, main
-from pentatron.config.entry import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
-from pentatron.config.run import sections, table
+from pentatron.cli.options import entry_help
+from pentatron.settings.entry import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
+from pentatron.settings.run import sections, table
 
 ROOT = Path(__file__).parents[2]
 # Runs a command and tells, in its exit code, whether that brought in torch.

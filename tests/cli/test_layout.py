@@ -9,10 +9,9 @@ from xml.dom import minidom
 
 import pytest
 
-from pentatron.cli.layout import describe
+from pentatron.cli.layout import describe, picture, rows
 from pentatron.cli.layout_report import as_data, as_text
 from pentatron.cli.main import COMMANDS, main
-from pentatron.cli.timeline import picture, rows
 from pentatron.layout.check import check
 from pentatron.layout.schedules import training_schedule
 

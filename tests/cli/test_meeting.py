@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pentatron.cli.main import main
 from pentatron.errors import UserError
-from pentatron.parallel import meeting
+from pentatron.parallel import rendezvous
 from tests.cli.test_parallel_commands import free_port
 from tests.harness import run_distributed
 
@@ -41,7 +41,7 @@ def train_here(run_dir: str, variables: dict[str, str], hangs: int | None = None
 
         trainer.train_step = hang  # type: ignore[assignment]
     if hangs is None:
-        meeting.SILENCE = 0.5
+        rendezvous.SILENCE = 0.5
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         code = main(["train", *SMALL, "--run-dir", run_dir])

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentatron.cli import device_memory
-from pentatron.cli.device_memory import check_room, memory_sentence, room_of
+from pentatron.cli import worker_errors
 from pentatron.cli.environment import Worker
+from pentatron.cli.worker_errors import check_room, memory_sentence, room_of
 from pentatron.errors import AgreedError, UserError
-from pentatron.launch.host_memory import host_memory
+from pentatron.launch.machine import host_memory
 from pentatron.plan.fit import Room, judge, out_of_memory
 from pentatron.plan.memory import memory_of
 from tests.support import LLAMA, resolved
@@ -65,7 +65,7 @@ def test_remedies_that_are_taken_are_not_named_again() -> None:
 
 
 def use_room(monkeypatch: pytest.MonkeyPatch, total: float, free: float) -> None:
-    monkeypatch.setattr(device_memory, "room_of", lambda device, processes: Room("host", total, free))
+    monkeypatch.setattr(worker_errors, "room_of", lambda device, processes: Room("host", total, free))
 
 
 def test_the_first_of_a_stage_warns(
@@ -92,13 +92,13 @@ def test_an_optimizer_in_host_memory_is_compared_with_it(
     """Seen by a run on GPUs, whose own memory is large enough."""
     config = resolved(f"{MODEL} --optimizer-cpu-offload").config
     host = memory_of(config).host
-    monkeypatch.setattr(device_memory, "room_of", lambda device, processes: Room("GPU", 1e12, 1e12))
+    monkeypatch.setattr(worker_errors, "room_of", lambda device, processes: Room("GPU", 1e12, 1e12))
     for total, free in ((10 * host, 10 * host), (10 * host, host)):
-        monkeypatch.setattr(device_memory, "host_memory", lambda total=total, free=free: (total, free))
+        monkeypatch.setattr(worker_errors, "host_memory", lambda total=total, free=free: (total, free))
         check_room(config, torch.device("cuda"), FIRST)
     said = capsys.readouterr().err
     assert said.count("may not fit: --optimizer-cpu-offload keeps") == 1
-    monkeypatch.setattr(device_memory, "host_memory", lambda: (host - 1, host - 1))
+    monkeypatch.setattr(worker_errors, "host_memory", lambda: (host - 1, host - 1))
     with pytest.raises(UserError, match="cannot fit: --optimizer-cpu-offload"):
         check_room(config, torch.device("cuda"), FIRST)
     check_room(resolved(MODEL).config, torch.device("cuda"), FIRST)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
-from pentatron.cli.prepare import prepare
-from pentatron.config.entry import TRAIN
 from pentatron.megatron.program import UserProgram
+from pentatron.settings.entry import TRAIN
 from pentatron.train.program import CONFIGURED
 
 MODEL = (

@@ -16,9 +16,9 @@ from pentatron.cli.options import (
     synopsis,
     usage,
 )
-from pentatron.config.entry import TRAIN
-from pentatron.config.limits import ONE_OR_MORE
 from pentatron.errors import ConfigError, UserError
+from pentatron.settings.declaration import ONE_OR_MORE
+from pentatron.settings.entry import TRAIN
 
 
 def _pair(written: str, flag: str) -> tuple[int, int]:

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.main import main
-from pentatron.cli.plan import describe
-from pentatron.cli.plan_data import as_data
-from pentatron.cli.plan_report import Report, as_text
-from pentatron.cli.plan_words import command, settings_words
-from pentatron.config.entry import TRAIN
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Facts
+from pentatron.cli.plan import as_data, describe
+from pentatron.cli.plan_report import Report, as_text, command, settings_words
 from pentatron.errors import ConfigError, UserError
 from pentatron.plan.advice import SETS, TABLE_3D
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Facts
 
 SMALL = "--num-layers 4 --hidden-size 256 --seq-length 128 --vocab-size 1000 --global-batch-size 16"
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from pentatron.cli.repeatable import unrepeatable
+from pentatron.cli.worker_errors import unrepeatable
 
 
 def test_a_kernel_that_cannot_repeat_its_result_is_one_sentence() -> None:

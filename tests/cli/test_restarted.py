@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.cli.restarted import this_attempt
-from pentatron.launch.local import JOB, LAUNCHER, RESTART
-from pentatron.train.attempts import FILE_NAME, Attempt, write_job
+from pentatron.cli.worker import this_attempt
+from pentatron.supervise.attempts import FILE_NAME, Attempt, write_job
+from pentatron.supervise.launcher import JOB, LAUNCHER, RESTART
 
 
 def elastic(agent: str, restarts: int, **others: str) -> dict[str, str]:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
-from pentatron.cli.prepare import prepare
 from pentatron.cli.show import remark
-from pentatron.config.entry import TRAIN
-from pentatron.config.presets import presets
-from pentatron.config.run import sections, table
 from pentatron.errors import UserError
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.presets import presets
+from pentatron.settings.run import sections, table
 
 LAUNCHERS = (
     "RANK",

@@ -8,14 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.cli import supervised
+from pentatron.cli import worker as worker_module
 from pentatron.cli.environment import find_worker
 from pentatron.cli.main import guarded
-from pentatron.cli.restarted import BEGAN, this_attempt
-from pentatron.cli.supervised import WORKER, Supervised, _is_of_job, _Orphan, leave_parents_job, this_worker
-from pentatron.launch.hang import Limits
-from pentatron.launch.local import JOB, LAUNCHER, OF_A_WORKER, RESTART
-from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.cli.worker import (
+    BEGAN,
+    WORKER,
+    Supervised,
+    _is_of_job,
+    _Orphan,
+    leave_parents_job,
+    this_attempt,
+    this_worker,
+)
+from pentatron.parallel.rank_status import Whereabouts
+from pentatron.supervise.hang import Limits
+from pentatron.supervise.launcher import JOB, LAUNCHER, OF_A_WORKER, RESTART
 
 
 class Ended(Exception):
@@ -30,7 +38,7 @@ def stuck_for(seconds: float, where: Whereabouts, monkeypatch: pytest.MonkeyPatc
 
     now = 100.0
     monkeypatch.setattr(_Orphan, "_end_all", end_all)
-    monkeypatch.setattr(supervised.time, "monotonic", lambda: now)
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now)
     # Also with --heartbeat-timeout 0, which is about launchers that live.
     orphan = _Orphan(Supervised(Path("/nowhere"), 1, 0, 0), where, Limits(0.0, 600.0))
     orphan.end_if_stuck()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.cli.configure import prepare
 from pentatron.cli.main import guarded, main
-from pentatron.cli.prepare import prepare
 from pentatron.cli.train import _what_next
-from pentatron.config.entry import TRAIN
+from pentatron.settings.entry import TRAIN
 from pentatron.train.run_folder import RunFolder
 from tests.harness import distributed, run_distributed
 from tests.harness.forked import Command
@@ -277,7 +277,7 @@ def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("pentatron.launch.local.run_workers", None)
+    monkeypatch.setattr("pentatron.supervise.launcher.run_workers", None)
     words = ["train", "--device", "cuda", "--nproc-per-node", "4", "--run-dir", str(tmp_path / "run")]
     assert main(words) == 2
     out, err = capsys.readouterr()
@@ -305,7 +305,7 @@ def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_pat
         "    raise RuntimeError('a bug') if os.environ['RANK'] == '1' else SystemExit(0)\n"
         "trainer.train_step = train_step\n"
         "from pentatron.cli.main import run_entry\n"
-        "from pentatron.config.entry import STANDARD\n"
+        "from pentatron.settings.entry import STANDARD\n"
         "run_entry(STANDARD)\n"
     )
     words = "--vocab_size 50 --hidden_size 32 --num_layers 1 --max_seq_len 16 --max_steps 2 --nproc-per-node 2".split()

@@ -3,13 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from pentatron.config.draft import Draft
-from pentatron.config.entry import TRAIN, EntryPoint
-from pentatron.config.resolve import Resolved, gather, resolve
-from pentatron.config.run import table
-from pentatron.config.setting import Setting
-from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError
+from pentatron.settings.declaration import Setting
+from pentatron.settings.entry import TRAIN, EntryPoint
+from pentatron.settings.resolve import Resolved, gather, resolve
+from pentatron.settings.run import table
+from pentatron.settings.settings import Draft, Facts
 
 # The least a run must be told when the demo is not underneath.
 LEAST = "--mock-data --vocab-size 100 --train-iters 10"

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.blend import Blend
-from pentatron.config.entry import TRAIN
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Facts
-from pentatron.config.training import DataConfig
+from pentatron.settings.data_paths import Blend
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Facts
+from pentatron.settings.training import DataConfig
 
 LEAST = "--vocab-size 100 --train-iters 3"
 EXAMPLE = "0.7 dataset1_text_document 0.2 dataset2_text_document 0.1 dataset3_text_document"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.deepspeed import TARGETS, read_deepspeed
-from pentatron.config.entry import MEGATRON
-from pentatron.config.resolve import Resolved, gather, resolve
-from pentatron.config.run import table
-from pentatron.config.settings import Facts
 from pentatron.errors import UserError
+from pentatron.settings.deepspeed import TARGETS, read_deepspeed
+from pentatron.settings.entry import MEGATRON
+from pentatron.settings.resolve import Resolved, gather, resolve
+from pentatron.settings.run import table
+from pentatron.settings.settings import Facts
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = {

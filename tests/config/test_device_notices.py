@@ -2,11 +2,11 @@
 
 import pytest
 
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
-from pentatron.config.resolve import Resolved, notices_of_device
-from pentatron.config.run import table
-from pentatron.config.settings import Facts
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.resolve import Resolved, notices_of_device
+from pentatron.settings.run import table
+from pentatron.settings.settings import Facts
 from tests.config.builders import LEAST, about, resolved
 
 ONE, TWO = Facts(1), Facts(2, 2)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.entry import EXAMPLE, PARALLEL_3D, TRAIN, EntryPoint
-from pentatron.config.files import read_file
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Assigned, Facts
 from pentatron.errors import ConfigError, UserError
+from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, TRAIN, EntryPoint
+from pentatron.settings.files import read_file
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Assigned, Facts
 from pentatron.train.run_folder import config_text
 
 ROOT = Path(__file__).parents[2]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.config.flags import did_you_mean, is_flag, normal, parse_flags
-from pentatron.config.settings import Assigned
 from pentatron.errors import ConfigError
+from pentatron.settings.command_line import did_you_mean, is_flag, normal, parse_flags
+from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN, EntryPoint
+from pentatron.settings.settings import Assigned
 
 
 def parsed(words: str, entry: EntryPoint = TRAIN) -> dict[str, object]:

@@ -1,10 +1,10 @@
 import pytest
 
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.flops import step_flops
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.run import RunConfig
-from pentatron.config.settings import Facts
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.parameters import step_flops
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Facts
 
 
 def shape(preset: str, words: str = "") -> RunConfig:

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pentatron.config.derive import derive
-from pentatron.config.draft import Draft
-from pentatron.config.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
-from pentatron.config.flags import parse_flags
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Assigned, Facts
 from pentatron.errors import ConfigError
+from pentatron.settings.command_line import parse_flags
+from pentatron.settings.derive import derive
+from pentatron.settings.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Assigned, Draft, Facts
 from tests.config.builders import not_built, problems
 from tests.config.guide_blocks import BLOCKS
 from tests.config.guide_flags import FLAGS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError
+from pentatron.settings.settings import Facts
 from tests import support
 from tests.config.builders import problems
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.draft import Draft
-from pentatron.config.loaded import adopt
-from pentatron.config.resolve import resolve
-from pentatron.config.settings import Facts
 from pentatron.errors import ConfigError
+from pentatron.settings.loaded import adopt
+from pentatron.settings.resolve import resolve
+from pentatron.settings.settings import Draft, Facts
 from tests.config.builders import draft, values
 
 SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.config.settings import Facts
+from pentatron.settings.settings import Facts
 from tests.config.builders import LEAST, about, problems
 
 # setting, words it is idle with, words it acts with

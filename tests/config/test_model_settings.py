@@ -2,9 +2,9 @@
 
 import pytest
 
-from pentatron.config.position_rules import POSITION_RULES
-from pentatron.config.settings import Facts
-from pentatron.config.windows import window_of, windowed_layers
+from pentatron.settings.layers import window_of, windowed_layers
+from pentatron.settings.model_rules import POSITION_RULES
+from pentatron.settings.settings import Facts
 from tests.config.builders import LEAST, about, notices, problems, values
 
 ONE = Facts(1)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pentatron.config.moe_layers import moe_layers
-from pentatron.config.stages import costs_of
+from pentatron.settings.model import moe_layers
+from pentatron.settings.parameters import costs_of
 from tests.config.builders import resolved
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pentatron.config.moe_rules import MOE_RULES
-from pentatron.config.settings import Facts
+from pentatron.settings.model_rules import MOE_RULES
+from pentatron.settings.settings import Facts
 from tests.config.builders import notices, problems, resolved, values
 
 ONE = Facts(1)

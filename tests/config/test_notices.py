@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
-from pentatron.config.entry import TRAIN
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.run import table
-from pentatron.config.settings import Facts
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import table
+from pentatron.settings.settings import Facts
 from tests.config.builders import LEAST, about, notices, other_value, resolved
 from tests.config.test_device_notices import ON_A_GPU
 from tests.config.test_loop_settings import CASES as OF_THE_LOOP

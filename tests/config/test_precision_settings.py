@@ -2,7 +2,8 @@
 
 import pytest
 
-from pentatron.config.entry import (
+from pentatron.optim.loss_scale import LossScaler
+from pentatron.settings.entry import (
     EXAMPLE,
     MEGATRON,
     PARALLEL_3D,
@@ -11,9 +12,8 @@ from pentatron.config.entry import (
     TRAIN,
     EntryPoint,
 )
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Facts
-from pentatron.optim.loss_scale import LossScaler
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Facts
 from tests.config.builders import LEAST, problems, values
 
 NAMES = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.derive import derive
-from pentatron.config.presets import presets
-from pentatron.config.settings import Facts, Settings
+from pentatron.settings.derive import derive
+from pentatron.settings.presets import presets
+from pentatron.settings.settings import Facts, Settings
 from tests.config.builders import draft, problems, resolved, values
 
 # Billions of parameters, to the digits in which they are published; "total/active" for mixtures of experts.

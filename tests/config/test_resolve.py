@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.derive import derive
-from pentatron.config.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.run import table
-from pentatron.config.settings import Facts
 from pentatron.errors import UserError
+from pentatron.settings.derive import derive
+from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import table
+from pentatron.settings.settings import Facts
 from tests.config.builders import draft, notices, problems, resolved, values
 
 

@@ -2,14 +2,12 @@
 
 import pytest
 
-from pentatron.config.entry import STANDARD
-from pentatron.config.loop_rules import LOOP_RULES
-from pentatron.config.moe_rules import MOE_RULES
-from pentatron.config.position_rules import POSITION_RULES
-from pentatron.config.rules import RULES, not_available, out_of_limits, problems_of
-from pentatron.config.run import table
-from pentatron.config.settings import Facts
-from pentatron.config.sft_rules import SFT_RULES
+from pentatron.settings.entry import STANDARD
+from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES
+from pentatron.settings.rules import RULES, not_available, out_of_limits, problems_of
+from pentatron.settings.run import table
+from pentatron.settings.settings import Facts
+from pentatron.settings.training_rules import LOOP_RULES, SFT_RULES
 from tests.config.builders import not_built, problems, resolved
 
 ONE = Facts(1)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pentatron.config.entry import PRETRAIN_GPT, TRAIN
-from pentatron.config.resolve import gather
+from pentatron.settings.entry import PRETRAIN_GPT, TRAIN
+from pentatron.settings.resolve import gather
 
 
 def folder(words: str) -> str:

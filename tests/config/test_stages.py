@@ -2,9 +2,9 @@
 
 import pytest
 
-from pentatron.config.run import RunConfig
-from pentatron.config.stages import costs_of
 from pentatron.layout.check import check
+from pentatron.settings.parameters import costs_of
+from pentatron.settings.run import RunConfig
 from tests.support import resolved
 
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.entry import PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Facts
-from pentatron.config.start import Start, how_to_go_on, start_of
+from pentatron.settings.entry import PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Facts, Start, how_to_go_on, start_of
 
 LEAST = "--mock-data --vocab-size 50 --train-iters 4"
 
@@ -66,7 +65,7 @@ def test_what_goes_on_is_said_for_the_command_that_was_typed() -> None:
 
 
 def test_a_saved_configuration_writes_nothing_into_the_run_it_is_of(tmp_path: Path) -> None:
-    from pentatron.config.saved_config import HEADER
+    from pentatron.settings.files import HEADER
 
     other = tmp_path / "other"
     other.mkdir()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pentatron.config.entry import ENTRY_POINTS, TRAIN
-from pentatron.config.flags import parse_flags
-from pentatron.config.presets import presets
-from pentatron.config.rules import problems_of
-from pentatron.config.run import RunConfig, sections, table
-from pentatron.config.settings import Assigned, Settings
+from pentatron.settings.command_line import parse_flags
+from pentatron.settings.entry import ENTRY_POINTS, TRAIN
+from pentatron.settings.presets import presets
+from pentatron.settings.rules import problems_of
+from pentatron.settings.run import RunConfig, sections, table
+from pentatron.settings.settings import Assigned, Settings
 from tests.config.builders import all_settings, other_value, resolved
 from tests.config.usage import settings_read, settings_read_anywhere
 

@@ -5,13 +5,13 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from pentatron.config.entry import LAYOUT
-from pentatron.config.presets import presets
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.run import RunConfig, table
-from pentatron.config.settings import Facts
-from pentatron.train.comparison import STEPS
-from pentatron.train.verify import alone, small_twin
+from pentatron.compare.trial import STEPS
+from pentatron.compare.verify import alone, small_twin
+from pentatron.settings.entry import LAYOUT
+from pentatron.settings.presets import presets
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import RunConfig, table
+from pentatron.settings.settings import Facts
 from tests.cuda import families, spread, trials, whole_runs
 from tests.cuda.trials import Found, Rows
 from tests.hf.families import CASES as OF_TRANSFORMERS

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from pentatron.cli.environment import require_repeatable_kernels
+from pentatron.compare.trial import Trajectory
 from pentatron.parallel.world import connect, single_process
-from pentatron.train.comparison import Trajectory
 from pentatron.train.session import run_training
 from tests.parity.trajectory import run
 from tests.support import resolved

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pentatron.train.comparison import GRADIENTS, Trajectory, disagreements, failures, gaps, gathered, worst
+from pentatron.compare.trial import GRADIENTS, Trajectory, disagreements, failures, gaps, gathered, worst
 from tests.cuda import on_ranks
 from tests.cuda.trials import Found, Rows
 from tests.harness import GLOO, NCCL, run_distributed

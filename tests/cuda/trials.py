@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentatron.config.run import RunConfig
+from pentatron.compare.trial import Trajectory, UnevenMasks, failures, follow, gaps, reveal, worst
 from pentatron.nn.router import Router
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.shards import held_parameters
 from pentatron.parallel.world import single_process
-from pentatron.train.comparison import Trajectory, failures, gaps, worst
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
-from pentatron.train.trial import UnevenMasks, follow, reveal
+from pentatron.settings.run import RunConfig
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from tests.parity.bf16 import ALLOWED, KINDS, distance
 from tests.support import resolved
 

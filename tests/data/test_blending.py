@@ -6,9 +6,18 @@ import time
 import numpy as np
 import pytest
 
-from pentatron.data.blending import BlendedDataset, Member, SampleRecipe, build_blend, normalised, targets
-from pentatron.data.greedy import exhaustive_order, greedy_order, places_within
-from pentatron.data.synthetic import CountingSequences
+from pentatron.data.blending import (
+    BlendedDataset,
+    Member,
+    SampleRecipe,
+    build_blend,
+    exhaustive_order,
+    greedy_order,
+    normalised,
+    places_within,
+    targets,
+)
+from pentatron.data.gpt_dataset import CountingSequences
 
 RECIPE = SampleRecipe(8, 1234)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.data.boundaries import DOCUMENT_STARTS, Boundaries
 from pentatron.data.gpt_dataset import next_token_sample
 from pentatron.data.loader import Batch, build_loader, collate
+from pentatron.data.sampling import DOCUMENT_STARTS, Boundaries
 
 EOD = 9
 TOKENS = np.array([1, EOD, EOD, 4, 5, 6, EOD, 8, EOD])

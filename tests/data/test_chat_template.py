@@ -17,8 +17,7 @@ from pentatron.data.conversations import (
     encode_marked,
     parse_conversation,
 )
-from pentatron.data.plain_tokenizers import ByteTokenizer, NullTokenizer
-from pentatron.data.tokenizer import FileTokenizer
+from pentatron.data.tokenizer import ByteTokenizer, FileTokenizer, NullTokenizer
 from pentatron.errors import UserError
 from tests.data.chats import CHATML, STYLES, THINKING, tokenizer_folder
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pentatron.data.encode import EncodedChunk, Encoder, Recipe, plain_documents
-from pentatron.data.inputs import Chunk, Place, expand_inputs, is_json, read_chunks
+from pentatron.data.text_files import Chunk, Place, expand_inputs, is_json, read_chunks
 from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, TokenizerChoice
 
 END = 256

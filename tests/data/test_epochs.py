@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pentatron.data.boundaries import Sample
-from pentatron.data.epochs import EpochShuffle
+from pentatron.data.loader import EpochShuffle
+from pentatron.data.sampling import Sample
 from pentatron.errors import UserError
 
 

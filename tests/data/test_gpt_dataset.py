@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentatron.data.gpt_dataset import GPTDataset, open_splits
+from pentatron.data.gpt_dataset import CountingSequences, GPTDataset, open_splits
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.synthetic import CountingSequences
 
 VOCAB = 100
 

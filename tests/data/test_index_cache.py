@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentatron.data.gpt_dataset import GPTDataset
-from pentatron.data.index_cache import Arrays, DamagedIndex, IndexCache, read_arrays, write_arrays
-from pentatron.data.synthetic import CountingSequences
+from pentatron.data.gpt_dataset import CountingSequences, GPTDataset
+from pentatron.data.sampling import Arrays, DamagedIndex, IndexCache, read_arrays, write_arrays
 
 ARRAYS: Arrays = {"a": np.arange(1000, dtype=np.int32), "b": np.ones((3, 2)), "none": np.empty(0, np.uint32)}
 

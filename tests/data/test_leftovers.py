@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pentatron.data.inspect import seal
-from pentatron.data.merge import merge
-from pentatron.data.pair_writer import ALL_PARTS, IndexedDatasetWriter, PairInProgress
+from pentatron.data.pair_writer import ALL_PARTS, IndexedDatasetWriter, PairInProgress, merge
 from pentatron.files import remove_leftovers, replaced, write_file
 
 

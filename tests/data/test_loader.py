@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.data.boundaries import Sample
-from pentatron.data.epochs import EpochShuffle
-from pentatron.data.gpt_dataset import open_splits
-from pentatron.data.loader import Batch, MicroBatchSampler, build_loader
+from pentatron.data.gpt_dataset import SyntheticDataset, open_splits
+from pentatron.data.loader import Batch, EpochShuffle, MicroBatchSampler, build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.synthetic import SyntheticDataset
+from pentatron.data.sampling import Sample
 
 
 class Numbered:

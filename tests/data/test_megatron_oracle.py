@@ -13,7 +13,7 @@ import pytest
 
 from pentatron.data.indexed import IndexedDataset, token_dtype
 from pentatron.data.inspect import seal, verify
-from pentatron.data.merge import merge
+from pentatron.data.pair_writer import merge
 from tests.data.fuzzed_pairs import Documents, random_documents, write
 
 with warnings.catch_warnings():

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from pentatron.data.blending import BlendedDataset, Member, SampleRecipe, build_blend
-from pentatron.data.gpt_dataset import GPTDataset, documents_of
+from pentatron.data.gpt_dataset import GPTDataset, documents_of, mock_indexed
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import parse_split, split_ranges
-from pentatron.data.synthetic import mock_indexed
 
 with warnings.catch_warnings():
     # It says on import which fast kernels are missing.

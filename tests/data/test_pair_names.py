@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pentatron.data.pair_names import missing_pairs
+from pentatron.data.indexed import missing_pairs
 
 ADVICE = "give the prefix of a prepared .bin/.idx pair without its ending"
 

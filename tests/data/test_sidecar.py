@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from pentatron.checksums import BlockSums
-from pentatron.data.indexed import IndexedDataset
+from pentatron.data.indexed import BLOCK_BYTES, IndexedDataset, TokenizerIdentity, read_sidecar, stored_sums
 from pentatron.data.inspect import describe, document_lengths, refuse_other_tokenizer, seal, verify
-from pentatron.data.merge import merge
-from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.sidecar import BLOCK_BYTES, TokenizerIdentity, read_sidecar, stored_sums
+from pentatron.data.pair_writer import IndexedDatasetWriter, merge
 from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, identify
 from tests.data.fuzzed_pairs import try_many
 

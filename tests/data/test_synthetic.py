@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.data.gpt_dataset import GPTDataset
+from pentatron.data.gpt_dataset import ALPHABET, NOISE, GPTDataset, SyntheticDataset, mock_indexed
 from pentatron.data.loader import build_loader
-from pentatron.data.synthetic import ALPHABET, NOISE, SyntheticDataset, mock_indexed
 
 
 def test_a_sample_depends_on_seed_and_number_only() -> None:

@@ -5,10 +5,9 @@ import signal
 
 import pytest
 
-from pentatron.data.encode import Recipe
-from pentatron.data.inputs import Chunk, Place
+from pentatron.data.encode import Recipe, Workers
+from pentatron.data.text_files import Chunk, Place
 from pentatron.data.tokenizer import TokenizerChoice
-from pentatron.data.workers import Workers
 
 
 def test_ctrl_c_does_not_end_a_worker_that_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def _backward() -> tuple[Any, str]:
 
 def _update() -> tuple[Any, str]:
     """Called for the weights that decay, then for the others."""
-    from pentatron.optim.adam import Adam
+    from pentatron.optim.update_rules import Adam
 
     return Adam, "_update"
 
@@ -167,9 +167,9 @@ def _receive() -> tuple[Any, str]:
 
 
 def _all_to_all() -> tuple[Any, str]:
-    from pentatron.parallel import expert_axis
+    from pentatron.parallel import axes
 
-    return expert_axis, "all_to_all_into"
+    return axes, "all_to_all_into"
 
 
 def _sum_of_step() -> tuple[Any, str]:

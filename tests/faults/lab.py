@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pentatron.checkpoint.digest import StateDigest, state_digest
-from pentatron.checkpoint.manifest import read_manifest
+from pentatron.checkpoint.compare import StateDigest, state_digest
+from pentatron.checkpoint.format import read_manifest
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from tests.faults.commands import MARK, Ran, Running, Zygote, environment, take_terminal
 from tests.faults.injection import ALONE, Fault, happened

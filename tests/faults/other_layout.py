@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from pentatron.train.comparison import NUMBERS
+from pentatron.compare.trial import NUMBERS
 from tests.faults.cases import Outcome, Series
 from tests.faults.lab import LAST, LAYOUTS, Lab, recorders, samples
 

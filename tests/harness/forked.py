@@ -22,8 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import pentatron.launch.processes as processes_module
-from pentatron.train.interrupt import WATCHED
+import pentatron.supervise.processes as processes_module
+from pentatron.supervise.signals import WATCHED
 
 _PAUSE = 0.02
 

@@ -18,21 +18,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.run import RunConfig
-from pentatron.config.settings import Facts
+from pentatron.compare.trial import Sent, Trajectory, UnevenMasks, assemble, keep_gradients, sent
 from pentatron.data.loader import Batch, build_loader
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import open_folder
-from pentatron.hf.name_tables import links_of
-from pentatron.hf.weights import load_weights
+from pentatron.hf.names import links_of, load_weights
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters, region
-from pentatron.train.comparison import Sent, Trajectory, assemble
-from pentatron.train.parallel_model import MicroBatches, ParallelModel, build_parallel_model, model_dtype
+from pentatron.parallel.shards import Fragment, fragments_of, held_parameters, region
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Facts
+from pentatron.train.model import MicroBatches, ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import UnevenMasks, keep_gradients, sent
 from tests.harness import run_distributed
 from tests.hf.families import Case, their_model
 from tests.parity.trajectory import here

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved
 

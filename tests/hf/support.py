@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentatron.config.model import MoEConfig, TransformerConfig
 from pentatron.hf.architecture import settings_of
 from pentatron.hf.folder import HuggingFaceFolder, open_folder
-from pentatron.hf.weights import load_weights
+from pentatron.hf.names import load_weights
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.parallel.pieces import Fragment, fragments_of, held_parameters
+from pentatron.parallel.shards import Fragment, fragments_of, held_parameters
+from pentatron.settings.model import MoEConfig, TransformerConfig
 
 CPU = torch.device("cpu")
 WORDS, LENGTH = 61, 16

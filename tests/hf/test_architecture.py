@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from pentatron.config.model import NO_EXPERTS, TransformerConfig
 from pentatron.errors import UserError
 from pentatron.hf.architecture import config_of, settings_of
 from pentatron.hf.families import FAMILIES
+from pentatron.settings.model import NO_EXPERTS, TransformerConfig
 from tests.hf.support import LLAMA, configs
 from tests.hf.test_oracle import CASES, LLAMA3
 

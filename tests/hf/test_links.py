@@ -14,10 +14,9 @@ from pentatron.checkpoint import links
 from pentatron.checkpoint.links import their_shapes
 from pentatron.errors import UserError
 from pentatron.hf.folder import SINGLE, open_folder
-from pentatron.hf.name_tables import links_of
-from pentatron.hf.weights import load_weights
-from pentatron.models.shapes import logical_shapes
-from pentatron.parallel.pieces import Fragment, region
+from pentatron.hf.names import links_of, load_weights
+from pentatron.models.causal_lm import logical_shapes
+from pentatron.parallel.shards import Fragment, region
 from tests.hf.support import EXPERTS, batch, gap, ours, ours_from, save, targets_of, theirs
 
 

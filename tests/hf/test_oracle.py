@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from pentatron.hf.name_tables import links_of
+from pentatron.hf.names import links_of
 from pentatron.models.causal_lm import build_model
-from pentatron.parallel.pieces import region
+from pentatron.parallel.shards import region
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 
 # Lengths and bases so small that each kind of frequency, kept, stretched or between, has a part in 16 positions.

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentatron.config.presets import presets
-from pentatron.config.run import RunConfig
 from pentatron.hf.architecture import config_of, settings_of
+from pentatron.settings.presets import presets
+from pentatron.settings.run import RunConfig
 from tests.config.test_presets import PUBLISHED, completed, parameters
 
 

@@ -17,15 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from pentatron.checkpoint import tensor_file
 from pentatron.checkpoint.find import find_step
-from pentatron.checkpoint.manifest import verify_files
+from pentatron.checkpoint.format import verify_files
 from pentatron.errors import UserError
-from pentatron.hf.exporting import ExportOptions, export_step
+from pentatron.generate.source import find_weights
+from pentatron.hf.convert import ExportOptions, ImportOptions, compare_logits, export_step, import_folder
 from pentatron.hf.folder import CONFIG, INDEX
-from pentatron.hf.importing import ImportOptions, import_folder
-from pentatron.hf.new_folder import new_folder
-from pentatron.hf.verify import compare_logits
+from pentatron.hf.small_files import new_folder
 from pentatron.monitor.display import Silent
-from pentatron.train.text_source import find_weights
 from tests.hf.support import save, theirs
 from tests.hf.test_oracle import CASES
 
@@ -256,7 +254,7 @@ def test_a_disk_that_fails_is_a_sentence(
         new_folder(tmp_path / "large", 10**18),
     ):
         pass
-    monkeypatch.setattr("pentatron.hf.new_folder._free", lambda path: 700_000)
+    monkeypatch.setattr("pentatron.hf.small_files._free", lambda path: 700_000)
     with pytest.raises(UserError, match=r"would take 1.2 MB and 0.7 MB are free"):
         new_folder(tmp_path / "small", 1_200_000).__enter__()
 

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentatron.checkpoint.state import TrainState
 from pentatron.interchange.store import store_for
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.shards import Fragment
 from pentatron.parallel.world import connect
-from pentatron.train.parallel_model import build_parallel_model
-from pentatron.train.random_state import random_state
-from pentatron.train.state import TrainState
+from pentatron.train.checkpoints import random_state
+from pentatron.train.model import build_parallel_model
 from tests.interchange.megatron_core_process import LENGTH, VOCABULARY
 from tests.support import LLAMA, resolved
 

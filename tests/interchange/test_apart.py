@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from pentatron.checkpoint.manifest import DamagedCheckpoint
+from pentatron.checkpoint.format import DamagedCheckpoint
 from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.errors import UserError
-from pentatron.interchange.found import read_megatron
-from pentatron.interchange.legacy import _Rank
-from pentatron.interchange.reading import read_apart
-from pentatron.interchange.settings import our_settings
+from pentatron.interchange.arguments import our_settings
+from pentatron.interchange.reading import _Rank, read_megatron
+from pentatron.interchange.torch_dist import read_apart
 from tests.interchange.test_runs import TORCH_DIST, without_manifest
 from tests.train.test_loaded import train
 
@@ -79,7 +78,7 @@ def test_a_pickle_that_hashes_without_end_is_stopped(
     (tmp_path / ".metadata").write_bytes(bomb)
     assert len(bomb) < 200
     if clock:
-        monkeypatch.setattr("pentatron.interchange.reading._PATIENCE", 0.3)
+        monkeypatch.setattr("pentatron.interchange.torch_dist._PATIENCE", 0.3)
     with pytest.raises(UserError, match=r"longer than .* seconds.* to read, so its reader was stopped"):
         read_apart(tmp_path / ".metadata", seconds=1)
 

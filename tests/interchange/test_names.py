@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from pentatron.checkpoint.links import Link, NameTable, Row, links_by_table
-from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
-from pentatron.interchange.names import (
+from pentatron.interchange.index import (
     TABLES,
     is_stacked,
     read_links,
@@ -16,7 +15,8 @@ from pentatron.interchange.names import (
     written_links,
     written_shapes,
 )
-from pentatron.parallel.pieces import region
+from pentatron.parallel.shards import region
+from pentatron.settings.run import RunConfig
 from tests.interchange.on_ranks import OURS
 from tests.support import resolved
 

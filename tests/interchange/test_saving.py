@@ -9,9 +9,9 @@ import torch
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
+from pentatron.generate.source import Source
 from pentatron.interchange.store import store_for
-from pentatron.parallel.pieces import Fragment
-from pentatron.train.sources import Source
+from pentatron.parallel.shards import Fragment
 from tests.checkpoint.steps import ALONE, newest, whole
 from tests.support import resolved
 

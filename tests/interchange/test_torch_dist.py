@@ -18,10 +18,10 @@ from torch import Tensor
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import Found
-from pentatron.hf.verify import _ours
-from pentatron.interchange.found import read_megatron
+from pentatron.hf.convert import _ours
+from pentatron.interchange.reading import read_megatron
 from pentatron.interchange.torch_dist import open_torch_dist
-from pentatron.train.router_loads import kept_by_routers, loads_of
+from pentatron.models.router_load import kept_by_routers, loads_of
 from tests.harness import run_distributed
 from tests.interchange.megatron_core_process import FAMILIES, LENGTH, TOKENS, VOCABULARY
 from tests.interchange.on_ranks import save_on_a_rank

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
-from pentatron.optim.clip import clipping, clipping_on_device
+from pentatron.optim.update_rules import clipping, clipping_on_device
 from pentatron.parallel.world import single_process
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.support import LLAMA, resolved
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,7 +60,7 @@ def torchs(values: list[Tensor], gradients: list[Tensor], moments: list[list[Ten
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_three_updates_are_those_of_torch(dtype: torch.dtype, rounded: torch.dtype | None) -> None:
-    from pentatron.kernels.adamw_triton import Numbers, OnePass, Target
+    from pentatron.ops.triton_update import Numbers, OnePass, Target
 
     values, expected = tensors(0), tensors(0)
     zeros = [[torch.zeros_like(v) for v in values] for _ in range(4)]
@@ -90,7 +90,7 @@ def test_three_updates_are_those_of_torch(dtype: torch.dtype, rounded: torch.dty
 
 @needs_triton
 def test_nothing_is_written_if_the_device_says_so() -> None:
-    from pentatron.kernels.adamw_triton import Numbers, OnePass, Target
+    from pentatron.ops.triton_update import Numbers, OnePass, Target
 
     values = tensors(0)
     moments = [[torch.ones_like(v) for v in values] for _ in range(2)]
@@ -118,7 +118,7 @@ def test_clipping_on_the_device_is_clipping(limit: float, scale: float) -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_squares_are_summed_over_all_tensors(dtype: torch.dtype) -> None:
-    from pentatron.kernels.squares_triton import Squares
+    from pentatron.ops.triton_update import Squares
 
     squares = Squares(block=256, warps=4)
     for seed in (0, 1):
@@ -130,7 +130,7 @@ def test_squares_are_summed_over_all_tensors(dtype: torch.dtype) -> None:
 
 @needs_triton
 def test_a_table_of_addresses_follows_the_tensors() -> None:
-    from pentatron.kernels.table_triton import Addresses
+    from pentatron.ops.triton_update import Addresses
 
     addresses = Addresses(DEVICE)
     first, second = tensors(1), tensors(2)
@@ -143,7 +143,7 @@ def test_a_table_of_addresses_follows_the_tensors() -> None:
 
 @needs_triton
 def test_two_gradients_are_summed_in_fp32() -> None:
-    from pentatron.kernels.squares_triton import exact_sum
+    from pentatron.ops.triton_update import exact_sum
 
     for one, other in zip(tensors(0, torch.bfloat16), tensors(1, torch.bfloat16)):
         assert torch.equal(exact_sum(one, other), one.float().add_(other))
@@ -153,9 +153,9 @@ def test_two_gradients_are_summed_in_fp32() -> None:
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a step whose numbers the host waits for; with numbers that are none, nothing moves."""
-    from pentatron.optim import rules
+    from pentatron.optim import update_rules
 
-    monkeypatch.setattr(rules, "_suits_one_pass", bool)
+    monkeypatch.setattr(update_rules, "_suits_one_pass", bool)
     losses, states = [], []
     for flag in ("", "--no-fused-update"):
         words = f"{LLAMA} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 --device {DEVICE.type}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.kernels import choice
+from pentatron.ops import dispatch
 from pentatron.parallel.world import single_process
 from pentatron.train.introduction import _without_kernels
 
@@ -20,9 +20,9 @@ ON_A_GPU: Any = SimpleNamespace(is_cuda=True)
 
 @pytest.fixture(autouse=True)
 def tried_anew() -> Iterator[None]:
-    choice.triton_problem.cache_clear()
+    dispatch.triton_problem.cache_clear()
     yield
-    choice.triton_problem.cache_clear()
+    dispatch.triton_problem.cache_clear()
 
 
 def trial(monkeypatch: pytest.MonkeyPatch, found: bool | Exception) -> list[int]:
@@ -36,10 +36,10 @@ def trial(monkeypatch: pytest.MonkeyPatch, found: bool | Exception) -> list[int]
         # Real memory also where a compiler asks, which itself computes with tensors that have none.
         return found and bool(torch.zeros(1).add_(1).item() == 1)
 
-    module = ModuleType("pentatron.kernels.trial_triton")
+    module = ModuleType("pentatron.ops.triton_activation")
     module.stored = stored  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(choice, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     return tries
 
 
@@ -47,7 +47,7 @@ def test_without_a_c_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPat
     tries = trial(monkeypatch, RuntimeError(f"{MISSING}\nand more"))
     cpu = single_process(torch.device("cpu"))
     gpu = dataclasses.replace(cpu, device=torch.device("cuda"))
-    assert not choice.by_kernel(ON_A_GPU) and not choice.by_kernel(ON_A_GPU)
+    assert not dispatch.by_kernel(ON_A_GPU) and not dispatch.by_kernel(ON_A_GPU)
     (note,) = _without_kernels(gpu)
     assert f"(RuntimeError: {MISSING})" in note and "\n" not in note
     assert tries == [1], "once in a process"
@@ -57,13 +57,13 @@ def test_without_a_c_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPat
 def test_where_it_works_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     trial(monkeypatch, True)
     gpu = dataclasses.replace(single_process(torch.device("cpu")), device=torch.device("cuda"))
-    assert choice.by_kernel(ON_A_GPU) and not choice.by_kernel(torch.zeros(1))
+    assert dispatch.by_kernel(ON_A_GPU) and not dispatch.by_kernel(torch.zeros(1))
     assert _without_kernels(gpu) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 def test_a_trial_without_a_gpu_fails_in_a_few_words() -> None:
-    assert choice.triton_problem()
+    assert dispatch.triton_problem()
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -71,10 +71,10 @@ def test_what_is_compiled_asks_too(works: bool, monkeypatch: pytest.MonkeyPatch)
     trial(monkeypatch, works)
 
     def answer(x: Tensor) -> Tensor:
-        return x + (1 if choice.triton_works() else 2)
+        return x + (1 if dispatch.triton_works() else 2)
 
     torch._dynamo.reset()
     # As whoever compiles layers says (`nn.compiled`).
-    monkeypatch.setattr(choice.triton_works, "_dynamo_marked_constant", True, raising=False)
+    monkeypatch.setattr(dispatch.triton_works, "_dynamo_marked_constant", True, raising=False)
     found = torch.compile(answer, backend="eager", fullgraph=True)(torch.zeros(1))
     assert found.item() == (1 if works else 2)

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from pentatron.kernels.choice import has_triton
 from pentatron.nn import dropout as module
 from pentatron.nn.dropout import dropout_added, dropout_keys, hidden_dropout
+from pentatron.ops.dispatch import has_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -45,11 +45,11 @@ def test_every_bit_is_that_of_plain_torch(
 
 def test_the_site_may_lie_in_memory() -> None:
     """As in a graph that all layers share."""
-    from pentatron.kernels import dropout_triton
+    from pentatron.ops import triton_dropout
 
     x = torch.ones(2, 3, 64, device=DEVICE)
     rows = dropout_keys(1234, 7, 0, 2, torch.arange(3, device=DEVICE), DEVICE).rows
     made = [
-        dropout_triton.dropped(x, None, rows, site, 0, 2.0) for site in (5, torch.tensor(5, device=DEVICE), 6)
+        triton_dropout.dropped(x, None, rows, site, 0, 2.0) for site in (5, torch.tensor(5, device=DEVICE), 6)
     ]
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])

@@ -25,7 +25,7 @@ def compiled(kernel: Any, given: str, constants: dict[str, Any]) -> str:
 def test_the_update() -> None:
     import triton.language as tl
 
-    from pentatron.kernels.adamw_triton import _update
+    from pentatron.ops.triton_update import _update
 
     tables = "row_of:*i32 first_of:*i32 fixed:*i64 gradients:*i64 control:*fp32"
     numbers = "step_size decay beta1 rest1 beta2 rest2 correction epsilon".split()
@@ -35,11 +35,11 @@ def test_the_update() -> None:
 
 
 def test_gates_and_the_trial() -> None:
-    from pentatron.kernels import swiglu_triton
-    from pentatron.kernels.trial_triton import _store
+    from pentatron.ops import triton_activation
+    from pentatron.ops.triton_activation import _store
 
-    width = {"BLOCK": swiglu_triton._BLOCK}
-    compiled(swiglu_triton._forward, "inner:*bf16 made:*bf16 width:i32", width)
+    width = {"BLOCK": triton_activation._SWIGLU_BLOCK}
+    compiled(triton_activation._swiglu_forward, "inner:*bf16 made:*bf16 width:i32", width)
     tensors = "gradient:*bf16 inner:*bf16 of_inner:*bf16 made:*bf16 width:i32"
-    compiled(swiglu_triton._backward, tensors, width)
+    compiled(triton_activation._swiglu_backward, tensors, width)
     compiled(_store, "place:*fp32", {})

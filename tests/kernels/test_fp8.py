@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pentatron.kernels.fp8 import (
+from pentatron.ops.fp8 import (
     E4M3,
     E5M2,
     _largest_of_tiles,
@@ -96,7 +96,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_is_seen(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    from pentatron.kernels.fp8_triton import write_rounded
+    from pentatron.ops.triton_fp8 import write_rounded
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(3)
@@ -120,7 +120,7 @@ def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, i
 @needs_a_kernel
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_the_kernel_finds_the_same_scale(dtype: torch.dtype) -> None:
-    from pentatron.kernels.fp8_triton import scale_of as by_triton
+    from pentatron.ops.triton_fp8 import scale_of as by_triton
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ends = [0.0, 1e-42, 1.0, 1.75, 447.0, 448.0, 448.00003, 57344.0, 3e38, float("inf"), float("nan")]
@@ -136,7 +136,7 @@ def test_the_kernel_finds_the_same_scale(dtype: torch.dtype) -> None:
 @needs_a_kernel
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernels_by_rows_do_what_torch_does(shape: tuple[int, int]) -> None:
-    from pentatron.kernels.fp8_triton import largest_of_tiles, write_rounded
+    from pentatron.ops.triton_fp8 import largest_of_tiles, write_rounded
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(4)
@@ -171,8 +171,8 @@ def test_the_kernels_compile_for_hopper() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pentatron.kernels import fp8_triton
-    from pentatron.kernels.gate_triton import _gate_backward
+    from pentatron.ops import triton_fp8
+    from pentatron.ops.triton_activation import _gate_backward
 
     def ptx(kernel: Any, given: str, constants: dict[str, Any]) -> str:
         signature = dict(word.split(":") for word in given.split()) | dict.fromkeys(constants, "constexpr")
@@ -185,11 +185,11 @@ def test_the_kernels_compile_for_hopper() -> None:
     for by_rows in (False, True):
         wanted = {"ROWS": True, "COLUMNS": True, "BY_ROWS": by_rows, "HIGH": 128, "WIDE": 128}
         constants = {"column_stride": 1, "LIMIT": 57344.0, **wanted}
-        made = ptx(fp8_triton._write_rounded, f"{scales} rows:*fp8e5 columns:*fp8e5 {sizes}", constants)
+        made = ptx(triton_fp8._write_rounded, f"{scales} rows:*fp8e5 columns:*fp8e5 {sizes}", constants)
         assert "cvt.rn.satfinite.e5m2x2" in made
-    ptx(fp8_triton._largest_of_tiles, f"{scales} {sizes}", {"column_stride": 1, "TILE": 128})
+    ptx(triton_fp8._largest_of_tiles, f"{scales} {sizes}", {"column_stride": 1, "TILE": 128})
     constants = {"COUNT": 16384, "LIMIT": 448.0, "MOST": 2.0**120, "BLOCK": 8192}
-    made = ptx(fp8_triton._scale_of, "largest:*bf16 scale:*fp32 unscale:*fp32", constants)
+    made = ptx(triton_fp8._scale_of, "largest:*bf16 scale:*fp32 unscale:*fp32", constants)
     assert "div.rn.f32" in made, "not the near one"
     given = "gradient:*bf16 inner:*bf16 of_inner:*bf16 largest:*fp32"
     ptx(_gate_backward, given, {"WIDTH": 8960, "BLOCK": 1024})

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pentatron.kernels.gate import gate_backward
+from pentatron.ops.activation import gate_backward
 
 
 def test_the_gradient_of_a_gate_and_its_largest_element() -> None:
@@ -19,7 +19,7 @@ def test_the_kernel_does_the_same() -> None:
     triton = pytest.importorskip("triton")
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
         pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
-    from pentatron.kernels.gate_triton import gate_backward as by_triton
+    from pentatron.ops.triton_activation import gate_backward as by_triton
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(5)

@@ -8,7 +8,7 @@ import pytest
 # Four blocks, written to and freed, again and again. A fresh interpreter: threads have heaps of their own, with other rules.
 PROGRAM = """
 import resource, sys
-from pentatron.kernels.host_memory import keep_freed_memory
+from pentatron.cli.train import keep_freed_memory
 if sys.argv[1] == "keeps" and not keep_freed_memory():
     sys.exit("there is no glibc here")
 for number in range(7):

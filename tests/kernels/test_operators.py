@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.kernels import fp8, gate, operators, swiglu
-from pentatron.kernels.fp8 import E4M3, E5M2
 from pentatron.nn import dropout
+from pentatron.ops import activation, dispatch, fp8
+from pentatron.ops.fp8 import E4M3, E5M2
 from tests.harness import run_distributed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,8 +23,8 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (fp8._rounded_rows, (X, ONE, E4M3)),
     (fp8._rounded_columns, (X, ONE, E5M2)),
     (fp8._largest_of_tiles, (X,)),
-    (gate.gate_backward, (X[:, :24], X)),
-    (swiglu.swiglu_backward, (X[:, :24].clone(), X)),
+    (activation.gate_backward, (X[:, :24], X)),
+    (activation.swiglu_backward, (X[:, :24].clone(), X)),
     (dropout._dropped_by_site, (BATCH, None, ROWS, SITE, 0.25)),
     (dropout._dropped_by_site, (BATCH, BATCH.clone(), ROWS, SITE, 0.25)),
 ]
@@ -52,7 +52,7 @@ def test_one_that_makes_something_else_is_found() -> None:
     def narrow(x: Tensor) -> Tensor:
         return x.new_empty(1)
 
-    @operators.operator("wrong", narrow)
+    @dispatch.operator("wrong", narrow)
     def doubled(x: Tensor) -> Tensor:
         return x + x
 

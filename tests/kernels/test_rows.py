@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.kernels import activation, rows
-from pentatron.kernels.choice import has_triton
+from pentatron.ops import activation
+from pentatron.ops.dispatch import has_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
@@ -24,16 +24,18 @@ def draw(seed: int, *shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 40, 5000])
 def test_rows_are_dealt_and_summed(dtype: torch.dtype, width: int) -> None:
-    from pentatron.kernels import rows_triton
+    from pentatron.ops import triton_activation
 
     pairs = torch.randperm(21, generator=torch.Generator().manual_seed(1))
     places = pairs.argsort().view(7, 3)
     x, made = draw(2, 7, width).to(dtype), draw(3, 21, width).to(dtype)
-    dealt = rows_triton.deal_rows(x.to(DEVICE), places.to(DEVICE))
-    assert torch.equal(dealt.cpu(), x[pairs // 3]) and torch.equal(rows.deal_rows(x, places), x[pairs // 3])
-    summed = rows_triton.sum_rows(made.to(DEVICE), places.to(DEVICE))
+    dealt = triton_activation.deal_rows(x.to(DEVICE), places.to(DEVICE))
+    assert torch.equal(dealt.cpu(), x[pairs // 3]) and torch.equal(
+        activation.deal_rows(x, places), x[pairs // 3]
+    )
+    summed = triton_activation.sum_rows(made.to(DEVICE), places.to(DEVICE))
     assert torch.allclose(
-        summed.cpu(), rows.sum_rows(made, places), rtol=1e-2 if dtype != torch.float32 else 1e-6
+        summed.cpu(), activation.sum_rows(made, places), rtol=1e-2 if dtype != torch.float32 else 1e-6
     )
 
 
@@ -41,7 +43,7 @@ def test_rows_are_dealt_and_summed(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 24, 2050])
 def test_the_activation_and_its_gradients(dtype: torch.dtype, width: int, gated: bool) -> None:
-    from pentatron.kernels import activation_triton
+    from pentatron.ops import triton_activation
 
     inner, weights, gradient = (
         draw(seed, *shape).to(dtype)
@@ -49,9 +51,9 @@ def test_the_activation_and_its_gradients(dtype: torch.dtype, width: int, gated:
     )
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     there = [t.to(DEVICE) for t in (inner, weights, gradient)]
-    made = activation_triton.weighted_activation(*there[:2], gated)
+    made = triton_activation.weighted_activation(*there[:2], gated)
     assert torch.allclose(made.cpu(), activation.weighted_activation(inner, weights, gated), **near)
-    found = activation_triton.weighted_activation_backward(there[2], *there[:2], gated)
+    found = triton_activation.weighted_activation_backward(there[2], *there[:2], gated)
     expected = activation.weighted_activation_backward(gradient, inner, weights, gated)
     for ours, theirs in zip(found, expected, strict=True):
         scale = theirs.abs().max().clamp(min=1)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from pentatron.launch.hang import Hang, HangWatch, Limits
-from pentatron.parallel.whereabouts import Call
-from pentatron.train.heartbeat import Beat
+from pentatron.parallel.rank_status import Call
+from pentatron.supervise.hang import Hang, HangWatch, Limits
+from pentatron.supervise.heartbeat import Beat
 
 EVERYONE = "all ranks"
 USUAL = Limits(20.0, 600.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.errors import UserError
-from pentatron.launch.local import (
+from pentatron.supervise.launcher import (
     READER_LEFT,
     Ended,
     hold_folder,
@@ -18,7 +18,7 @@ from pentatron.launch.local import (
     require_descriptors,
     scratch_folder,
 )
-from pentatron.train.interrupt import WATCHED
+from pentatron.supervise.signals import WATCHED
 
 
 def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
@@ -46,7 +46,7 @@ def test_temporary_folders_of_killed_commands_are_removed_and_those_in_use_stay(
         folder.mkdir()
     # A rank may hold it after the launcher is gone.
     code = (
-        "import sys; from pathlib import Path; from pentatron.launch.local import hold_folder; "
+        "import sys; from pathlib import Path; from pentatron.supervise.launcher import hold_folder; "
         "hold_folder(Path(sys.argv[1])); print(1, flush=True); input()"
     )
     words = [sys.executable, "-c", code, str(in_use)]

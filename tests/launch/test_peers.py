@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.launch import peers
-from pentatron.launch.hang import Limits
-from pentatron.launch.peers import PeerWatch
-from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.parallel.rank_status import Whereabouts
+from pentatron.supervise import peers
+from pentatron.supervise.hang import Limits
+from pentatron.supervise.peers import PeerWatch
 
 
 class Left(Exception):

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.launch.job import Job
-from pentatron.launch.slurm import batch_script
-from pentatron.launch.torchrun import node_script
+from pentatron.launch.scripts import batch_script, node_script
 from tests.cli.test_train import ROOT
 from tests.launch.stub_cluster import StubCluster
 
@@ -153,7 +152,7 @@ def test_lines_of_a_setup_may_read_what_is_not_set(
 
 
 def test_the_users_variables_win_over_those_of_the_script(cluster: StubCluster) -> None:
-    from pentatron.launch.variables import Variable
+    from pentatron.launch.job import Variable
 
     script = written(cluster, variables=(Variable("NCCL_DEBUG", "WARN", "why"),))
     (cluster.folder / "python").write_text('#!/bin/sh\necho "$SLURM_NODEID $NCCL_DEBUG" >> "$STUB/started"\n')

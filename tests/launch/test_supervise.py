@@ -12,20 +12,18 @@ import pytest
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.cli import verify
 from pentatron.errors import UserError
-from pentatron.launch import local
-from pentatron.launch.failure import Failure, failures_of
-from pentatron.launch.hang import Hang, Limits, Standing
-from pentatron.launch.local import Ended, run_workers
-from pentatron.launch.processes import Process, Signals
-from pentatron.launch.supervise import Supervisor
-from pentatron.launch.watch import JobWatch
+from pentatron.supervise import launcher
+from pentatron.supervise.hang import Hang, JobWatch, Limits, Standing
+from pentatron.supervise.launcher import Ended, run_workers
+from pentatron.supervise.processes import Failure, Process, Signals, failures_of
+from pentatron.supervise.supervisor import Supervisor
 from tests.launch.test_hang import beat
 from tests.support import resolved
 
 _SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from pentatron.launch.failure import begin_work, end_work, write_record
+from pentatron.supervise.processes import begin_work, end_work, write_record
 rank, job = int(os.environ["RANK"]), Path(os.environ["PENTATRON_JOB"])
 def tell(kind):
     write_record(job, rank, kind, f"{kind} of rank {rank}", time.time())
@@ -33,7 +31,7 @@ def tell(kind):
 
 
 def run(script: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    monkeypatch.setattr(local, "_AFTER_A_CRASH", 1.0)
+    monkeypatch.setattr(launcher, "_AFTER_A_CRASH", 1.0)
     return run_workers(["-c", _SCRIPT + script], processes, None, os.environ, os.getpid())
 
 
@@ -112,7 +110,7 @@ def test_sigquit_asks_every_rank_for_its_stacks_and_the_job_continues(
 ) -> None:
     script = """
 import faulthandler
-from pentatron.launch.watch import STACKS, stacks_path
+from pentatron.supervise.hang import STACKS, stacks_path
 begin_work(job, rank)
 stacks = stacks_path(job, rank)
 faulthandler.register(STACKS, stacks.open("w"))
@@ -311,7 +309,7 @@ def process(rank: int, code: int | None, was_killed: bool = False) -> Process:
 def test_a_hang_is_none_the_better_for_processes_that_do_not_die(tmp_path: Path) -> None:
     """As those do not that wait for a disk that is gone."""
     hang = Failure(1, 1, 0.0, "hung", story="rank 1 hangs")
-    ended = local._ended([process(0, None), process(1, None)], Signals(), tmp_path, hang)
+    ended = launcher._ended([process(0, None), process(1, None)], Signals(), tmp_path, hang)
     assert ended.is_crash and ended.failures == [hang]
 
 
@@ -337,7 +335,7 @@ def test_only_ranks_that_listen_are_asked_for_their_stacks(tmp_path: Path) -> No
 def test_the_commands_that_start_ranks_tell_what_a_rank_wrote_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of ours does not print its traceback: its launcher does."""
     failure = Failure(1, 1, 0.0, "exception", "Traceback\nLookupError: a bug\n")
-    monkeypatch.setattr(local, "run_workers", lambda *words: Ended(1, [failure]))
+    monkeypatch.setattr(launcher, "run_workers", lambda *words: Ended(1, [failure]))
     monkeypatch.setattr(verify, "prepare_for_workers", lambda threads: [])
     with pytest.raises(
         UserError, match="rank 1 of 2 failed with exit code 1:\nTraceback\nLookupError: a bug"

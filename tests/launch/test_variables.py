@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pentatron.cli.environment import launched_too_often
-from pentatron.cli.variables import limit_connections, variable_notes
-from pentatron.launch.variables import chosen_interfaces, connections_for, describe, interface_problem
+from pentatron.cli.train import limit_connections, variable_notes
+from pentatron.launch.job import chosen_interfaces, connections_for, describe, interface_problem
 from tests.support import resolved
 
 GUIDE = {"NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "60", "HOME": "/root"}

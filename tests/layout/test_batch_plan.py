@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pentatron.layout.batch_plan import BatchPlan, constant, linear_ramp, written_steps
+from pentatron.layout.batch import BatchPlan, constant, linear_ramp, written_steps
 
 GPT3 = linear_ramp(16, 16, 5859375, 1536)
 

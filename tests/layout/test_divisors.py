@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.layout.divisors import divisors, either
+from pentatron.text import divisors, either
 
 
 @pytest.mark.parametrize("number", [1, 2, 7, 12, 36, 97, 1024, 12288])

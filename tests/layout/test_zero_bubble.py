@@ -2,19 +2,21 @@
 
 import pytest
 
-from pentatron.layout import schedules, zero_bubble
+from pentatron.layout import schedules
 from pentatron.layout.actions import Kind
 from pentatron.layout.check import Checked, check
 from pentatron.layout.schedules import (
     FOLDED,
+    Computation,
     forward_schedule,
+    granted,
     group_sizes,
     looped_placement,
     placement_for,
     schedule_problem,
     training_schedule,
+    v_placement,
 )
-from pentatron.layout.zero_bubble import Computation, granted, v_placement
 
 RANKS = range(1, 9)
 MICRO_BATCHES = (*range(1, 13), 16, 17, 24)
@@ -131,7 +133,7 @@ def test_many_ranks() -> None:
 
 def test_a_limit_that_is_not_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with room for one more micro-batch the promise is broken."""
-    monkeypatch.setattr(zero_bubble, "granted", lambda p, lanes, limit: granted(p, lanes, limit + 1))
+    monkeypatch.setattr(schedules, "granted", lambda p, lanes, limit: granted(p, lanes, limit + 1))
     for kind, virtual in (("zero-bubble", 1), ("zbv", 2)):
         with pytest.raises(AssertionError):
             checked = check(training_schedule.__wrapped__(kind, 4, virtual, 8))

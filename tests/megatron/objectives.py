@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpt_builders import gpt_builder
 from model_provider import model_provider
-from pentatron.config.resolve import Resolved
+from pentatron.compare.trial import Trajectory, micro_batches, reveal, sent
 from pentatron.megatron import losses
 from pentatron.megatron import program as program_module
 from pentatron.megatron.core import mpu
@@ -24,13 +24,12 @@ from pentatron.megatron.losses import Returned
 from pentatron.megatron.program import UserProgram
 from pentatron.monitor.display import Silent
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.shards import held_parameters
 from pentatron.parallel.world import World, connect, single_process
-from pentatron.train.comparison import Trajectory
-from pentatron.train.objective import Objective
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.settings.resolve import Resolved
+from pentatron.train.model import build_parallel_model, model_dtype
+from pentatron.train.program import Objective
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches, reveal, sent
 from tests.support import LLAMA, resolved
 
 BATCH = 8

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pentatron.config.core import CoreTransformerConfig
 from pentatron.errors import UserError
 from pentatron.megatron.core import parallel_state
 from pentatron.megatron.core.tensor_parallel import ColumnParallelLinear
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of
 from pentatron.megatron.names import as_megatron
 from pentatron.megatron.training import get_args
+from pentatron.settings.core import CoreTransformerConfig
 from tests.harness import run_distributed
 
 ROOT = Path(__file__).parent.parent.parent

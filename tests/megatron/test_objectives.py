@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pentatron.train.comparison import gathered
+from pentatron.compare.trial import gathered
 from tests.harness import run_distributed
 from tests.megatron.objectives import (
     BATCH,

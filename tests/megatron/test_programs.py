@@ -24,10 +24,10 @@ from pentatron.megatron.names import as_megatron
 from pentatron.megatron.program import UserProgram
 from pentatron.models.causal_lm import CausalLM
 from pentatron.monitor.display import Silent
-from pentatron.nn.axes import Axes
+from pentatron.nn.options import Axes
 from pentatron.nn.recompute import NOTHING
 from pentatron.parallel.world import connect
-from pentatron.train.parallel_model import build_parallel_model
+from pentatron.train.model import build_parallel_model
 from pentatron.train.program import Program
 from pentatron.train.session import run_training
 from tests.harness import run_distributed

@@ -15,7 +15,6 @@ from torch import nn
 import pretrain_gpt
 from gpt_builders import gpt_builder
 from model_provider import model_provider
-from pentatron.config.entry import PRETRAIN_GPT
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
 from pentatron.megatron.core import mpu
@@ -36,6 +35,7 @@ from pentatron.megatron.training.arguments import (
 from pentatron.megatron.training.checkpointing import BasicLocalCheckpointManager
 from pentatron.megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from pentatron.parallel.world import connect, single_process
+from pentatron.settings.entry import PRETRAIN_GPT
 from pentatron.train.program import Program
 from pentatron.train.session import run_training
 from tests.harness import distributed

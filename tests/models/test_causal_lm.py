@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentatron.config.model import TransformerConfig
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn.loss import CrossEntropy
 from pentatron.nn.options import DEFAULT_OPTIONS, ModelOptions
+from pentatron.settings.model import TransformerConfig
 from tests.support import LLAMA, model_config
 
 FAMILIES = {

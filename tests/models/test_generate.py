@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from pentatron.errors import UserError
-from pentatron.models import generate as generation
+from pentatron.generate import generate as generation
+from pentatron.generate.generate import GenerationModel, Made, Sampling, generate, generation_model
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.models.generate import GenerationModel, Made, generate, generation_model
-from pentatron.models.sampling import Sampling
 from pentatron.nn import attention, kv_cache
 from pentatron.parallel.world import single_process
 from tests.support import LLAMA, resolved

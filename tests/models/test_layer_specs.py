@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from gpt_builders import gpt_builder
 from model_provider import model_provider
-from pentatron.config.core import CoreTransformerConfig, arguments, core_transformer_config_from_args
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.gpt_model import GPTModel, process_groups
@@ -28,7 +27,8 @@ from pentatron.nn.moe import MoE
 from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.nn.spec import IdentityOp, ModuleSpec, TransformerBlockSubmodules
 from pentatron.nn.transformer_layer import TransformerLayer
-from pentatron.parallel.pieces import held_parameters
+from pentatron.parallel.shards import held_parameters
+from pentatron.settings.core import CoreTransformerConfig, arguments, core_transformer_config_from_args
 from tests.harness import run_distributed
 from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pentatron.config.model import MoEConfig, TransformerConfig
-from pentatron.config.moe_layers import moe_layers
-from pentatron.hf.name_tables import links_of
+from pentatron.hf.names import links_of
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.parallel.pieces import region
+from pentatron.parallel.shards import region
+from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import pentatron.nn.recompute as recompute_module
-from pentatron.config.model import TransformerConfig
-from pentatron.config.parallel import MemoryConfig
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import LAYERS, NOTHING, RecomputeSwitch, recompute_of
+from pentatron.settings.model import TransformerConfig
+from pentatron.settings.parallel import MemoryConfig
 from tests.support import LLAMA, model_config
 
 BATCH, LENGTH, HIDDEN = 2, 16, 32

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pentatron.models.sampling import Choice, Sampling, choices, probabilities
+from pentatron.generate.generate import Choice, Sampling, choices, probabilities
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 1.1, 0.3, -4.0, 1.9])
 # Of equal tokens at the edge of what is left out, either may stay.

@@ -2,8 +2,7 @@
 
 import errno
 
-from pentatron.monitor.lenient import Lenient
-from pentatron.monitor.recorder import Recorder, RecorderDown
+from pentatron.monitor.recorder import Lenient, Recorder, RecorderDown
 from pentatron.monitor.report import StepReport
 from tests.monitor.test_log_lines import report
 

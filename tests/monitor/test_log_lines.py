@@ -1,8 +1,7 @@
 import dataclasses
 from datetime import datetime
 
-from pentatron.monitor.log_lines import LogLines, log_line
-from pentatron.monitor.report import StepReport
+from pentatron.monitor.report import LogLines, StepReport, log_line
 
 NOW = datetime(2025, 2, 20, 11, 18, 36, 5)
 REPORT = StepReport(

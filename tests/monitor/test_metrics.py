@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.monitor.curve import loss_curve
-from pentatron.monitor.following import Follower
-from pentatron.monitor.metrics import MetricsFile, read_metrics
+from pentatron.monitor.metrics import Follower, MetricsFile, read_metrics
 from pentatron.monitor.view import Run, Screen, status_line, view
 
 

@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentatron.monitor.arguments import arguments_block
-from pentatron.monitor.memory import memory_scalars
-from pentatron.monitor.memory_samples import MemorySampler
-from pentatron.monitor.performance import PerformanceSummary
-from pentatron.monitor.progress_file import ProgressFile, earlier_seconds
-from pentatron.monitor.scalars import Choices, scalars
-from pentatron.monitor.tensorboard import TensorBoard
-from pentatron.monitor.weights_and_biases import Place, WeightsAndBiases
+from pentatron.monitor.memory import MemorySampler, memory_scalars
+from pentatron.monitor.recorder import PerformanceSummary, ProgressFile, earlier_seconds
+from pentatron.monitor.trackers import Choices, Place, TensorBoard, WeightsAndBiases, scalars
+from pentatron.train.introduction import arguments_block
 from tests.monitor.test_log_lines import report
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.main import COMMANDS, guarded
-from pentatron.cli.terminal import complain, remark, say
+from pentatron.cli.output import complain, remark, say
 from pentatron.monitor.display import open_display
 from pentatron.monitor.terminal import OutputLost, Stream, append_line, outlive_output, output_error
 from pentatron.train import output as output_module

@@ -4,8 +4,8 @@ import json
 import math
 from pathlib import Path
 
-from pentatron.monitor.following import Follower
-from pentatron.monitor.terminal_curve import draw_curve
+from pentatron.monitor.metrics import Follower
+from pentatron.monitor.view import draw_curve
 
 
 def test_a_falling_line_falls() -> None:

@@ -3,19 +3,17 @@
 import torch
 from torch import Tensor, nn
 
-from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.run import RunConfig
-from pentatron.nn.axes import Axes
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
-from pentatron.nn.options import LayerOptions
+from pentatron.nn.options import Axes, LayerOptions
 from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
 from pentatron.nn.router import Router
-from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis
-from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.expert_axis import NO_EXPERTS_ELSEWHERE, ExpertAxis
-from pentatron.parallel.linear_options import LinearOptions
-from pentatron.parallel.pieces import held_parameters
+from pentatron.ops.fp8_linear import LinearOptions
+from pentatron.ops.split_backward import DeferredGradients
+from pentatron.parallel.axes import NO_EXPERTS_ELSEWHERE, WHOLE_SEQUENCES, ContextAxis, ExpertAxis
+from pentatron.parallel.shards import held_parameters
+from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.run import RunConfig
 from tests.support import LLAMA, resolved
 
 HIDDEN = 32

@@ -8,13 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.models.causal_lm import build_model
-from pentatron.nn.balance import RouterLoad, loss_weights
 from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
-from pentatron.nn.router import Router
+from pentatron.nn.router import Router, RouterLoad, loss_weights
+from pentatron.parallel.axes import ContextAxis, ExpertAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.context_axis import ContextAxis
-from pentatron.parallel.expert_axis import ExpertAxis
 from tests.harness import run_distributed
 from tests.nn.mixtures import BIAS, HIDDEN, SIGMOID, config_of, router, stream
 

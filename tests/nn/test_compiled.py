@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
-from pentatron.config.run import RunConfig
 from pentatron.layout.documents import DocumentStarts
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.layer_specs import spec_of
@@ -21,8 +20,8 @@ from pentatron.nn.dropout import dropout_keys
 from pentatron.nn.options import Fp8Options, ModelOptions
 from pentatron.nn.recompute import recompute_of
 from pentatron.nn.transformer_layer import TransformerLayer
-from pentatron.parallel.linear_options import WeightScales
-from pentatron.parallel.scaled_linear import FORMATS
+from pentatron.ops.fp8_linear import FORMATS, WeightScales
+from pentatron.settings.run import RunConfig
 from tests.support import LLAMA, resolved
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as attention_module
 from pentatron.nn.attention_blocks import Block
 from pentatron.nn.context_attention import attend, visible_of, visible_of_all
+from pentatron.parallel.axes import ContextAxis, in_parts
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.context_axis import ContextAxis, in_parts
 from tests.harness import distributed
 
 BATCH, LENGTH, WIDTH = 2, 32, 8

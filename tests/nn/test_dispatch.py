@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.nn.moe import MoE
+from pentatron.parallel.axes import NO_EXPERTS_ELSEWHERE, ExpertAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.expert_axis import NO_EXPERTS_ELSEWHERE, ExpertAxis
 from tests.harness import run_distributed
 from tests.nn.mixtures import HIDDEN, layer, stream
 

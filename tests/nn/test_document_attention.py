@@ -9,15 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import pentatron.nn.attention_blocks as blocks_module
+import pentatron.nn.attention_blocks as whole_module
 import pentatron.nn.context_attention as attention_module
-import pentatron.nn.document_blocks as blocks_module
-import pentatron.nn.whole_attention as whole_module
 from pentatron.layout.documents import DocumentStarts, Piece, alike, pieces
-from pentatron.nn.attention_blocks import Block, hidden
+from pentatron.nn.attention_blocks import Block, hidden, in_documents
 from pentatron.nn.context_attention import attend
-from pentatron.nn.document_blocks import in_documents
+from pentatron.parallel.axes import WHOLE_SEQUENCES, ContextAxis, in_parts
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis, in_parts
 from tests.harness import distributed
 
 LENGTH, WIDTH, HEADS, GROUPS = 32, 8, 8, 4

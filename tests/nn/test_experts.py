@@ -7,14 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentatron.config.parallel import MemoryConfig
 from pentatron.models.causal_lm import build_model
-from pentatron.nn.axes import ONE_PROCESS, Axes
 from pentatron.nn.experts import Experts
 from pentatron.nn.moe import SharedExpert
-from pentatron.nn.options import ModelOptions
+from pentatron.nn.options import ONE_PROCESS, Axes, ModelOptions
 from pentatron.nn.recompute import NOTHING, recompute_of
-from pentatron.parallel.deferral import DeferredGradients
+from pentatron.ops.split_backward import DeferredGradients
+from pentatron.settings.parallel import MemoryConfig
 from tests.nn.mixtures import HIDDEN, axes_with, config_of, drawn, layer, stream
 from tests.support import resolved
 

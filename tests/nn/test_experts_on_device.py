@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.kernels.activation import weighted_activation, weighted_activation_backward
-from pentatron.nn import experts_on_device
-from pentatron.nn.dispatch import _by_own_expert
-from pentatron.nn.experts_on_device import sorted_by_expert
-from pentatron.nn.moe import MoE
+from pentatron.nn import experts
+from pentatron.nn.experts import sorted_by_expert
+from pentatron.nn.moe import MoE, _by_own_expert
 from pentatron.nn.recompute import Recompute
-from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.gathering import _runs
+from pentatron.ops.activation import weighted_activation, weighted_activation_backward
+from pentatron.ops.split_backward import DeferredGradients
+from pentatron.parallel.buckets import _runs
 from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 
 
@@ -145,7 +144,7 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> Tensor:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(experts_on_device._Mixed, "apply", refuse)
+    monkeypatch.setattr(experts._Mixed, "apply", refuse)
     x = stream(2, 3, 16, HIDDEN)
     layer()(x)
     assert not layer("--no-moe-grouped-gemm").experts.grouped and layer().experts.grouped

@@ -2,14 +2,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from pentatron.nn.attention_kernels import AttentionKernels, chosen_kernels
 from pentatron.nn.init import draw_weights, named_generator, normal_region
 from pentatron.nn.linear import activated
 from pentatron.nn.mlp import _GatedByHalves
 from pentatron.nn.norm import NORMS
-from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.rope_scaling import Frequencies, plain
-from pentatron.parallel.pieces import held_parameters
+from pentatron.nn.options import AttentionKernels, chosen_kernels
+from pentatron.nn.rope import Frequencies, RotaryEmbedding, plain
+from pentatron.parallel.shards import held_parameters
 
 CPU = torch.device("cpu")
 

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentatron.errors import UserError
-from pentatron.kernels import cross_entropy
 from pentatron.nn import loss as loss_module
 from pentatron.nn.linear import VocabularyHead
 from pentatron.nn.loss import CrossEntropy
-from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.linear_options import LinearOptions
-from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.ops import cross_entropy
+from pentatron.ops.fp8_linear import LinearOptions
+from pentatron.ops.split_backward import DeferredGradients
+from pentatron.parallel.axes import TensorAxis
 from tests.harness import distributed
 from tests.nn.test_tensor_parallel import axis, drawn, stream
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pentatron.config.model import TransformerConfig
 from pentatron.nn.rope import RotaryEmbedding, build_rope
+from pentatron.settings.model import TransformerConfig
 
 LENGTH = "rope_scaling_original_max_position_embeddings"
 # Names of theirs and of ours.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.config.model import MoEConfig
+from pentatron.settings.model import MoEConfig
 from tests.nn.mixtures import BIAS, GROUPS, HIDDEN, SIGMOID, config_of, router, stream
 
 VARIANTS = {

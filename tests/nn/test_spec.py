@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from pentatron.config.model import TransformerConfig
 from pentatron.errors import UserError
 from pentatron.nn.attention import DotProductAttention, SelfAttention
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -22,6 +21,7 @@ from pentatron.nn.spec import (
     build_module,
     documents_for,
 )
+from pentatron.settings.model import TransformerConfig
 
 
 class Part(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor
 from pentatron.nn.init import draw_weights
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, VocabularyTable, even_rows
 from pentatron.nn.loss import token_losses
+from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import held_parameters
-from pentatron.parallel.tensor_axis import TensorAxis
+from pentatron.parallel.shards import held_parameters
 from tests.harness import distributed
 
 

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pentatron.nn.context_attention as attention_module
 from pentatron.nn.attention_blocks import Block, hidden
 from pentatron.nn.context_attention import attend, in_window, visible_of_all
+from pentatron.parallel.axes import WHOLE_SEQUENCES, ContextAxis, in_parts
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.context_axis import WHOLE_SEQUENCES, ContextAxis, in_parts
 from tests.harness import distributed
 
 BATCH, LENGTH, WIDTH, HEADS, GROUPS = 2, 32, 8, 8, 4

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from pentatron.config.run import RunConfig
+from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
-from pentatron.optim.clip import clipping, squared_norm
 from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.update_rules import clipping, squared_norm
 from pentatron.parallel import gradients as gradients_module
 from pentatron.parallel import reduction as reduction_module
 from pentatron.parallel.gradients import Filling
-from pentatron.parallel.pieces import ONES, DeclaringModule, whole
+from pentatron.parallel.shards import ONES, DeclaringModule, whole
 from pentatron.parallel.world import single_process
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
-from pentatron.train.replicas import digest
+from pentatron.settings.run import RunConfig
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
+from pentatron.train.step_hooks import digest
 from tests.harness import run_distributed
 from tests.optim.tiny import CPU, OPTIM, RATE, loss_of, network, one_step, parallel
 from tests.optim.tiny import micro_batches as data_of

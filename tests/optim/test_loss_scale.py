@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pentatron.config.entry import GRAD_SCALER
-from pentatron.config.parallel import PrecisionConfig
 from pentatron.optim.loss_scale import LossScaler
+from pentatron.settings.entry import GRAD_SCALER
+from pentatron.settings.parallel import PrecisionConfig
 
 MEGATRON = PrecisionConfig(fp16=True, loss_scale_window=4)
 TORCH = PrecisionConfig(fp16=True, **{**GRAD_SCALER, "loss_scale_window": 3})

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pentatron.layout.ranks import Grid
-from pentatron.optim.clip import clipping, squared_norm
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.pieces import region
+from pentatron.optim.update_rules import clipping, squared_norm
+from pentatron.parallel.shards import region
 from pentatron.parallel.world import World, single_process
 from tests.harness import distributed, run_distributed
 from tests.optim.tiny import (

@@ -6,8 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pentatron.optim.cosine import get_cosine_schedule_with_warmup
-from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
+from pentatron.optim.schedule import (
+    LearningRate,
+    WeightDecay,
+    get_cosine_schedule_with_warmup,
+    learning_rate,
+    weight_decay,
+)
 from tests.support import resolved
 
 SHAPES = [

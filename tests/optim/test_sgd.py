@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pentatron.config.training import OptimConfig
 from pentatron.layout.ranks import Grid
-from pentatron.optim.rules import rule_of
+from pentatron.optim.update_rules import rule_of
 from pentatron.parallel.world import single_process
+from pentatron.settings.training import OptimConfig
 from tests.harness import distributed
 from tests.optim.tiny import (
     OPTIM,

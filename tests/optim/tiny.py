@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pentatron.config.decided import OptimizerOptions
-from pentatron.config.training import OptimConfig
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import all_reduce_
-from pentatron.parallel.pieces import (
+from pentatron.parallel.shards import (
     ONES,
     Declared,
     DeclaringModule,
@@ -28,6 +26,8 @@ from pentatron.parallel.pieces import (
     whole,
 )
 from pentatron.parallel.world import World, connect
+from pentatron.settings.decision_types import OptimizerOptions
+from pentatron.settings.training import OptimConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -2,8 +2,8 @@ import pytest
 import torch.distributed as dist
 
 from pentatron.errors import AgreedError
-from pentatron.parallel.agreement import require_same_settings
 from pentatron.parallel.collectives import Group
+from pentatron.parallel.world import require_same_settings
 from tests.harness import distributed
 
 

@@ -6,7 +6,7 @@ import torch
 
 from pentatron.parallel.buckets import ALIGNMENT, Bucket, Plan, Span, held_bytes, in_few_runs, plan_buckets
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Held, held_parameters
+from pentatron.parallel.shards import Held, held_parameters
 from tests.optim.tiny import Prescribed, fill, network, rows
 
 

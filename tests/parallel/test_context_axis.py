@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from pentatron.layout.ranks import Grid
+from pentatron.parallel.axes import ContextAxis, context_axis, in_order, in_parts
 from pentatron.parallel.collectives import Group, all_to_all_into, start_passing_on
-from pentatron.parallel.context_axis import ContextAxis, context_axis, in_order, in_parts
 from pentatron.parallel.world import connect
 from tests.harness import distributed
 

@@ -24,9 +24,8 @@ from torch.distributed.pipelining.schedules import (
 import pentatron.parallel.executor as executor_module
 from pentatron.layout.actions import Kind
 from pentatron.layout.check import check
-from pentatron.layout.schedules import HALVING, lower, placement_for, training_schedule
-from pentatron.layout.zero_bubble import Computation
-from pentatron.parallel.deferral import DeferredGradients
+from pentatron.layout.schedules import HALVING, Computation, lower, placement_for, training_schedule
+from pentatron.ops.split_backward import DeferredGradients
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World
 from tests.harness import run_distributed

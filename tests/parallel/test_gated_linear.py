@@ -5,9 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentatron.kernels.swiglu import swiglu, swiglu_backward
 from pentatron.nn.linear import activated
-from pentatron.parallel.gated_linear import gated_linear
+from pentatron.ops.activation import gated_linear, swiglu, swiglu_backward
 
 
 def _made(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, Tensor]:
@@ -47,17 +46,17 @@ def test_the_kernel_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
         pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
-    from pentatron.kernels import swiglu_triton
+    from pentatron.ops import triton_activation
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(5)
     inner, gradient = torch.randn(3, 2, 2 * 1100), torch.randn(3, 2, 1100)
     expected = swiglu_backward(gradient, inner)
-    for most in (swiglu_triton._MOST_ROWS, 4):
-        monkeypatch.setattr(swiglu_triton, "_MOST_ROWS", most)
-        found = swiglu_triton.swiglu_backward(gradient.to(device), inner.to(device))
+    for most in (triton_activation._MOST_ROWS, 4):
+        monkeypatch.setattr(triton_activation, "_MOST_ROWS", most)
+        found = triton_activation.swiglu_backward(gradient.to(device), inner.to(device))
         for made, true in zip(found, expected):
             torch.testing.assert_close(made.cpu(), true, rtol=1e-5, atol=1e-5)
-        forward = swiglu_triton.swiglu(inner.to(device))
+        forward = triton_activation.swiglu(inner.to(device))
         torch.testing.assert_close(forward.cpu(), swiglu(inner), rtol=1e-5, atol=1e-5)
         assert torch.equal(forward, found[1]), "what backward makes again is what forward made"

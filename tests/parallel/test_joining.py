@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from pentatron.layout.ranks import Grid
-from pentatron.parallel import joining, world
-from pentatron.parallel.joining import each_has_its_own, gpu_of, join, leave
-from pentatron.parallel.meeting import MeetingPoint
+from pentatron.parallel import process_group, world
+from pentatron.parallel.process_group import each_has_its_own, gpu_of, join, leave
+from pentatron.parallel.rendezvous import MeetingPoint
 
 CPU = torch.device("cpu")
 
@@ -39,8 +39,8 @@ def test_a_gpu_is_known_by_what_it_is_and_not_by_its_number_here(monkeypatch: py
 def test_all_choose_by_the_gpus_of_all(other: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, calls = dist.HashStore(), []
     store.set("rank/1", f"0123 {other}")
-    monkeypatch.setattr(joining, "rendezvous", lambda *words, **named: iter([(store, 0, 2)]))
-    monkeypatch.setattr(joining, "gpu_of", lambda device: "mine")
+    monkeypatch.setattr(process_group, "rendezvous", lambda *words, **named: iter([(store, 0, 2)]))
+    monkeypatch.setattr(process_group, "gpu_of", lambda device: "mine")
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: calls.append((words, named)))
     join(torch.device("cuda", 0), 0, 2, datetime.timedelta(seconds=5), MeetingPoint("10.0.0.1", 6000))
     [((chosen,), named)] = calls

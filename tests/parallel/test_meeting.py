@@ -7,8 +7,8 @@ import time
 import pytest
 
 from pentatron.errors import UserError
-from pentatron.parallel import meeting
-from pentatron.parallel.meeting import (
+from pentatron.parallel import rendezvous
+from pentatron.parallel.rendezvous import (
     MeetingError,
     MeetingPoint,
     failed_meeting,
@@ -50,7 +50,7 @@ def test_another_rank_waits_for_one_that_comes_late() -> None:
 
 
 def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SILENCE", 0.2)
+    monkeypatch.setattr(rendezvous, "SILENCE", 0.2)
     said: list[str] = []
     point = MeetingPoint("127.0.0.1", free_port(), is_served=True)
     with pytest.raises(MeetingError, match=f"nobody could be met at {point} within 1 seconds"):
@@ -105,7 +105,7 @@ def test_a_meeting_that_takes_long_is_told_by_one_rank_and_by_another_where_that
     assert what_is_waited_for(0, 1, has_launcher=False) is None
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(meeting, "SILENCE", 0.05)
+        patched.setattr(rendezvous, "SILENCE", 0.05)
         with waiting_aloud("long", told.append):
             time.sleep(0.3)
         with waiting_aloud("short", told.append) as all_came:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pentatron.compare.trial import micro_batches
 from pentatron.layout import schedules
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.messages import Messages, open_channels
-from pentatron.train import parallel_model
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train import model as model_module
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
-from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.layout.one_ahead import one_ahead
 from tests.parallel.recorded_calls import Call, Recorder, problem_of
@@ -25,7 +25,7 @@ def recorded(words: str, bug: str = "") -> list[Call]:
     """The calls of two steps and an evaluation on this rank, with the channels of a pipeline as NCCL has them."""
     config = resolved(words, dist.get_world_size()).config
     if "one channel for all" not in bug:
-        parallel_model.open_messages = lambda world, placement: Messages(  # type: ignore[assignment]
+        model_module.open_messages = lambda world, placement: Messages(  # type: ignore[assignment]
             world.pipeline, open_channels(world, placement) if world.pipeline.size > 1 else None
         )
     if "receives one computation ahead" in bug:

@@ -11,8 +11,8 @@ import pentatron.optim.optimizer as optimizer_module
 from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.buckets import _plan
-from pentatron.parallel.partial_sums import PartialSums
-from pentatron.parallel.pieces import Declared, Initial, Piece, Shape, held_parameters, region
+from pentatron.parallel.gradients import PartialSums
+from pentatron.parallel.shards import Declared, Initial, Piece, Shape, held_parameters, region
 from pentatron.parallel.world import World
 from tests.harness import RanksFailed, run_distributed
 from tests.optim.tiny import OPTIM, Prescribed, collected, fill, global_norm, here, parallel, rows

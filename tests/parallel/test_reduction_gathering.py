@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import pentatron.parallel.gathering as gathering
+import pentatron.parallel.buckets as gathering
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.collectives import Pending
 from pentatron.parallel.world import single_process

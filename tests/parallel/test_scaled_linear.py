@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import pentatron.parallel.scaled_linear as module
-from pentatron.kernels.fp8 import E4M3, Scaled
-from pentatron.kernels.fp8 import scaled as plainly_scaled
-from pentatron.parallel.deferral import DeferredGradients
-from pentatron.parallel.scaled_linear import FORMATS, can_be_scaled, scaled_linear
+import pentatron.ops.fp8_linear as module
+from pentatron.ops.fp8 import E4M3, Scaled
+from pentatron.ops.fp8 import scaled as plainly_scaled
+from pentatron.ops.fp8_linear import FORMATS, can_be_scaled, scaled_linear
+from pentatron.ops.split_backward import DeferredGradients
 
 FOLLOWS = torch.linspace(-1, 1, 48)
 BY_ROWS = replace(FORMATS["hybrid"], by_rows=True)

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 
-from pentatron.train.comparison import STEPS, Trajectory, gathered
+from pentatron.compare.trial import STEPS, Trajectory, gathered
 from tests.harness import run_distributed
 from tests.parity.cases import LAYOUTS, MIXTURES
 from tests.parity.mixtures import MIXTURE_LAYOUTS

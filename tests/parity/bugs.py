@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import pentatron.kernels.cross_entropy as fused_module
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as context_module
 import pentatron.nn.loss as loss_module
 import pentatron.nn.transformer_layer as layer_module
-import pentatron.parallel.deferral as deferral_module
-import pentatron.parallel.gathering as gathering_module
+import pentatron.ops.cross_entropy as fused_module
+import pentatron.ops.split_backward as deferral_module
+import pentatron.parallel.axes as axis_module
+import pentatron.parallel.buckets as gathering_module
 import pentatron.parallel.reduction as reduction_module
-import pentatron.parallel.tensor_axis as axis_module
-import pentatron.train.parallel_model as model_module
+import pentatron.train.model as model_module
 import pentatron.train.step as step_module
 from pentatron.nn.attention import SelfAttention
 from pentatron.nn.attention_blocks import Block
@@ -37,12 +37,12 @@ from pentatron.nn.linear import (
 )
 from pentatron.nn.loss import _SplitCrossEntropy
 from pentatron.nn.norm import LayerNorm, RMSNorm
+from pentatron.ops.split_backward import DeferredGradients, DenseProduct
 from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group, Passing
-from pentatron.parallel.deferral import DeferredGradients, DenseProduct
-from pentatron.parallel.tensor_axis import TensorAxis
 from pentatron.parallel.world import World
-from pentatron.train.parallel_model import MicroBatches, ParallelModel
+from pentatron.train.model import MicroBatches, ParallelModel
 from tests.parity.mixture_bugs import MIXTURE_BUGS, forget_partial
 from tests.parity.scale_bugs import SCALE_BUGS
 from tests.parity.shard_bugs import SHARD_BUGS

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pentatron.train.comparison import STEPS
+from pentatron.compare.trial import STEPS
 from tests.support import LLAMA, REVEALING
 
 BATCH = 8

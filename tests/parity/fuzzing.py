@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-import pentatron.train.trial as trial_module
+import pentatron.compare.trial as trial_module
+from pentatron.compare.trial import Trajectory, disagreements, failures, gaps, size, worst
 from pentatron.errors import UserError
-from pentatron.train.comparison import Trajectory, disagreements, failures, gaps, size, worst
-from pentatron.train.parallel_model import ParallelModel
+from pentatron.train.model import ParallelModel
 from tests.harness import run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.random_cases import Case, draw, setting_of

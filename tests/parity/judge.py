@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from pentatron.train.comparison import Gap, Trajectory, failures, gaps, worst
+from pentatron.compare.trial import Gap, Trajectory, failures, gaps, worst
 from tests.harness import GLOO, run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.cases import Layout

@@ -7,18 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import pentatron.nn.dispatch as dispatch_module
 import pentatron.nn.experts as experts_module
-from pentatron.nn.balance import RouterLoad
+import pentatron.nn.moe as dispatch_module
+from pentatron.models.router_load import RouterLoads
 from pentatron.nn.moe import SharedGate
-from pentatron.nn.router import Router
+from pentatron.nn.router import Router, RouterLoad
 from pentatron.optim.optimizer import Optimizer
+from pentatron.parallel.axes import ExpertAxis
 from pentatron.parallel.collectives import all_reduce_
-from pentatron.parallel.expert_axis import ExpertAxis
 from pentatron.parallel.gradients import Place
-from pentatron.parallel.pieces import Declared, DeclaringModule, Piece
 from pentatron.parallel.reduction import WholeReduction
-from pentatron.train.router_loads import RouterLoads
+from pentatron.parallel.shards import Declared, DeclaringModule, Piece
 
 
 def forget_partial(chosen: Callable[[Any, str], bool]) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 
-from pentatron.train.comparison import Trajectory
+from pentatron.compare.trial import Trajectory
 from tests.harness import run_distributed
 from tests.parity.cases import LAYOUTS, MIXTURES, Layout
 from tests.parity.mixtures import MIXTURE_LAYOUTS

@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.flags import FlagTable, is_flag
-from pentatron.config.run import RunConfig
-from pentatron.config.setting import Setting
-from pentatron.layout.divisors import divisors
+from pentatron.compare.trial import STEPS
 from pentatron.layout.schedules import FOLDED
-from pentatron.nn.balance import loss_weights
-from pentatron.train.comparison import STEPS
+from pentatron.nn.router import loss_weights
+from pentatron.settings.command_line import FlagTable, is_flag
+from pentatron.settings.declaration import Setting
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.run import RunConfig
+from pentatron.text import divisors
 from tests.parity.dice import Dice, available
 from tests.parity.random_experts import draw_experts
 from tests.support import resolved

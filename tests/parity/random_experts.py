@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pentatron.layout.divisors import divisors
+from pentatron.text import divisors
 from tests.parity.dice import Dice, available
 
 

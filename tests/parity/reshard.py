@@ -11,15 +11,14 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.run import RunConfig
+from pentatron.compare.trial import Sent, micro_batches, reveal, sent
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.schedule import learning_rate
-from pentatron.parallel.pieces import Fragment
+from pentatron.parallel.shards import Fragment
 from pentatron.parallel.world import World
-from pentatron.train.comparison import Sent
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.settings.run import RunConfig
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches, reveal, sent
 from tests.parity.bugs import plant
 from tests.parity.cases import BATCH, DUALPIPEV, EIGHT, FAMILIES, LAYOUTS, MIXTURES, NINE, SHAPE, Layout
 from tests.parity.mixtures import MIXTURE_LAYOUTS

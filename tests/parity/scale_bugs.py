@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from pentatron.models.router_load import RouterLoads
 from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.sharded import ShardedOptimizer
-from pentatron.train.router_loads import RouterLoads
 
 
 def clipped_by_the_norm_of_scaled_gradients() -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import pentatron.optim.sharded as sharded_module
-from pentatron.parallel.partial_sums import PartialSums
-from pentatron.parallel.sharding import FSDPModule, ShardedStage
+from pentatron.parallel.gradients import PartialSums
+from pentatron.parallel.zero3 import FSDPModule, ShardedStage
 
 
 def sharded_gradients_averaged() -> None:

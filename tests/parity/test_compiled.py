@@ -6,14 +6,13 @@ import pytest
 import torch.distributed as dist
 
 import pentatron.train.compilation as compilation
+from pentatron.compare.trial import Trajectory, failures, gaps, micro_batches
 from pentatron.layout.actions import Kind
 from pentatron.nn.compiled import Compile
 from pentatron.nn.options import ModelOptions
 from pentatron.optim.build import build_optimizer
-from pentatron.train.comparison import Trajectory, failures, gaps
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, MIXTURES, SHAPE
 from tests.parity.trajectory import here, run

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.data.boundaries import Boundaries
+from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
 from pentatron.data.gpt_dataset import next_token_sample
 from pentatron.data.loader import Batch, collate
+from pentatron.data.sampling import Boundaries
 from pentatron.layout.documents import DocumentStarts
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn import context_attention
-from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model
+from pentatron.train.model import ParallelModel, build_parallel_model
 from pentatron.train.step import validation_loss
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, Layout

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
 from pentatron.nn import attention, context_attention
 from pentatron.nn.attention_blocks import Block
-from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
 from tests.harness import run_distributed
 from tests.parity.cases import Layout
 from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread

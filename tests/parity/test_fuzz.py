@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tests.parity.fuzzing as fuzzing
-from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
+from pentatron.settings.run import RunConfig
 from tests.parity import ledger
 from tests.parity.dice import available
 from tests.parity.fuzzing import Campaign, Margins, Tally, judged, replay_command, shrunk

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pentatron.config.run import RunConfig
+from pentatron.compare.trial import micro_batches
 from pentatron.optim.optimizer import Optimizer
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.settings.run import RunConfig
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.parity.cases import MIXTURES, SHAPE
 from tests.parity.test_theory import LARGE, bytes_on_a_rank, parameters_of, step_on_a_rank

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from pentatron.train.comparison import disagreements, failures, gaps
+from pentatron.compare.trial import disagreements, failures, gaps
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
 from tests.parity.mixtures import MIXTURE_LAYOUTS

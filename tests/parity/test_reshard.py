@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentatron.train.comparison import assemble
+from pentatron.compare.trial import assemble
 from tests.harness import run_distributed
 from tests.parity.cases import LAYOUTS, ZERO3, Layout
 from tests.parity.reshard import (

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pentatron.config.run import RunConfig
+from pentatron.compare.trial import micro_batches
 from pentatron.layout.actions import Kind
 from pentatron.layout.check import check
 from pentatron.layout.stages import StagePart
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.settings.run import RunConfig
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, SHAPE
 from tests.parity.trajectory import here

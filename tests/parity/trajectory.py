@@ -3,10 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from pentatron.config.run import RunConfig
+from pentatron.compare.trial import Trajectory, run_trial
 from pentatron.parallel.world import World, connect, single_process
-from pentatron.train.comparison import Trajectory
-from pentatron.train.trial import run_trial
+from pentatron.settings.run import RunConfig
 from tests.parity.bugs import plant
 from tests.support import resolved
 

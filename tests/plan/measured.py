@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pentatron.compare.trial import micro_batches
+from pentatron.ops.split_backward import DeferredGradients, Product
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.deferral import DeferredGradients, Product
-from pentatron.train import parallel_model
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train import model as model_module
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.parity.trajectory import here
 from tests.support import resolved
 
@@ -93,14 +93,14 @@ class Watch:
 
     def _follow_messages(self) -> None:
         """What a stage received lives until its backward, needed or not."""
-        forward = parallel_model.MicroBatches.forward
+        forward = model_module.MicroBatches.forward
 
         def following(program: Any, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
             if received is not None:
                 self.ledger.keep(received, received)
             return forward(program, stage, micro_batch, received)
 
-        parallel_model.MicroBatches.forward = following  # type: ignore[method-assign]
+        model_module.MicroBatches.forward = following  # type: ignore[method-assign]
 
     def _follow_deferred(self) -> None:
         take = DeferredGradients.take

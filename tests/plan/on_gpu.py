@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.run import RunConfig
-from pentatron.config.settings import Facts
+from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.world import single_process
 from pentatron.plan import activations
 from pentatron.plan.memory import RankMemory, memory_of
 from pentatron.plan.shape import Shape
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Facts
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 
 # The shapes of docs/performance.md; four sequences of 4096 tokens a step unless the words say otherwise.
 QWEN3, QWEN2 = "--preset qwen3-8b --num-layers 8", "--preset qwen2.5-1.5b"

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pentatron.config.entry import LAYOUT
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.run import RunConfig
-from pentatron.config.settings import Facts
-from pentatron.plan.footprint import footprint, footprint_line
+from pentatron.plan.fit import footprint, footprint_line
+from pentatron.settings.entry import LAYOUT
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Facts
 
 MB = 2**20
 

@@ -5,19 +5,18 @@ import itertools
 
 import pytest
 
-from pentatron.cli.plan import describe
-from pentatron.cli.plan_data import as_data
+from pentatron.cli.plan import as_data, describe
 from pentatron.cli.plan_report import as_text
-from pentatron.config.run import RunConfig
+from pentatron.compare.trial import micro_batches
 from pentatron.nn import loss
 from pentatron.plan import activations, memory
 from pentatron.plan.fit import Room, judge
 from pentatron.plan.memory import RankMemory, memory_of
 from pentatron.plan.search import usable
 from pentatron.plan.shape import Shape
-from pentatron.train.parallel_model import build_parallel_model
+from pentatron.settings.run import RunConfig
+from pentatron.train.model import build_parallel_model
 from pentatron.train.step import validation_loss
-from pentatron.train.trial import micro_batches
 from tests.parity.trajectory import here
 from tests.plan.on_gpu import QWEN2, configured
 from tests.plan.test_peak import SHAPE, Living

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from pentatron.config.presets import presets
-from pentatron.plan.held import total_parameters
 from pentatron.plan.memory import memory_of
 from pentatron.plan.shape import Shape
+from pentatron.plan.static_memory import total_parameters
+from pentatron.settings.presets import presets
 from tests.plan.cases import CASES, Case, Row, compared
 from tests.support import LLAMA, resolved
 
@@ -97,9 +97,9 @@ def test_parameters_are_the_published_numbers(preset: str, billions: float, acti
 
 
 def _of_preset(words: str):  # type: ignore[no-untyped-def]
-    from pentatron.config.entry import LAYOUT
-    from pentatron.config.resolve import gather, resolve
-    from pentatron.config.settings import Facts
+    from pentatron.settings.entry import LAYOUT
+    from pentatron.settings.resolve import gather, resolve
+    from pentatron.settings.settings import Facts
 
     return resolve(gather(words.split(), LAYOUT), Facts(1), built_only=False).config
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
 from pentatron.plan.memory import memory_of
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved

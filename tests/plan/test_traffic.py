@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pentatron.compare.trial import micro_batches
 from pentatron.layout.check import check
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
 from pentatron.plan.shape import Shape
-from pentatron.plan.timing import bubble_of
-from pentatron.plan.traffic import rank_traffic
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.plan.timing import bubble_of, rank_traffic
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.parity.trajectory import here
 from tests.plan.cases import CP, EP, EXPERTS, GQA, PP, SHAPE, SP, TP

@@ -13,10 +13,9 @@ import pytest
 import pentatron.__main__ as program
 from pentatron.cli.main import COMMANDS, main
 from pentatron.launch.job import Job
-from pentatron.launch.local import run_workers
-from pentatron.launch.processes import environment_of, python_command
-from pentatron.launch.slurm import batch_script
-from pentatron.launch.torchrun import node_script
+from pentatron.launch.scripts import batch_script, node_script
+from pentatron.supervise.launcher import run_workers
+from pentatron.supervise.processes import environment_of, python_command
 
 PACKAGE = Path(program.__file__).parent
 # What Python, the command line and training import early.

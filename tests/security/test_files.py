@@ -11,13 +11,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from pentatron.config.files import load_file
-from pentatron.data.index_cache import MAGIC, DamagedIndex, IndexCache, read_arrays
-from pentatron.data.indexed import HEADER, IndexedDataset
+from pentatron.data.indexed import FORMAT, HEADER, IndexedDataset, read_sidecar
 from pentatron.data.indexed import MAGIC as OF_INDEX
-from pentatron.data.sidecar import FORMAT, read_sidecar
+from pentatron.data.sampling import MAGIC, DamagedIndex, IndexCache, read_arrays
 from pentatron.errors import UserError
-from pentatron.monitor.progress_file import append_event
+from pentatron.monitor.recorder import append_event
+from pentatron.settings.files import load_file
 from pentatron.text import HIDDEN, redacted
 from tests.security.canary import refused, run
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from pentatron.checkpoint.state import TrainState
 from pentatron.cli.main import main
 from pentatron.data.chat_template import find_chat_template, special_tokens
+from pentatron.data.identity import DataIdentity
 from pentatron.data.tokenizer import FileTokenizer
 from pentatron.errors import UserError
-from pentatron.train.data_identity import DataIdentity
 from pentatron.train.schedules import Schedule
-from pentatron.train.state import TrainState
 from tests.checkpoint.test_damage import rewrite
 from tests.data.test_chat_template import TALK, template
 from tests.hf.support import save, theirs

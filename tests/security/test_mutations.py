@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pentatron.config.layer_pattern import layer_pattern
+from pentatron.checkpoint.state import TrainState
 from pentatron.data import sampling
 from pentatron.data.blending import Member, SampleRecipe, build_blend
-from pentatron.data.synthetic import mock_indexed
+from pentatron.data.datasets import Datasets
+from pentatron.data.gpt_dataset import mock_indexed
 from pentatron.errors import UserError
-from pentatron.hf.reader import ConfigReader, Problem
-from pentatron.train.datasets import Datasets
+from pentatron.hf.config_reader import ConfigReader, Problem
+from pentatron.settings.layers import layer_pattern
 from pentatron.train.schedules import Schedule
-from pentatron.train.state import TrainState
 from tests.adversary.loading import (
     failures_of_configurations,
     failures_of_manifests,

@@ -18,15 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
+from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord
 from pentatron.cli.environment import Worker, meeting_point
 from pentatron.errors import UserError
-from pentatron.launch.local import listener_for_workers
 from pentatron.layout.ranks import Grid
 from pentatron.parallel import collectives
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
-from pentatron.parallel.joining import introduced
-from pentatron.parallel.meeting import (
+from pentatron.parallel.encoding import ForgedMessage, decode, encode, sealed
+from pentatron.parallel.process_group import introduced
+from pentatron.parallel.rendezvous import (
     LISTENER,
     SECRET,
     MeetingError,
@@ -35,8 +35,8 @@ from pentatron.parallel.meeting import (
     job_secret,
     stays_on_this_machine,
 )
-from pentatron.parallel.values import ForgedMessage, decode, encode, sealed
 from pentatron.parallel.world import open_world
+from pentatron.supervise.launcher import listener_for_workers
 from pentatron.text import HIDDEN, redacted
 from tests.harness import distributed
 from tests.harness.forked import Forked

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pentatron.data import inputs
+from pentatron.data import text_files
 from pentatron.data.conversations import read_conversations
 from pentatron.data.encode import Encoder, Recipe
-from pentatron.data.inputs import JSON_LINES, Chunk, Place, read_chunks
+from pentatron.data.text_files import JSON_LINES, Chunk, Place, read_chunks
 from pentatron.data.tokenizer import FileTokenizer, TokenizerChoice, identify
 from pentatron.errors import UserError
 
@@ -22,8 +22,8 @@ CHUNK = 1 << 14
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "LONGEST_DOCUMENT", MOST)
-    monkeypatch.setattr(inputs, "LONGEST_FILE", 2 * MOST)
+    monkeypatch.setattr(text_files, "LONGEST_DOCUMENT", MOST)
+    monkeypatch.setattr(text_files, "LONGEST_FILE", 2 * MOST)
 
 
 def gzipped(path: Path, unfolded: int) -> Path:

@@ -10,8 +10,7 @@ import torch
 from pentatron.data.loader import Batch
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
-from pentatron.train.ahead import ToGPU, read_ahead
-from pentatron.train.batches import micro_batches
+from pentatron.train.batches import ToGPU, micro_batches, read_ahead
 from tests.support import LLAMA, resolved
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pentatron.checkpoint.parts as parts_module
+import pentatron.checkpoint.format as parts_module
 import pentatron.train.trainer as trainer_module
-from pentatron.checkpoint.manifest import read_manifest
-from pentatron.checkpoint.saver import Saver
+from pentatron.checkpoint.format import read_manifest
+from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import BadNumbers, UserError
 from pentatron.layout.ranks import Grid
@@ -78,7 +78,7 @@ def test_two_ranks_save_the_same_in_the_background(tmp_path: Path) -> None:
 
 def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a copy that comes late, and without the wait, what is saved would be of a later step."""
-    from pentatron.checkpoint.host_copy import HostCopy
+    from pentatron.checkpoint.save import HostCopy
 
     run(tmp_path / "waits")
     honest = HostCopy._copy

@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.config.batch_sizes import size_problem, sizes_problem
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.resolve import Resolved, gather, resolve
-from pentatron.config.settings import Facts
+from pentatron.checkpoint.state import TrainState
 from pentatron.errors import UserError
-from pentatron.layout.batch_plan import linear_ramp
+from pentatron.layout.batch import linear_ramp
 from pentatron.layout.check import check
 from pentatron.parallel.world import connect, single_process
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.resolve import Resolved, gather, resolve
+from pentatron.settings.run import size_problem, sizes_problem
+from pentatron.settings.settings import Facts
 from pentatron.train.schedules import settle
 from pentatron.train.session import run_training
-from pentatron.train.state import TrainState
 from tests.harness import distributed
 from tests.support import LLAMA, REVEALING, TINY
 from tests.train.test_session import final_state, losses

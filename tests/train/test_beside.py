@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
 from pentatron.errors import AgreedError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
 from pentatron.parallel.timers import Timers, block_of
 from pentatron.parallel.world import connect, single_process
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
 from pentatron.train.output import Output
-from pentatron.train.profiling import BesideTheSteps
 from pentatron.train.session import run_training
 from pentatron.train.step import StepResult
+from pentatron.train.step_hooks import BesideTheSteps
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
 

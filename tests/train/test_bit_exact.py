@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.checkpoint.digest import StateDigest, state_digest
+from pentatron.checkpoint.compare import StateDigest, state_digest
 from pentatron.checkpoint.find import find_step
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.parallel.world import connect, single_process

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pentatron.train.compilation as compilation
-import pentatron.train.parallel_model as parallel_model
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
+import pentatron.train.model as parallel_model
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.models.causal_lm import build_model
 from pentatron.nn.compiled import Compiled
 from pentatron.nn.options import ModelOptions
-from pentatron.parallel.whereabouts import Whereabouts
+from pentatron.parallel.rank_status import Whereabouts
 from pentatron.parallel.world import connect
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
 from pentatron.train.compilation import Compilation, checked_compilation, compilation_of
 from pentatron.train.session import run_training
 from tests.harness import run_distributed

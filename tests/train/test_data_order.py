@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pentatron.data.index_cache as cache_module
+import pentatron.data.sampling as cache_module
 import pentatron.train.evaluation as evaluation_module
+from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.blending import BlendedDataset
+from pentatron.data.datasets import Datasets, arrange, open_data
 from pentatron.data.loader import build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import connect, single_process
-from pentatron.train.datasets import Datasets, arrange, open_data
 from pentatron.train.session import run_training
-from pentatron.train.state import TrainState
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
 

@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentatron.cli.prepare import prepare
-from pentatron.config.entry import TRAIN
+from pentatron.checkpoint.state import TrainState
+from pentatron.cli.configure import prepare
+from pentatron.data.datasets import Datasets, Numbers, OpenedData, arrange, open_data
 from pentatron.data.gpt_dataset import open_splits
-from pentatron.data.index_cache import IndexCache
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.sampling import IndexCache
 from pentatron.data.tokenizer import ByteTokenizer, identify
 from pentatron.errors import UserError
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import Datasets, Numbers, OpenedData, arrange, open_data
-from pentatron.train.state import TrainState
+from pentatron.settings.entry import TRAIN
 
 TEXT = "What the model sees is what was written. "
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import pentatron.train.disk_space as space_module
+import pentatron.train.open_folders as space_module
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.errors import UserError
-from pentatron.train.disk_space import saves_left
+from pentatron.train.open_folders import saves_left
 from tests.support import resolved
 from tests.train.test_session import run
 

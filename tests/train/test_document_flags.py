@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.data.boundaries import DOCUMENT_STARTS, Boundaries
+from pentatron.checkpoint.state import TrainState
+from pentatron.data.datasets import arrange, open_data
 from pentatron.data.gpt_dataset import GPTDataset
+from pentatron.data.indexed import TokenizerIdentity, sidecar_path
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.sidecar import TokenizerIdentity, sidecar_path
+from pentatron.data.sampling import DOCUMENT_STARTS, Boundaries
 from pentatron.errors import UserError
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
-from pentatron.train.datasets import arrange, open_data
-from pentatron.train.state import TrainState
 from tests.support import resolved
 
 FLAGS = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")

@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from pentatron.parallel.world import single_process
+from pentatron.supervise.signals import StopRequest
 from pentatron.train.batches import agree_on_next_step
-from pentatron.train.ending import Endings
-from pentatron.train.interrupt import StopRequest
 from pentatron.train.session import Outcome, run_training
+from pentatron.train.stop import Endings
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
 from tests.train.test_session import final_state, interrupt_at, losses, world_here

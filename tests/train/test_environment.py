@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-import pentatron.train.environment as environment_module
+import pentatron.train.preflight as environment_module
 from pentatron.checkpoint.find import find_step
-from pentatron.checkpoint.manifest import read_manifest
+from pentatron.checkpoint.format import read_manifest
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.parallel.world import single_process
-from pentatron.train.random_state import random_state, restore_random_state
+from pentatron.train.checkpoints import random_state, restore_random_state
 from tests.train.test_session import run
 
 

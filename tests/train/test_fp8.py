@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-import pentatron.train.fitting as fitting
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
+import pentatron.train.preflight as fitting
 from pentatron.errors import AgreedError
-from pentatron.kernels.fp8 import E4M3, scaled
 from pentatron.nn.linear import WeightedModule
-from pentatron.parallel.linear_options import WeightScales
-from pentatron.parallel.scaled_linear import UNKNOWN
+from pentatron.ops.fp8 import E4M3, scaled
+from pentatron.ops.fp8_linear import UNKNOWN, WeightScales
 from pentatron.parallel.world import single_process
-from pentatron.train import model_options
-from pentatron.train.fp8 import left_in_bf16, require_fp8
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.train import model as model_module
+from pentatron.train.model import ParallelModel, build_parallel_model
+from pentatron.train.preflight import left_in_bf16, require_fp8
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.parity.bf16 import KINDS, distance, on_one_process
@@ -126,7 +125,7 @@ def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pyte
         patch.setattr(WeightScales, "refresh", lambda self: next(first_only, lambda scales: None)(self))
         patch.setattr(WeightScales, "forget", lambda self: None)
         assert run("once") != kept
-    monkeypatch.setattr(model_options, "keeps_scales", lambda config, decided, world: False)
+    monkeypatch.setattr(model_module, "keeps_scales", lambda config, decided, world: False)
     assert run("each") == kept
 
 

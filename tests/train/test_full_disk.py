@@ -9,7 +9,7 @@ import pytest
 from pentatron.monitor.display import Silent
 from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.parallel.world import single_process
-from pentatron.train import profiling, results
+from pentatron.train import results, step_hooks
 from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder
 from pentatron.train.session import run_training
@@ -76,9 +76,9 @@ def test_a_profile_that_is_not_whole_is_no_profile(content: str | None, tmp_path
 
     trace = SimpleNamespace(export_chrome_trace=lambda path: export(content))
     with pytest.raises(OSError, match=r"No such file|not whole"):
-        profiling._export(trace, str(place))
+        step_hooks._export(trace, str(place))
     whole = SimpleNamespace(export_chrome_trace=lambda path: export('{"traceEvents": []\n}\n'))
-    profiling._export(whole, str(place))
+    step_hooks._export(whole, str(place))
 
 
 def test_a_checkpoint_that_cannot_be_read_for_a_sample_fails_no_run(

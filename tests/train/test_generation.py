@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pentatron.errors import UserError
-from pentatron.hf.importing import ImportOptions, import_folder
-from pentatron.models.sampling import Sampling
+from pentatron.generate.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
+from pentatron.generate.generate import Sampling
+from pentatron.generate.source import open_source
+from pentatron.hf.convert import ImportOptions, import_folder
 from pentatron.monitor.display import Silent
 from pentatron.parallel.world import single_process
-from pentatron.train.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
-from pentatron.train.text_source import open_source
 from tests.harness import run_distributed
 from tests.hf.support import EXPERTS, save, theirs
 from tests.train.texts import NEW, PROMPTS, texts

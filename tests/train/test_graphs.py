@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
-from pentatron.config.flops import layer_seconds
+from pentatron.compare.trial import micro_batches
 from pentatron.errors import UserError
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.world import single_process
 from pentatron.plan.memory import memory_of
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.parameters import layer_seconds
 from pentatron.train import graphs
-from pentatron.train.diagnosis import compute_again
 from pentatron.train.graphs import Recording, record_steps
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.health import compute_again
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
-from pentatron.train.trial import micro_batches
 from tests.support import resolved
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

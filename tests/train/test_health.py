@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 import pentatron.train.health as health_module
 import pentatron.train.trainer as trainer_module
+from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
+from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.synthetic import SyntheticDataset
 from pentatron.errors import AgreedError, BadNumbers
 from pentatron.layout.ranks import Grid
-from pentatron.monitor.following import Follower
+from pentatron.monitor.metrics import Follower
 from pentatron.nn.attention import SelfAttention
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.train.health import Health
 from pentatron.train.output import Output
 from pentatron.train.session import Outcome, run_training
-from pentatron.train.state import TrainState
 from pentatron.train.step import StepResult
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved

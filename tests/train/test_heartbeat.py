@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pentatron.parallel.whereabouts import Whereabouts
-from pentatron.train.heartbeat import Heart, beat_path, read_beat
+from pentatron.parallel.rank_status import Whereabouts
+from pentatron.supervise.heartbeat import Heart, beat_path, read_beat
 
 
 def test_the_step_and_where_it_began_are_exact_between_two_beats(tmp_path: Path) -> None:

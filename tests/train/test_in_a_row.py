@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.config.entry import PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.config.resolve import gather, resolve
-from pentatron.config.settings import Facts
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
-from pentatron.train.attempts import Attempt, Launched, attempt_in
+from pentatron.settings.entry import PRETRAIN_GPT, TRAIN, EntryPoint
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.settings import Facts
+from pentatron.supervise.attempts import Attempt, Launched, attempt_in
 from pentatron.train.session import run_training
 from tests.support import LLAMA, TINY
 

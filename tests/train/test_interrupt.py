@@ -5,14 +5,14 @@ import signal
 
 import pytest
 
-from pentatron.train import interrupt
-from pentatron.train.interrupt import StopRequest, stop_on_signals
+from pentatron.supervise import signals
+from pentatron.supervise.signals import StopRequest, stop_on_signals
 
 
 def test_a_signal_and_its_echo_from_the_launcher_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell signals every process of a job, and torchrun passes on what it gets: the save must not be broken off."""
     now = 100.0
-    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
     request = StopRequest(launcher=os.getppid())
     request(signal.SIGINT, None)
     request(signal.SIGINT, None)

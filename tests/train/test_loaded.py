@@ -21,17 +21,16 @@ from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.cli.loaded import learn_from_loaded
 from pentatron.cli.main import main
-from pentatron.config.entry import TRAIN
-from pentatron.config.loaded import architecture, differences
-from pentatron.config.resolve import Resolved, foreseen, gather, resolve
-from pentatron.config.run import table
-from pentatron.config.settings import Facts, Settings
-from pentatron.config.start import start_of
 from pentatron.errors import ConfigError, UserError
 from pentatron.hf.small_files import carry_files
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.pieces import Fragment, region
+from pentatron.parallel.shards import Fragment, region
 from pentatron.parallel.world import connect, single_process
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.loaded import architecture, differences
+from pentatron.settings.resolve import Resolved, foreseen, gather, resolve
+from pentatron.settings.run import table
+from pentatron.settings.settings import Facts, Settings, start_of
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 

@@ -8,10 +8,10 @@ import torch
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
-from pentatron.parallel.pieces import Fragment
+from pentatron.generate.source import Source
+from pentatron.parallel.shards import Fragment
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
-from pentatron.train.sources import Source
 from tests.train.test_loaded import losses, prepared, train
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61"

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pentatron.train.router_loads as loads_module
+import pentatron.models.router_load as loads_module
 from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
-from pentatron.config.resolve import notices_of_device
 from pentatron.errors import UserError
+from pentatron.generate.continue_text import open_continuation
 from pentatron.parallel.world import connect, single_process
-from pentatron.train.changes import require_same_model
-from pentatron.train.continue_text import open_continuation
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.resolve import notices_of_device
+from pentatron.train.resume import require_same_model
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, resolved

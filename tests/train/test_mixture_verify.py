@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pentatron.cli.layout import describe
-from pentatron.config.run import RunConfig
-from pentatron.config.settings import Settings
+from pentatron.compare.trial import run_trial
+from pentatron.compare.verify import alone, fewest_replicas, in_words, judge
 from pentatron.parallel.world import single_process
-from pentatron.train.trial import run_trial
-from pentatron.train.verify import alone, fewest_replicas, in_words, judge
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Settings
 from tests.harness import run_distributed
 from tests.train.test_verify import on_a_rank, twin, verdict
 

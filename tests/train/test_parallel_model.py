@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model
-from pentatron.train.trial import micro_batches
+from pentatron.compare.trial import micro_batches
+from pentatron.train.model import ParallelModel, build_parallel_model
 from tests.harness import run_distributed
 from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.compare.trial import micro_batches
 from pentatron.errors import AgreedError, UserError
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.world import connect, single_process
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.session import run_training
-from pentatron.train.state import TrainState
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
 

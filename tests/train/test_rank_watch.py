@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from pentatron.monitor.ranks import RankReport
+from pentatron.compare.trial import micro_batches
+from pentatron.monitor.report import RankReport
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.world import World, connect, single_process
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
-from pentatron.train.rank_watch import RankWatch, collect
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
+from pentatron.train.stragglers import RankWatch, collect
 from tests.harness import run_distributed
 from tests.support import resolved
 

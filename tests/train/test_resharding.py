@@ -9,14 +9,13 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.store import Found
-from pentatron.config.resolve import Resolved
+from pentatron.compare.reshard import fragments_of_rank, layout_for, reshard
 from pentatron.errors import ConfigError, UserError
 from pentatron.monitor.display import Silent
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.world import connect
-from pentatron.train.parallel_model import build_parallel_model
-from pentatron.train.resharding import layout_for, reshard
-from pentatron.train.stored_as import fragments_of_rank
+from pentatron.settings.resolve import Resolved
+from pentatron.train.model import build_parallel_model
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
 from tests.train.test_loaded import train_on_a_rank

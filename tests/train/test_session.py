@@ -17,14 +17,14 @@ import pentatron.train.session as session_module
 import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
-from pentatron.config.entry import PRETRAIN_GPT
-from pentatron.config.resolve import Resolved, gather, resolve
-from pentatron.config.settings import Facts
-from pentatron.data.synthetic import SyntheticDataset
+from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, connect, single_process
-from pentatron.train.interrupt import StoppedEarly
+from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.resolve import Resolved, gather, resolve
+from pentatron.settings.settings import Facts
+from pentatron.supervise.signals import StoppedEarly
 from pentatron.train.program import Program
 from pentatron.train.session import Outcome, run_training
 from pentatron.train.step import StepResult

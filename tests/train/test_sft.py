@@ -10,23 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.config.entry import TRAIN
-from pentatron.config.resolve import Resolved, gather, resolve
-from pentatron.config.settings import Facts
-from pentatron.data.boundaries import DOCUMENT_STARTS
-from pentatron.data.index_cache import IndexCache
+from pentatron.checkpoint.state import TrainState
+from pentatron.compare.trial import reveal
+from pentatron.data.datasets import Datasets, Numbers, OpenedData, arrange, open_data
 from pentatron.data.loader import build_loader, collate
-from pentatron.data.plain_tokenizers import ByteTokenizer
+from pentatron.data.sampling import DOCUMENT_STARTS, IndexCache
 from pentatron.data.sft import pack
+from pentatron.data.tokenizer import ByteTokenizer
 from pentatron.errors import AgreedError, ConfigError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import Silent
 from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import connect, single_process
-from pentatron.train.datasets import Datasets, Numbers, OpenedData, arrange, open_data
-from pentatron.train.parallel_model import build_parallel_model
-from pentatron.train.state import TrainState
-from pentatron.train.trial import reveal
+from pentatron.settings.entry import TRAIN
+from pentatron.settings.resolve import Resolved, gather, resolve
+from pentatron.settings.settings import Facts
+from pentatron.train.model import build_parallel_model
 from tests.data.chats import CHATML, tokenizer_folder
 from tests.harness import distributed
 

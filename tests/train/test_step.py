@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 import pentatron.train.step as step_module
+from pentatron.compare.trial import micro_batches
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.world import single_process
-from pentatron.train.parallel_model import build_parallel_model, model_dtype
+from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.trial import micro_batches
 from tests.support import resolved
 
 

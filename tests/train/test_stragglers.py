@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 
 from pentatron.layout.ranks import Grid
-from pentatron.monitor.ranks import RankReport
+from pentatron.monitor.report import RankReport
 from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.world import connect
-from pentatron.train.rank_watch import collect
-from pentatron.train.stragglers import Stragglers
+from pentatron.train.stragglers import Stragglers, collect
 from tests.harness import run_distributed
 
 

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from pentatron.cli.main import main
-from pentatron.config.saved_config import saved_values
+from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
 from pentatron.errors import AgreedError, UserError
 from pentatron.hf.architecture import config_of
 from pentatron.parallel.world import single_process
-from pentatron.train.comparison import Trajectory, disagreements, failures, gaps
-from pentatron.train.fp8 import left_in_bf16
-from pentatron.train.parallel_model import ParallelModel, build_parallel_model
+from pentatron.settings.files import saved_values
+from pentatron.train.model import ParallelModel, build_parallel_model
+from pentatron.train.preflight import left_in_bf16
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.parity.cases import SHAPE

@@ -8,10 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from pentatron.cli.layout import describe
-from pentatron.config.run import RunConfig
-from pentatron.train.comparison import Gap, Trajectory
-from pentatron.train.trial import run_trial
-from pentatron.train.verify import (
+from pentatron.compare.trial import Gap, Trajectory, run_trial
+from pentatron.compare.verify import (
     Verdict,
     alone,
     judge,
@@ -21,6 +19,7 @@ from pentatron.train.verify import (
     small_twin,
     write_settings,
 )
+from pentatron.settings.run import RunConfig
 from tests.harness import run_distributed
 from tests.parity.bugs import plant
 from tests.parity.trajectory import here

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pentatron.models.sampling import Sampling
+from pentatron.generate.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
+from pentatron.generate.generate import Sampling
+from pentatron.generate.source import find_weights, open_source
 from pentatron.parallel.world import connect, single_process
-from pentatron.train.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
-from pentatron.train.text_source import find_weights, open_source
 
 PROMPTS = [[1, 2, 3], [17, 8, 45, 10, 11, 60, 13, 5, 9], [5], [7, 7, 30, 2]]
 NEW = 10

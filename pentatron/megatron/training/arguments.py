@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pentatron.config import core as own
-from pentatron.config.entry import EntryPoint
-from pentatron.config.flags import FlagTable
-from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
 from pentatron.megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from pentatron.megatron.core.datasets.utils import get_blend_from_list
 from pentatron.megatron.core.model_parallel_config import ModelParallelConfig
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig
+from pentatron.settings import core as own
+from pentatron.settings.command_line import FlagTable
+from pentatron.settings.entry import EntryPoint
+from pentatron.settings.run import RunConfig
 
 ExtraArguments = Callable[[argparse.ArgumentParser], Any]
 

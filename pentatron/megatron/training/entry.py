@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentatron.config.entry import PRETRAIN_GPT, EntryPoint
-from pentatron.config.run import table
 from pentatron.megatron.training.arguments import defaults_of
+from pentatron.settings.entry import PRETRAIN_GPT, EntryPoint
+from pentatron.settings.run import table
 
 _WITHOUT_EFFECT = {
     "process_non_loss_data_func": "nothing but losses is collected while evaluating",

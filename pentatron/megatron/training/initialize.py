@@ -7,15 +7,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from pentatron.cli.configure import prepare
 from pentatron.cli.environment import Worker
-from pentatron.cli.help import entry_help
 from pentatron.cli.main import guarded
-from pentatron.cli.prepare import prepare
-from pentatron.cli.supervised import this_worker
-from pentatron.cli.terminal import say
+from pentatron.cli.options import entry_help
+from pentatron.cli.output import say
 from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent, needs_launcher
+from pentatron.cli.worker import this_worker
 from pentatron.cli.worker_errors import explain, last_words
-from pentatron.config.run import RunConfig
 from pentatron.errors import UserError
 from pentatron.megatron.flow import Flow
 from pentatron.megatron.program import UserProgram
@@ -23,8 +22,9 @@ from pentatron.megatron.state import current, is_running, started_as
 from pentatron.megatron.training.arguments import ExtraArguments, take_extra_arguments
 from pentatron.megatron.training.entry import entry_of, notes_of
 from pentatron.monitor.terminal import outlive_output
-from pentatron.parallel.joining import leave
-from pentatron.train.last_words import write_last_words
+from pentatron.parallel.process_group import leave
+from pentatron.settings.run import RunConfig
+from pentatron.train.run_folder import write_last_words
 from pentatron.train.session import open_session
 
 

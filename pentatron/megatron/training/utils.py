@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.cli.terminal import say
+from pentatron.cli.output import say
 from pentatron.errors import UserError
 from pentatron.megatron.core.utils import unwrap_model
 from pentatron.megatron.state import current, is_running
-from pentatron.monitor.progress_file import STARTED, append_event
+from pentatron.monitor.recorder import STARTED, append_event
 from pentatron.parallel.collectives import all_reduce_
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")

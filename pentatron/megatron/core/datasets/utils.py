@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from pentatron.config.blend import Blend as OwnBlend
 from pentatron.megatron.core.datasets.gpt_dataset import Blend
+from pentatron.settings.data_paths import Blend as OwnBlend
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from pentatron.config.decided import DeviceFacts
-from pentatron.config.decisions import decide
 from pentatron.errors import UserError
 from pentatron.megatron.state import current
 from pentatron.nn.loss import cross_entropy_of
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
 
 
 def vocab_parallel_cross_entropy(

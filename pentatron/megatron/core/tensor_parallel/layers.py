@@ -10,8 +10,8 @@ from pentatron.megatron.state import current, is_running
 from pentatron.nn import linear
 from pentatron.nn.linear import RowParallelLinear, Rows, even_rows
 from pentatron.nn.linear import VocabularyTable as VocabParallelEmbedding
+from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.tensor_axis import TensorAxis
 
 
 class _WithoutOthers(TensorAxis):

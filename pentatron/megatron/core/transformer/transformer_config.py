@@ -9,12 +9,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentatron.config.core import CoreTransformerConfig
-from pentatron.config.model import NO_EXPERTS, MoEConfig
-from pentatron.config.model import TransformerConfig as OwnConfig
 from pentatron.errors import UserError
 from pentatron.megatron.core.model_parallel_config import ModelParallelConfig
 from pentatron.megatron.state import current, is_running
+from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.model import NO_EXPERTS, MoEConfig
+from pentatron.settings.model import TransformerConfig as OwnConfig
 
 # Of the run rather than of the model: to be read, and to agree with.
 _LAYOUT = {f.name for f in dataclasses.fields(ModelParallelConfig)} | {"fp8"}

@@ -1,6 +1,5 @@
 """Specs of the layers of GPT-like models."""
 
-from pentatron.config.model import TransformerConfig as OwnConfig
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of
 from pentatron.models import layer_specs
 from pentatron.models.layer_specs import (
@@ -8,6 +7,7 @@ from pentatron.models.layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from pentatron.nn.spec import TransformerBlockSubmodules
+from pentatron.settings.model import TransformerConfig as OwnConfig
 
 
 def get_gpt_decoder_block_spec(

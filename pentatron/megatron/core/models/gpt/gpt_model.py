@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.config.model import TransformerConfig as OwnConfig
 from pentatron.errors import UserError
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of
 from pentatron.megatron.state import current, is_running
@@ -14,6 +13,7 @@ from pentatron.models import gpt_model
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.gpt_model import ProcessGroups
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
+from pentatron.settings.model import TransformerConfig as OwnConfig
 from pentatron.train.program import StageCall
 
 

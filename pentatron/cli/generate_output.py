@@ -1,0 +1,116 @@
+"""Prompts as a model reads them, and texts as people and programs do."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pentatron.cli.output import remark, say_json_rows, show_generated
+from pentatron.data.tokenizer import FileTokenizer, Tokenizer
+from pentatron.errors import UserError
+from pentatron.generate.continue_text import Shown, Text
+from pentatron.generate.generate import require_room
+from pentatron.generate.source import ModelSource
+
+
+class Words:
+    """The prompts as token ids (`ids`), the tokens that end a text (`stop`), and the way back from tokens to words.
+
+    `prompts` are texts, or token ids themselves.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Any], as_tokens: bool, source: ModelSource, tokenizer_model: str | None
+    ) -> None:
+        self.prompts, self.as_tokens = prompts, as_tokens
+        self.tokenizer = self._find_tokenizer(source, tokenizer_model)
+        model = source.model
+        self.positions = model.max_position_embeddings
+        if self.tokenizer is None and not as_tokens:
+            raise UserError(
+                f"{source.folder} has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens 1,2,3"
+            )
+        end = _end_of_document(self.tokenizer)
+        self.stop = source.stop or frozenset(end)
+        self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
+        require_room(self.ids, model.vocab_size, self.positions)
+
+    def _find_tokenizer(self, source: ModelSource, named: str | None) -> Tokenizer | None:
+        try:
+            return FileTokenizer(Path(named)) if named else source.tokenizer()
+        except UserError as error:
+            if not self.as_tokens:
+                raise
+            note(f"tokens are not shown as text: {error}")
+            return None
+
+    def _encoded(self, prompt: str, source: ModelSource) -> list[int]:
+        assert self.tokenizer is not None
+        if source.follows_file and isinstance(self.tokenizer, FileTokenizer):
+            return self.tokenizer.encode_as_configured(prompt)
+        return self.tokenizer.encode(prompt)
+
+    def show(self, made: Iterable[tuple[int, Text]], as_json: bool) -> None:
+        """Takes texts as they grow. One alone is shown at once, several each when it and all before it are complete."""
+        if as_json:
+            texts = dict(made)
+            say_json_rows(self._data(number, texts[number]) for number in sorted(texts))
+        elif len(self.prompts) == 1:
+            self._stream(made)
+        else:
+            texts, complete = {}, 0
+            for number, text in made:
+                texts[number] = text
+                while complete in texts and texts[complete].end is not None:
+                    self._show_whole(complete, texts[complete])
+                    complete += 1
+
+    def _stream(self, made: Iterable[tuple[int, Text]]) -> None:
+        show_generated(self._prompt(0))
+        text, shown = None, Shown(self.tokenizer) if self.tokenizer is not None else None
+        for _, text in made:
+            if not self.as_tokens and shown is not None:
+                show_generated(shown.more(text))
+            elif text.end != "stop":
+                show_generated(f",{text.tokens[-1]}")
+        show_generated("\n")
+        self._say_why(0, text)
+
+    def _show_whole(self, number: int, text: Text) -> None:
+        show_generated(f"--- prompt {number + 1} of {len(self.prompts)} ---\n{self._prompt(number)}")
+        if self.tokenizer is not None and not self.as_tokens:
+            show_generated(text.decoded(self.tokenizer))
+        else:
+            show_generated("".join(f",{token}" for token in text.tokens))
+        show_generated("\n")
+        self._say_why(number, text)
+
+    def _prompt(self, number: int) -> str:
+        prompt = self.prompts[number]
+        return ",".join(map(str, prompt)) if self.as_tokens else str(prompt)
+
+    def _say_why(self, number: int, text: Text | None) -> None:
+        if text is not None and text.end == "positions":
+            which = f" of prompt {number + 1}" if len(self.prompts) > 1 else ""
+            note(f"the text{which} ends here: the model is made for {self.positions} tokens in all")
+
+    def _data(self, number: int, text: Text) -> dict[str, Any]:
+        return {
+            "prompt": self.prompts[number],
+            "text": None if self.tokenizer is None else text.decoded(self.tokenizer),
+            "tokens": text.tokens,
+            "logprobs": text.logprobs,
+            "end": text.end,
+        }
+
+
+def _end_of_document(tokenizer: Tokenizer | None) -> list[int]:
+    try:
+        return [] if tokenizer is None else [tokenizer.eod]
+    except UserError as error:
+        note(f"texts end at --max-new-tokens alone: {error}")
+        return []
+
+
+def note(text: str) -> None:
+    """Beside the texts, for people."""
+    remark(text)

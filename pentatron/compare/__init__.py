@@ -1,0 +1,1 @@
+"""Layouts compared: with one process, and steps rewritten for another layout."""

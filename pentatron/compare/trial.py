@@ -1,0 +1,268 @@
+"""A few training steps under settings that reveal mistakes, and everything they computed."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentatron.data.gpt_dataset import SyntheticDataset
+from pentatron.data.loader import build_loader
+from pentatron.data.sampling import Boundaries, boundaries_of
+from pentatron.nn.init import normal_region
+from pentatron.optim.build import AnyOptimizer, build_optimizer
+from pentatron.optim.loss_scale import LossScaler
+from pentatron.optim.schedule import learning_rate
+from pentatron.parallel.shards import Fragment, held_parameters, region
+from pentatron.parallel.world import World
+from pentatron.settings.run import RunConfig
+from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.step import train_step, validation_loss
+from pentatron.train.step_hooks import digest
+
+# How two runs of the same model are compared, number by number and tensor by tensor: what one rank saw, and
+# the verdict.
+
+
+STEPS = 5
+NUMBERS = 1e-5
+GRADIENTS = {1: 1e-5, STEPS: 1e-4}
+WEIGHTS = 1e-4
+# A tensor whose gradient is far below the others' is judged by this share of the whole gradient.
+SMALL = 1e-3
+
+# What a fragment becomes on its way to the process that compares: name, logical shape, start, values.
+Sent = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
+
+
+@dataclass
+class Trajectory:
+    """What one rank saw of the run: the same numbers everywhere, and its own fragments of tensors."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    # "gradients 1", "gradients 5" or of whatever step is the last, "weights": fragments that cover each logical tensor once over the world.
+    fragments: dict[str, list[Sent]] = field(default_factory=dict)
+    validation: float = 0.0
+    # Of every weight rectangle this rank holds, owned or not: where it is, and a digest of its bytes.
+    held: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One comparison: how far apart, in units of what is allowed; of a tensor, also its name and what of it."""
+
+    what: str
+    ratio: float
+    tensor: str = ""
+    kind: str = ""
+
+    @property
+    def fails(self) -> bool:
+        return not self.ratio <= 1.0
+
+
+def assemble(fragments: Iterable[Sent]) -> dict[str, Tensor]:
+    """The logical tensors, from every rank's fragments; each element must be there exactly once."""
+    whole: dict[str, Tensor] = {}
+    covered: dict[str, Tensor] = {}
+    for name, shape, start, values in fragments:
+        if name not in whole:
+            whole[name], covered[name] = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32)
+        region(whole[name], start, tuple(values.shape)).copy_(values)
+        region(covered[name], start, tuple(values.shape)).add_(1)
+    for name, count in covered.items():
+        assert count.eq(1).all(), f"{name}: some elements are there {count.min()} to {count.max()} times"
+    return whole
+
+
+def gathered(ranks: Sequence[Trajectory], kind: str) -> dict[str, Tensor]:
+    return assemble(fragment for rank in ranks for fragment in rank.fragments[kind])
+
+
+def gaps(found: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
+    """Every comparison of a run on several ranks with the run on one."""
+    judged = []
+    for rank, seen in enumerate(found):
+        if seen.tokens != reference.tokens:
+            judged.append(Gap(f"tokens on rank {rank}", math.inf))
+        judged += _numbers(f"loss on rank {rank}", seen.losses, reference.losses)
+        judged += _numbers(f"gradient norm on rank {rank}", seen.norms, reference.norms)
+        judged += _numbers(f"validation on rank {rank}", [seen.validation], [reference.validation])
+    last = len(reference.losses)
+    for step, tolerance in ((1, GRADIENTS[1]), (last, GRADIENTS[STEPS])):
+        kind = f"gradients {step}"
+        judged += _tensors(kind, gathered(found, kind), gathered([reference], kind), tolerance)
+    weights, expected = gathered(found, "weights"), gathered([reference], "weights")
+    if weights.keys() != expected.keys():
+        judged.append(Gap("the set of tensors", math.inf))
+    judged += [
+        Gap(name, float((weights[name] - values).abs().max()) / WEIGHTS, _bare(name), "weights")
+        for name, values in expected.items()
+        if name in weights
+    ]
+    return judged
+
+
+def _numbers(what: str, found: Sequence[float], expected: Sequence[float]) -> list[Gap]:
+    return [
+        Gap(f"{what}, step {step}", abs(f - e) / (NUMBERS * abs(e)))
+        for step, (f, e) in enumerate(zip(found, expected, strict=True), 1)
+    ]
+
+
+def _tensors(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> list[Gap]:
+    everything = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    return [
+        Gap(
+            f"{kind} of {_bare(name)}",
+            float((found[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * everything)),
+            _bare(name),
+            kind,
+        )
+        if name in found
+        else Gap(f"{kind}: {_bare(name)} is missing", math.inf, _bare(name), kind)
+        for name, g in expected.items()
+    ]
+
+
+def disagreements(ranks: Sequence[Trajectory]) -> list[str]:
+    """Rectangles of weights that several ranks hold, with different bits."""
+    seen: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
+    return [
+        f"{place[0]} on rank {number}"
+        for number, rank in enumerate(ranks)
+        for place, digest in rank.held.items()
+        if seen.setdefault(place, digest) != digest
+    ]
+
+
+def _bare(name: str) -> str:
+    """The parameter's own name: fragments carry what they are in front of it."""
+    return name.partition("/")[2] or name
+
+
+def worst(judged: Sequence[Gap]) -> Gap:
+    return max(judged, key=size)
+
+
+def size(gap: Gap) -> float:
+    return math.inf if math.isnan(gap.ratio) else gap.ratio
+
+
+def failures(judged: Sequence[Gap]) -> list[str]:
+    return [f"{gap.what}: {gap.ratio:.3g} times what is allowed" for gap in judged if gap.fails]
+
+
+class UnevenMasks:
+    """Samples whose number of valid tokens differs widely, so that a mean of means is not the mean.
+
+    With `boundaries`, most have several documents: of one token and more, and ending in other places in every sample.
+    """
+
+    def __init__(
+        self, samples: int, vocabulary: int, length: int, boundaries: Boundaries | None = None
+    ) -> None:
+        self.source = SyntheticDataset(samples, vocabulary, length, seed=3)
+        self.boundaries = boundaries
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = dict(self.source[index])
+        mask = sample["loss_mask"].copy()
+        mask[: (index * 7) % (len(mask) - 1)] = 0
+        sample["loss_mask"] = mask
+        if self.boundaries is None:
+            return sample
+        places = np.arange(len(mask))
+        ends = (places * places + 3 * index) % 7 == 1
+        sample["tokens"] = np.where(ends, self.boundaries.eod, sample["tokens"])
+        return self.boundaries.mark(sample)
+
+
+def run_trial(config: RunConfig, world: World) -> Trajectory:
+    """Trains a new model, on this rank of the layout."""
+    model = build_parallel_model(config, world)
+    reveal(model)
+    optimizer = build_optimizer(
+        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
+    )
+    return follow(config, world, model, optimizer)
+
+
+def reveal(model: ParallelModel) -> None:
+    """Norm weights of 1 + N(0, 0.1) and biases of N(0, 0.1): exact ones and zeros hide mistakes about them."""
+    for stage in model.stages.values():
+        for held in held_parameters(stage):
+            if held.decays:
+                continue
+            for piece in held.declared.pieces:
+                noise = torch.empty(piece.size)
+                shape = held.declared.shape
+                normal_region(7, f"{held.tensor} noise", shape, piece.start, piece.size, noise)
+                region(held.parameter.data, piece.local, piece.size).add_(0.1 * noise.to(held.parameter))
+
+
+def follow(
+    config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first_step: int = 0
+) -> Trajectory:
+    """Trains as many steps as the run is long, from `first_step` on."""
+    found = Trajectory()
+    batch, steps = config.train.global_batch_size, config.train.train_iters
+    assert batch is not None and steps is not None
+    rate, scaler = learning_rate(config), LossScaler(config.precision)
+    batches = micro_batches(config, world, first_step * batch)
+    for step in range(first_step, first_step + steps):
+        if step in (0, steps - 1):
+            keep_gradients(optimizer, found, f"gradients {step + 1}")
+        chunk = list(itertools.islice(batches, config.accumulation))
+        scale = scaler.scale
+        result = train_step(model, optimizer, chunk, rate(step * batch), step, scale)
+        scaler.settle(result.updated)
+        for _, _, _, gradients in found.fragments.get(f"gradients {step + 1}", ()):
+            gradients.div_(scale)
+        found.losses.append(result.loss)
+        found.norms.append(result.gradient_norm)
+        found.tokens.append(result.tokens)
+    found.fragments["weights"] = [
+        s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
+    ]
+    found.held = {
+        (f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
+    }
+    valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
+    found.validation = validation_loss(model, valid, config.accumulation)
+    return found
+
+
+def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
+    vocabulary = config.model.vocab_size
+    boundaries = boundaries_of(config.data, lambda: vocabulary - 1)
+    samples = UnevenMasks(
+        2 * STEPS * config.train.global_batch_size, vocabulary, config.model.seq_length, boundaries
+    )
+    loader = build_loader(samples, consumed, config.train.micro_batch_size, world.data.rank, world.data.size)
+    return (batch.to(world.device) for batch in loader)
+
+
+def keep_gradients(optimizer: AnyOptimizer, found: Trajectory, name: str) -> None:
+    """Copies the gradients of the next step when they are complete and not yet clipped: as their norm is taken."""
+    take_norm = optimizer.squared_norm
+
+    def also_keep() -> Tensor:
+        found.fragments[name] = sent(optimizer.gradients(owned_only=True))
+        del optimizer.squared_norm
+        return take_norm()
+
+    optimizer.squared_norm = also_keep  # type: ignore[method-assign]
+
+
+def sent(fragments: Iterator[Fragment]) -> list[Sent]:
+    return [(f.tensor, f.shape, f.start, f.values.detach().cpu().clone()) for f in fragments]

@@ -1,0 +1,303 @@
+"""A layout against one process, on a small model of the same structure: what `pentatron verify` runs and says."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentatron.compare.trial import STEPS, Gap, Trajectory, gaps, run_trial, size
+from pentatron.errors import ConfigError
+from pentatron.nn.router import loss_weights
+from pentatron.parallel.world import World, single_process
+from pentatron.settings.decision_types import DeviceFacts
+from pentatron.settings.decisions import decide
+from pentatron.settings.rules import problems_of
+from pentatron.settings.run import RunConfig, table
+from pentatron.settings.settings import Facts, Settings
+
+_CHANNELS, _HIDDEN, _INNER, _VOCABULARY, _SEQUENCE = 8, 32, 48, 61, 16
+_INNER_OF_EXPERT, _INNER_OF_SHARED_EXPERT = 24, 16
+# Initial values and an optimizer that reveal mistakes; default ones hide wrong gradients.
+_REVEALING: dict[str, Any] = {
+    "init_method_std": 0.1,
+    "lr": 3e-3,
+    "min_lr": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_decay_iters": STEPS,
+    "lr_wsd_decay_iters": 2,
+    "train_iters": STEPS,
+    "adam_eps": 1e-6,
+    "clip_grad": 0.5,
+    "weight_decay": 0.1,
+    "ddp_bucket_size": 3000,
+}
+# What no comparison can hold still: bf16, fp16 and fp8 round by layout, attention dropout draws by rank, kernels are the GPU's
+# and a compiler's.
+_LEFT_OUT: dict[str, Any] = {
+    "bf16": False,
+    "fp16": False,
+    "fp8_format": None,
+    "attention_dropout": 0.0,
+    "attention_backend": "auto",
+    "cross_entropy_fusion_impl": "auto",
+    "compile": "off",
+    "cuda_graphs": "off",
+}
+_DIVISION = (
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+_OTHER_WORDS_FOR_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
+# Every step of a comparison has the full size, and schedules are counted in steps.
+_IN_SAMPLES = (
+    *("train_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
+    *("lr_warmup_samples", "lr_warmup_fraction"),
+)
+_CHANGING_SIZES: dict[str, Any] = {"rampup_batch_size": (), "step_batch_size_schedule": ()}
+_ALONE = (
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size "
+    "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+    "pipeline_model_parallel_layout zero_stage num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules expert_model_parallel_size "
+    "expert_tensor_parallel_size moe_token_dispatcher_type"
+).split()
+
+
+def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
+    """The same layout and structure with small sizes; with `replicas`, another number of data-parallel ranks."""
+    values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **_CHANGING_SIZES}
+    values |= dict.fromkeys((*_OTHER_WORDS_FOR_BATCHES, *_IN_SAMPLES))
+    tensor, context = config.grid.tensor, config.grid.context
+    length = math.lcm(2 * context, context * tensor)
+    multiple = 16 * tensor
+    vocabulary = max(_VOCABULARY, 8 * tensor - 3)
+    values |= {
+        "num_layers": _layers(config),
+        "hidden_size": _HIDDEN,
+        "kv_channels": _CHANNELS,
+        "ffn_hidden_size": _up(_INNER, tensor),
+        "seq_length": _up(_SEQUENCE, length),
+        "max_position_embeddings": _up(_SEQUENCE, length),
+        "vocab_size": vocabulary,
+        "make_vocab_size_divisible_by": 16,
+        "padded_vocab_size": _up(vocabulary, multiple),
+        "data_parallel_size": replicas or config.grid.data,
+        **_experts(config),
+        **_long_range(config, _up(_SEQUENCE, length)),
+    }
+    copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
+    twin = Settings(values).changed(
+        # Fewer replicas may not come out even in as many groups.
+        num_distributed_optimizer_instances=math.gcd(config.grid.instances, copies * context),
+        micro_batch_size=micro,
+    )
+    for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):
+        twin = twin.changed(global_batch_size=micro * copies * count)
+        found = _problems(twin)
+        if not found:
+            return RunConfig.of(twin)
+    raise ConfigError(found)
+
+
+def fewest_replicas(config: RunConfig) -> int:
+    """Two data-parallel ranks, or as many as it takes to hold the experts."""
+    grid = config.grid
+    needed = (grid.expert * grid.expert_tensor, grid.context * grid.tensor)
+    fitting = (n for n in range(2, grid.data) if n * needed[1] % needed[0] == 0)
+    return next(fitting, grid.data)
+
+
+def _experts(config: RunConfig) -> dict[str, Any]:
+    """Two on every rank, or as many as a token or its groups need; narrow ones."""
+    moe, grid = config.moe, config.grid
+    if moe.num_experts is None:
+        return {}
+    groups, used = moe.moe_router_num_groups or 1, moe.moe_router_group_topk or 1
+    least = max(2 * grid.expert, moe.moe_router_topk + 1, groups * math.ceil(moe.moe_router_topk / used))
+    shared = moe.moe_shared_expert_intermediate_size
+    return {
+        "num_experts": min(moe.num_experts, _up(least, math.lcm(grid.expert, groups))),
+        "moe_ffn_hidden_size": _up(_INNER_OF_EXPERT, grid.expert_tensor),
+        "moe_shared_expert_intermediate_size": shared and _up(_INNER_OF_SHARED_EXPERT, grid.tensor),
+    }
+
+
+def _long_range(config: RunConfig, length: int) -> dict[str, Any]:
+    """Windows that end, and positions stretched, within short sequences too."""
+    model = config.model
+    window = (length // 3, 0) if model.window_size and model.window_size[0] >= 0 else model.window_size
+    first = model.rope_scaling_original_max_position_embeddings
+    return {
+        "window_size": window,
+        "rope_scaling_original_max_position_embeddings": first and length // 2,
+    }
+
+
+def _layers(config: RunConfig) -> int:
+    """Two for each stage, or one more than recompute takes together; uneven stages stay uneven.
+
+    A division, or a list of the layers with experts or windows, is written for as many layers as there are.
+    """
+    layers, stages = config.model.num_layers, config.placement.stages
+    lists = (
+        config.moe.moe_layer_freq if config.moe.num_experts is not None else None,
+        config.model.window_attn_skip_freq if config.model.window_size else None,
+    )
+    listed = any(written is not None and not written.strip().isdigit() for written in lists)
+    if listed or any(getattr(config.settings, name) is not None for name in _DIVISION):
+        return layers
+    each = max(2, (config.memory.recompute_num_layers or 0) + 1)
+    return min(layers, each * stages + (layers % stages > 0))
+
+
+def _up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+def _problems(s: Settings) -> list[str]:
+    world = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
+    world *= s.data_parallel_size
+    started = s.changed(world_size=None, nproc_per_node=world)
+    started.facts = Facts(world, world)
+    return problems_of(started)
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The same model on one process, which keeps everything and takes the whole batch at once, if that is the same."""
+    defaults = {name: table()[name].default for name in _ALONE}
+    by_micro_batch = config.moe.num_experts is not None and (
+        "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
+    )
+    taken = config.train.micro_batch_size if by_micro_batch else config.train.global_batch_size
+    return RunConfig.of(
+        config.settings.changed(**{**defaults, "data_parallel_size": 1}, micro_batch_size=taken)
+    )
+
+
+def in_words(config: RunConfig) -> str:
+    m, t, grid = config.model, config.train, config.grid
+    return (
+        f"{m.num_layers} layers × {m.hidden_size}, {m.num_attention_heads} heads of {m.kv_channels} in "
+        f"{m.num_query_groups} groups, MLP {m.ffn_hidden_size}, vocabulary {m.vocab_size} padded to "
+        f"{m.padded_vocab_size}, {m.seq_length} tokens{_experts_in_words(config)}\n"
+        f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
+        f"{_expert_ranks_in_words(config)}, "
+        f"ZeRO {config.parallel.zero_stage}; a step of {t.global_batch_size} samples in {config.accumulation} "
+        f"micro-batches of {t.micro_batch_size}; {STEPS} steps in fp32"
+    )
+
+
+def _experts_in_words(config: RunConfig) -> str:
+    moe, layers = config.moe, len(config.layers_with_experts)
+    if moe.num_experts is None:
+        return ""
+    shared = moe.moe_shared_expert_intermediate_size
+    return (
+        f"; {moe.num_experts} experts of {moe.moe_ffn_hidden_size} in {layers} of the layers, {moe.moe_router_topk} for a token"
+        f"{f', and a shared one of {shared}' if shared else ''}"
+    )
+
+
+def _expert_ranks_in_words(config: RunConfig) -> str:
+    grid = config.grid
+    if config.moe.num_experts is None:
+        return ""
+    return f" ({grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data)"
+
+
+def left_out(config: RunConfig) -> list[str]:
+    """What of the settings is not compared, and why."""
+    found, decisions = [], decide(config, DeviceFacts())
+    if config.precision.bf16 or config.precision.fp16:
+        name = "bf16" if config.precision.bf16 else "fp16"
+        found.append(f"{name} is left out: its rounding depends on the layout")
+    if decisions.fp8.format is not None:
+        found.append("fp8 is left out: what it rounds depends on the layout")
+    if config.model.attention_dropout > 0:
+        found.append("attention dropout is left out: what it drops depends on the layout")
+    if decisions.compilation.required:
+        found.append("the compiler is left out: where it rounds depends on the layout")
+    if config.launch.device == "cuda":
+        found.append("--device cuda has no effect: the comparison runs on a CPU")
+    if decisions.graphs.required:
+        found.append("CUDA graphs are left out: the comparison runs on a CPU")
+    return found
+
+
+# --- between processes ---
+
+
+def write_settings(config: RunConfig, folder: Path) -> None:
+    (folder / "settings.json").write_text(json.dumps(config.flat()), encoding="utf-8")
+
+
+def read_settings(folder: Path) -> RunConfig:
+    found: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    return RunConfig.of(Settings({n: tuple(v) if table()[n].is_list else v for n, v in found.items()}))
+
+
+def run_reference(config: RunConfig) -> Trajectory:
+    return run_trial(alone(config), single_process(torch.device("cpu")))
+
+
+def run_rank(config: RunConfig, world: World, folder: Path) -> None:
+    """One rank of the layout; what it saw goes into the folder."""
+    seen = dataclasses.asdict(run_trial(config, world))
+    torch.save(seen, folder / f"rank-{world.everyone.rank}.pt")
+
+
+def read_ranks(folder: Path, count: int) -> list[Trajectory]:
+    return [Trajectory(**torch.load(folder / f"rank-{n}.pt", weights_only=True)) for n in range(count)]
+
+
+# --- the verdict ---
+
+
+@dataclass(frozen=True)
+class Verdict:
+    judged: Sequence[Gap]
+
+    @property
+    def passes(self) -> bool:
+        return not any(gap.fails for gap in self.judged)
+
+    @property
+    def first(self) -> Gap | None:
+        """The first to differ as the run goes: the loss of the first step, its gradients, the rest.
+
+        Gradients are judged in the order of the buckets, which is about that of backward.
+        """
+        failing = [gap for gap in self.judged if gap.fails]
+        forward = [gap for gap in failing if gap.what.startswith("loss") and gap.what.endswith("step 1")]
+        backward = [gap for gap in failing if gap.kind == "gradients 1"]
+        return next(iter([*forward, *backward, *failing]), None)
+
+    def numbers(self) -> list[tuple[str, float]]:
+        """Loss, gradient norm and validation, each with its largest gap over ranks and steps."""
+        found: dict[str, float] = {}
+        for gap in self.judged:
+            if not gap.tensor:
+                name = gap.what.partition(" on rank")[0]
+                found[name] = max(found.get(name, 0.0), size(gap))
+        return list(found.items())
+
+    def tensors(self) -> list[tuple[str, dict[str, float]]]:
+        """Every parameter with the gaps of its gradients and weights, the worst first."""
+        found: dict[str, dict[str, float]] = {}
+        for gap in self.judged:
+            if gap.tensor:
+                found.setdefault(gap.tensor, {})[gap.kind] = size(gap)
+        return sorted(found.items(), key=lambda item: -max(item[1].values()))
+
+
+def judge(found: Sequence[Trajectory], reference: Trajectory) -> Verdict:
+    return Verdict(gaps(found, reference))

@@ -1,1 +1,0 @@
-"""Settings: one table, and the way from presets, files and flags to a checked configuration."""

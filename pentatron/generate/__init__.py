@@ -1,0 +1,1 @@
+"""Continuing texts, and the models it is done with."""

@@ -1,0 +1,183 @@
+"""Texts from a model: of a run under way, or from what a command names."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentatron.data.tokenizer import Tokenizer
+from pentatron.errors import ConfigError, UserError
+from pentatron.generate.generate import End, GenerationModel, Made, Sampling, generate, generation_model
+from pentatron.generate.source import ModelSource, find_weights, open_source
+from pentatron.models.causal_lm import CausalLM, build_stages
+from pentatron.nn.options import axes_of
+from pentatron.parallel.world import World, single_process
+from pentatron.settings.rules import problems_of
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Facts, Settings
+
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Over how many ranks the model is spread."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline
+
+
+def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
+    """The model in a layout for generation, or why it cannot be spread so."""
+    model: dict[str, Any] = {}
+    for section in (source.model, source.moe):
+        model |= {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    if ranks.tensor % ranks.expert:
+        raise UserError(
+            f"--expert-model-parallel-size {ranks.expert} must divide --tensor-model-parallel-size {ranks.tensor}: experts are "
+            f"divided over the tensor ranks of a stage"
+        )
+    experts = source.moe.num_experts is not None
+    values: dict[str, Any] = {
+        **model,
+        "tensor_model_parallel_size": ranks.tensor,
+        "pipeline_model_parallel_size": ranks.pipeline,
+        "expert_model_parallel_size": ranks.expert,
+        "expert_tensor_parallel_size": ranks.tensor // ranks.expert if experts else None,
+        "data_parallel_size": 1,
+        "padded_vocab_size": math.ceil(source.model.vocab_size / ranks.tensor) * ranks.tensor,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "seq_length": source.model.max_position_embeddings,
+        "train_iters": 1,
+        "mock_data": True,
+        # One token has no sequence to cut, and nothing is trained: every rank routes all tokens of the batch, every expert
+        # takes all it gets.
+        "sequence_parallel": False,
+        "moe_expert_capacity_factor": None,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    # Rules for training: sequences are cut where tensor ranks have experts, and then must come out even.
+    cut = {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}
+    settings = Settings.defaults(**values)
+    settings.facts = Facts(ranks.world_size, ranks.world_size)
+    found = problems_of(settings.changed(**cut))
+    if found:
+        raise ConfigError(found)
+    return RunConfig.of(settings)
+
+
+def load_stages(
+    source: ModelSource, config: RunConfig, world: World, dtype: torch.dtype
+) -> dict[int, CausalLM]:
+    """This rank's part of the model, with its weights."""
+    parts = {n: config.stages[n] for n in config.placement.stages_of(world.at.pipeline)}
+    # Memory that is never touched: each parameter is replaced as it is loaded.
+    stages = build_stages(
+        config.model, config.moe, parts, axes_of(world, config.parallel), None, torch.device("cpu")
+    )
+    source.fill(stages.values(), dtype, world.device)
+    for stage in stages.values():
+        stage.eval()
+    return stages
+
+
+def speaking(stages: Mapping[int, CausalLM], config: RunConfig, world: World) -> GenerationModel:
+    """Every rank of the world must call this."""
+    model = config.model
+    return generation_model(stages, world, model.hidden_size, model.vocab_size, model.max_position_embeddings)
+
+
+@dataclass
+class Text:
+    """One prompt and what was made of it so far."""
+
+    prompt: Sequence[int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    end: End | None = None
+
+    def add(self, made: Made) -> None:
+        if made.choice is not None:
+            self.tokens.append(made.choice.token)
+            self.logprobs.append(made.choice.logprob)
+        self.end = made.end
+
+    def decoded(self, tokenizer: Tokenizer) -> str:
+        """What follows the prompt. A token may look different at the beginning of a text, so it is read in its place."""
+        before, whole = tokenizer.decode(self.prompt), tokenizer.decode([*self.prompt, *self.tokens])
+        return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(self.tokens)
+
+
+def texts_of(
+    model: GenerationModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: frozenset[int],
+    at_once: int,
+) -> Iterator[tuple[int, Text]]:
+    """Continues the prompts, `at_once` of them together; after every token, which text it belongs to and that text."""
+    texts = [Text(prompt) for prompt in prompts]
+    for first in range(0, len(prompts), at_once):
+        group = prompts[first : first + at_once]
+        for made in generate(model, group, max_new_tokens, sampling, stop, first):
+            texts[made.number].add(made)
+            yield made.number, texts[made.number]
+
+
+class Shown:
+    """Of a text that grows, what was not shown yet."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.length = 0
+
+    def more(self, text: Text) -> str:
+        decoded = text.decoded(self.tokenizer)
+        # A character may need several tokens; until it is whole it decodes to a replacement mark.
+        if decoded.endswith(REPLACEMENT) and text.end is None:
+            return ""
+        fresh, self.length = decoded[self.length :], len(decoded)
+        return fresh
+
+
+def open_continuation(
+    folder: Path,
+    prompt: str,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    trusted: tuple[str, ...] = (),
+) -> Iterator[str]:
+    """Loads the newest checkpoint on this process alone, or says why it cannot; the text then comes as it is made."""
+    found, _ = find_weights(str(folder), verify=True)
+    source = open_source(found, trusted)
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise UserError(
+            f"the run in {folder} was trained without a tokenizer, so there is no text to continue"
+        )
+    config, world = settings_of(source, Ranks()), single_process()
+    model = speaking(load_stages(source, config, world, torch.float32), config, world)
+    sampling = Sampling(temperature, top_k, seed=seed)
+    return _pieces(model, tokenizer, tokenizer.encode(prompt) or [tokenizer.eod], max_tokens, sampling)
+
+
+def _pieces(
+    model: GenerationModel, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    shown = Shown(tokenizer)
+    for _, text in texts_of(model, [prompt], max_tokens, sampling, frozenset({tokenizer.eod}), 1):
+        yield shown.more(text)

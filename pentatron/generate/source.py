@@ -1,0 +1,295 @@
+"""Where a model to generate with comes from: a run, its checkpoints, one step of them, or a Hugging Face folder."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from pentatron.checkpoint.find import (
+    architecture_of,
+    checkpoints_of,
+    is_step,
+    megatron_step,
+    read_step,
+    refuse_other_formats,
+    saved_settings,
+    steps_at,
+)
+from pentatron.checkpoint.format import Manifest, verify_files
+from pentatron.checkpoint.load import WEIGHTS, load_fragments
+from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.tensor_file import DTYPES
+from pentatron.checkpoint.verify import Check
+from pentatron.data.datasets import configured_tokenizer
+from pentatron.data.tokenizer import FileTokenizer, Tokenizer
+from pentatron.errors import UserError
+from pentatron.hf.architecture import settings_in
+from pentatron.hf.folder import CONFIG, open_folder
+from pentatron.hf.hub import is_hub_id, resolve_folder
+from pentatron.hf.names import load_weights
+from pentatron.hf.small_files import FOLDER_NAME
+from pentatron.interchange.reading import read_megatron
+from pentatron.models.causal_lm import CausalLM
+from pentatron.models.router_load import kept_by_routers, loads_of
+from pentatron.parallel.encoding import sendable
+from pentatron.parallel.shards import Held, fragments_of, held_parameters
+from pentatron.settings.model import MoEConfig, TransformerConfig
+from pentatron.settings.settings import Settings
+from pentatron.settings.training import DataConfig
+from pentatron.text import parse_json
+
+# What a run can start from: its own checkpoints, those of another run, or a Hugging Face folder.
+
+
+@sendable
+@dataclass(frozen=True)
+class Source:
+    """A folder with steps of ours, of which one may be named, or with a model as Hugging Face or Megatron-LM stores it."""
+
+    folder: Path
+    is_huggingface: bool
+    step: Path | None = None
+    # A checkpoint of Megatron-LM's.
+    megatron: Path | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.is_huggingface or self.megatron is not None
+
+    @property
+    def small_files(self) -> Path:
+        """Where configuration and tokenizer files of Hugging Face lie, if there are any."""
+        return self.folder if self.is_huggingface else self.folder / FOLDER_NAME
+
+    def architecture(self, is_own: bool = False) -> Mapping[str, Any]:
+        """Our settings of its model, by name. `is_own`: these are the steps of the run that asks, which it may leave behind."""
+        if self.is_huggingface:
+            with open_folder(self.folder) as folder:
+                return settings_in(folder)
+        found, _ = self.newest_step(verify=False, set_aside=False, is_own=is_own)
+        assert found is not None, "a source has steps"
+        return saved_settings(found)
+
+    def newest_step(
+        self, verify: bool, set_aside: bool, check: Check = verify_files, is_own: bool = False
+    ) -> tuple[Found | None, list[str]]:
+        """The newest valid step, or the one that is named, and a sentence about each one that is not valid. `check` compares sums.
+
+        None only if there was never any.
+        """
+        if self.megatron is not None:
+            return read_megatron(self.megatron)
+        if self.step is not None:
+            return read_step(self.step, verify, check), []
+        store = CheckpointStore(self.folder, keep=None)
+        found, complaints = store.newest_valid(verify, set_aside, check)
+        if found is None and (complaints or store.damaged()):
+            reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
+            # A run's own steps are the ones that may be set aside; what it was told to load, it cannot begin anew.
+            instead = (
+                "train anew with --fresh"
+                if set_aside or is_own
+                else "name another folder, or one step of a run"
+            )
+            raise UserError(
+                f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or {instead}"
+            )
+        return found, complaints
+
+
+def find_source(path: Path, megatron: bool = False) -> Source | None:
+    """What lies in a folder: a step, several, a run that has them, or a model of others; None: nothing of that kind.
+
+    `megatron`: checkpoints of Megatron-LM count too, as they may be read.
+    """
+    if is_step(path):
+        return Source(path.resolve().parent, is_huggingface=False, step=path)
+    if (steps := steps_at(path)) is not None:
+        return Source(steps, is_huggingface=False)
+    if (path / CONFIG).is_file():
+        return Source(path, is_huggingface=True)
+    found = megatron_step(path) if megatron else None
+    return None if found is None else Source(path, is_huggingface=False, megatron=found[0])
+
+
+def named_source(name: str, megatron: bool = False) -> Source:
+    """What `--load` names, or why it cannot be started from."""
+    found = find_source(Path(name), megatron)
+    if found is not None:
+        return found
+    if not Path(name).exists():
+        raise UserError(
+            f"--load {name} does not exist; check the path, or leave it out to start from scratch"
+        )
+    refuse_other_formats(Path(name))
+    raise UserError(
+        f"--load {name} holds no checkpoint and no Hugging Face model; check the path, or leave it out to start from scratch"
+    )
+
+
+T = TypeVar("T", TransformerConfig, MoEConfig, DataConfig)
+_SAYS_WHERE = (("checkpoint", "save"), ("run", "run_dir"))
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded, in whatever parts. `fill` overwrites the weights of stages that exist.
+
+    `follows_file`: prompts begin with what the tokenizer's own file puts there (`<s>`, say), as in the Hugging Face model.
+    """
+
+    folder: Path
+    model: TransformerConfig
+    moe: MoEConfig
+    fill: Callable[[Iterable[CausalLM], torch.dtype, torch.device], None]
+    tokenizer: Callable[[], Tokenizer | None]
+    stop: frozenset[int]
+    follows_file: bool
+
+
+def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
+    """The step or the Hugging Face folder that `name` means, and a sentence about each newer step that is damaged."""
+    path = resolve_folder(name) if is_hub_id(name) else Path(name)
+    found = find_source(path)
+    if found is not None and found.is_huggingface:
+        return path, []
+    if found is not None:
+        step, complaints = found.newest_step(verify, set_aside=False)
+        assert step is not None, "a source has steps"
+        return step.folder, complaints
+    if not path.is_dir():
+        what = f"{path} is a file" if path.is_file() else f"the folder {path} does not exist"
+        raise UserError(f"{what}; name a run, its checkpoints or a Hugging Face folder")
+    refuse_other_formats(path)
+    raise UserError(
+        f"{path} holds no checkpoint and no Hugging Face model; train first, or name the folder given to --save"
+    )
+
+
+def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
+    """What `find_weights` found. `trusted` is the `--spec` whose code may run."""
+    source = _open_step(folder, trusted) if is_step(folder) else _open_hugging_face(folder)
+    if trusted and not source.model.spec:
+        raise UserError(f"{folder} was made without layers of its own; leave --spec {' '.join(trusted)} out")
+    return source
+
+
+def _open_hugging_face(folder: Path) -> ModelSource:
+    with open_folder(folder) as opened:
+        settings = settings_in(opened)
+    model, moe = _section(TransformerConfig, settings), _section(MoEConfig, settings)
+    model = replace(model, padded_vocab_size=model.vocab_size)
+
+    def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
+        wanted = []
+        for stage in stages:
+            for held in held_parameters(stage):
+                held.parameter.data = torch.zeros(held.parameter.shape, dtype=dtype, device=device)
+                wanted += [f for _, f in fragments_of(held, held.parameter.data.view(-1))]
+            stage.to(device)
+        with open_folder(folder) as opened:
+            load_weights(opened, model, moe, wanted, allow_narrowing=True)
+
+    def tokenizer() -> Tokenizer | None:
+        return FileTokenizer(folder) if (folder / "tokenizer.json").exists() else None
+
+    return ModelSource(folder, model, moe, fill, tokenizer, _stop_tokens(folder), follows_file=True)
+
+
+def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in settings.items() if name in names})
+
+
+def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
+    found = read_step(folder, verify=False)
+    manifest, config = found.manifest, found.manifest.config
+    model, moe = architecture_of(found)
+    if model.spec not in ((), trusted):
+        # Weights and settings are data; whoever wrote them must not choose what runs here.
+        raise UserError(
+            f"{folder} has layers of its own, which are code; if you trust them, add --spec {' '.join(model.spec)}"
+        )
+    origin = folder.parent / FOLDER_NAME
+
+    def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
+        for stage in stages:
+            for held in held_parameters(stage):
+                _fill_from_step(folder, manifest, held, dtype, device)
+            # What is imported has weights alone; its routers begin as new ones do.
+            kept = (f for f in kept_by_routers(loads_of(stage)) if f.tensor in manifest.tensors)
+            load_fragments(folder, manifest, kept)
+            stage.to(device)
+
+    return ModelSource(
+        folder,
+        model,
+        moe,
+        fill,
+        lambda: _tokenizer_of_step(folder, config),
+        _stop_tokens(origin),
+        follows_file=(origin / "tokenizer.json").exists(),
+    )
+
+
+def _fill_from_step(
+    folder: Path, manifest: Manifest, held: Held, dtype: torch.dtype, device: torch.device
+) -> None:
+    """One parameter at a time, so that no more than that is here in the type it is stored as."""
+    name = f"{WEIGHTS}{held.tensor}"
+    stored = DTYPES[manifest.tensors[name].dtype] if name in manifest.tensors else torch.float32
+    # Zeros, for padding that no checkpoint has.
+    values = torch.zeros(held.parameter.shape, dtype=stored)
+    wanted = [replace(f, tensor=name) for _, f in fragments_of(held, values.view(-1))]
+    load_fragments(folder, manifest, wanted)
+    held.parameter.data = values.to(device, dtype)
+
+
+def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+
+
+def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """Where the tokenizer lies that a step was trained with; None where nothing is there, or no file was needed."""
+    named = Settings.of_sections(config).tokenizer_model
+    places = [*_kept_tokenizers(folder, config), *([Path(named)] if named else [])]
+    return next((place for place in places if place.exists()), None)
+
+
+def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
+    for path in _kept_tokenizers(folder, config):
+        if path.exists():
+            return FileTokenizer(path)
+    data = _section(DataConfig, _tuples(config.get("data", {})))
+    return configured_tokenizer(data, Settings.of_sections(config).vocab_size)
+
+
+def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:
+    """Where a run keeps a tokenizer that it was given with a model, or has made."""
+    checkpoints = folder.parent
+    candidates = [checkpoints / FOLDER_NAME / "tokenizer.json"]
+    if checkpoints == checkpoints_of(checkpoints.parent):
+        candidates.append(checkpoints.parent / "data" / "tokenizer.json")
+    # Elsewhere than in the run's folder, if the run says that it saves here; folders may have moved, or be imports.
+    saved_to, run = (config.get(section, {}).get(name) for section, name in _SAYS_WHERE)
+    if saved_to and run and Path(saved_to).resolve() == checkpoints.resolve():
+        candidates.append(Path(run) / "data" / "tokenizer.json")
+    return candidates
+
+
+def _stop_tokens(folder: Path) -> frozenset[int]:
+    """What generation_config.json, or else config.json, says ends a text: one token or several."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            found = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path} is not a JSON object ({error}); repair or remove it") from None
+        tokens = found if isinstance(found, list) else [found]
+        if found is not None and all(type(token) is int for token in tokens):
+            return frozenset(tokens)
+    return frozenset()

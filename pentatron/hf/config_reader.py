@@ -1,0 +1,409 @@
+"""Parts of a config.json where several keys say one thing together: heads, rotary positions, windows, layers with experts.
+
+Each part assigns settings of ours from its keys, and writes settings of ours as keys.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from pentatron.settings.layers import window_of
+from pentatron.settings.model import TransformerConfig, moe_layers
+from pentatron.settings.settings import Settings
+
+# A config.json with account kept of which keys were understood.
+
+
+_WORDS = {
+    int: "a whole number above 0 and below 2^63",
+    float: "a number, 0 or more",
+    str: "text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Problem(ValueError):
+    """One thing wrong with a config.json, as a sentence."""
+
+
+class ConfigReader:
+    """Reads keys one by one; what is still unread at the end was not understood."""
+
+    def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
+        self.config, self.where = config, where
+        self.read: set[str] = set()
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of a key; the default, if it is absent or null."""
+        self.read.add(key)
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not _is(value, kind):
+            raise Problem(f"{self.where} has {key} {value!r:.200}, but it must be {_WORDS[kind]}")
+        return float(value) if kind is float else value
+
+    def one_of(self, keys: tuple[str, ...], kind: type, default: Any = None) -> Any:
+        """Of several names of one thing."""
+        found = {key: value for key in keys if (value := self.get(key, kind)) is not None}
+        if len(set(map(str, found.values()))) > 1:
+            both = ", ".join(f"{key} {value!r:.200}" for key, value in found.items())
+            raise Problem(f"{self.where} has {both}, which must be equal; remove the wrong one")
+        return next(iter(found.values()), default)
+
+    def require(self, key: str, allowed: tuple[Any, ...]) -> None:
+        """Refuses any other value; null and absence are always right."""
+        self.read.add(key)
+        value = self.config.get(key)
+        if value is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
+        ):
+            only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
+            raise Problem(f"{self.where} has {key} {value!r:.200}, but {only} supported")
+
+    def unread(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key not in self.read}
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
+    if kind is int:
+        # Beyond that no library counts.
+        return isinstance(value, int) and 0 < value < 2**63
+    return isinstance(value, kind)
+
+
+# The origin of every setting that a config.json gives.
+ORIGIN = "config.json"
+
+
+class Part(Protocol):
+    """`keys` are all it may read, so that a problem with one does not make the others unknown."""
+
+    keys: ClassVar[tuple[str, ...]]
+
+    def read(self, config: ConfigReader, settings: Settings) -> None: ...
+
+    def write(self, settings: Settings) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads, groups of them, and their width. `head_dim` is the width where the key is absent; None: hidden / heads."""
+
+    keys: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+    heads: int
+    groups: int | None
+    head_dim: int | None = None
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        heads = config.get("num_attention_heads", int, self.heads)
+        default = self.groups if "num_key_value_heads" not in config.config else None
+        groups = config.get("num_key_value_heads", int, default or heads)
+        if heads % groups:
+            raise Problem(
+                f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
+            )
+        width = self.head_dim if "head_dim" not in config.config else None
+        settings.assign(
+            ORIGIN,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            group_query_attention=True,
+            kv_channels=config.get("head_dim", int, width or settings.hidden_size // heads),
+        )
+
+    def write(self, settings: Settings) -> dict[str, Any]:
+        return {
+            "num_attention_heads": settings.num_attention_heads,
+            "num_key_value_heads": settings.num_query_groups,
+            "head_dim": settings.kv_channels,
+        }
+
+
+@dataclass(frozen=True)
+class Gpt2Widths:
+    """Widths that follow from others, and one dropout here for two there."""
+
+    keys: ClassVar[tuple[str, ...]] = ("n_inner", "resid_pdrop", "embd_pdrop")
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        heads, hidden = settings.num_attention_heads, settings.hidden_size
+        settings.assign(
+            ORIGIN,
+            ffn_hidden_size=config.get("n_inner", int, 4 * hidden),
+            kv_channels=hidden // heads,
+            hidden_dropout=config.get("resid_pdrop", float, 0.1),
+        )
+        embedding = config.get("embd_pdrop", float, 0.1)
+        if hidden % heads:
+            raise Problem(f"config.json has n_embd {hidden}, which is not a multiple of its n_head {heads}")
+        if embedding != settings.hidden_dropout:
+            raise Problem(
+                f"config.json has embd_pdrop {embedding} and resid_pdrop {settings.hidden_dropout}, but here they are one "
+                f"setting (hidden_dropout); make them equal"
+            )
+
+    def write(self, settings: Settings) -> dict[str, Any]:
+        inner, dropout = settings.ffn_hidden_size, settings.hidden_dropout
+        return {
+            "n_inner": None if inner == 4 * settings.hidden_size else inner,
+            "resid_pdrop": dropout,
+            "embd_pdrop": dropout,
+        }
+
+
+# Theirs and ours, by kind of scaling. Those of the first tuple must be there.
+SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
+    "linear": (("factor",), {"factor": ("rope_scaling_factor", float)}),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        {
+            "factor": ("rope_scaling_factor", float),
+            "low_freq_factor": ("rope_scaling_low_freq_factor", float),
+            "high_freq_factor": ("rope_scaling_high_freq_factor", float),
+            "original_max_position_embeddings": ("rope_scaling_original_max_position_embeddings", int),
+        },
+    ),
+    "yarn": (
+        ("factor",),
+        {
+            "factor": ("rope_scaling_factor", float),
+            "original_max_position_embeddings": ("rope_scaling_original_max_position_embeddings", int),
+            "beta_fast": ("yarn_beta_fast", float),
+            "beta_slow": ("yarn_beta_slow", float),
+            "attention_factor": ("yarn_attention_factor", float),
+            "mscale": ("yarn_mscale", float),
+            "mscale_all_dim": ("yarn_mscale_all_dim", float),
+            "truncate": ("yarn_truncate", bool),
+        },
+    ),
+}
+
+
+def scaling_settings(kind: str | None) -> frozenset[str]:
+    """The settings that have a meaning for a kind of scaling."""
+    return frozenset(ours for ours, _ in SCALINGS[kind][1].values()) if kind else frozenset()
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """`rope_parameters` of transformers 5; `rope_theta` and `rope_scaling` of transformers 4."""
+
+    keys: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rope_parameters")
+
+    theta: float = 10000.0
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        older, newer = config.get("rope_scaling", dict), config.get("rope_parameters", dict)
+        key = "rope_scaling" if older else "rope_parameters"
+        rope = ConfigReader(older or newer or {}, f"{key} in config.json")
+        within, beside = rope.get("rope_theta", float), config.get("rope_theta", float)
+        if within is not None and beside is not None and within != beside:
+            raise Problem(f"config.json has rope_theta {beside!r} and {within!r} in {key}; make them equal")
+        base = next(theta for theta in (within, beside, self.theta) if theta is not None)
+        if base == 0:
+            raise Problem("config.json has rope_theta 0, but it must be more than 0")
+        settings.assign(ORIGIN, rotary_base=base)
+        if older and newer:
+            self._agree(older, newer, base)
+        rope.require("partial_rotary_factor", (1.0,))
+        kind = rope.one_of(("rope_type", "type"), str, "default")
+        if kind != "default":
+            if kind not in SCALINGS:
+                raise Problem(
+                    f"{rope.where} has rope_type {kind!r}, but only default, {', '.join(SCALINGS)} are supported"
+                )
+            self._read_scaling(kind, rope, settings)
+        elif rope.get("factor", float, 1.0) != 1.0:
+            raise Problem(f"{rope.where} has a factor but no rope_type; write which kind of scaling it is")
+        for name, value in rope.unread().items():
+            raise Problem(f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}")
+
+    def _agree(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
+        """As in transformers, the older one counts alone, so the newer one must not say more."""
+        kind = older.get("rope_type", older.get("type"))
+        known = {**older, "rope_type": kind, "type": kind, "rope_theta": base}
+        for name, value in newer.items():
+            if value != known.get(name):
+                raise Problem(
+                    f"config.json has {name} {known.get(name)!r} in rope_scaling and {value!r} in rope_parameters; make them equal"
+                )
+
+    def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
+        required, keys = SCALINGS[kind]
+        settings.assign(ORIGIN, rope_scaling_type=kind)
+        for theirs, (ours, of_kind) in keys.items():
+            value = rope.get(theirs, of_kind)
+            if value is not None:
+                settings.assign(ORIGIN, **{ours: value})
+            elif theirs in required:
+                raise Problem(f"{rope.where} has rope_type {kind!r} without {theirs}; write it there")
+            elif theirs == "original_max_position_embeddings":
+                settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
+
+    def write(self, settings: Settings) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_theta": settings.rotary_base}
+        kind = settings.rope_scaling_type
+        if kind is None:
+            rope["rope_type"] = "default"
+            return {"rope_parameters": rope, "rope_theta": settings.rotary_base}
+        rope["rope_type"] = kind
+        for theirs, (ours, _) in SCALINGS[kind][1].items():
+            value = getattr(settings, ours)
+            if value is not None:
+                rope[theirs] = value
+        return {"rope_parameters": rope, "rope_theta": settings.rotary_base, "rope_scaling": rope}
+
+
+def layer_list(layers: Iterable[int | bool]) -> str:
+    """As `--moe-layer-freq` and `--window-attn-skip-freq` say it."""
+    return str(list(map(int, layers))).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class LayersWithExperts:
+    """Qwen's way to say it: every so many layers, but for some that are listed."""
+
+    keys: ClassVar[tuple[str, ...]] = ("decoder_sparse_step", "mlp_only_layers")
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        step, dense = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
+        layers = range(settings.num_layers)
+        if any(number not in layers for number in dense):
+            raise Problem(
+                f"config.json has mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on"
+            )
+        sparse = [int((i + 1) % step == 0 and i not in dense) for i in layers]
+        if not any(sparse):
+            raise Problem(
+                f"config.json has mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
+            )
+        settings.assign(ORIGIN, moe_layer_freq="1" if all(sparse) else layer_list(sparse))
+
+    def write(self, settings: Settings) -> dict[str, Any]:
+        sparse = moe_layers(settings.moe_layer_freq, settings.num_layers)
+        return {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [number for number, has_experts in enumerate(sparse) if not has_experts],
+        }
+
+
+# Attention in windows: their ways to say in which layers, and ours.
+#
+# A window of theirs counts the token itself, ours the tokens before it.
+
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+
+
+def set_window(settings: Settings, window: int | None, layers: Sequence[bool]) -> None:
+    """The settings of a model with windows of so many tokens, theirs counted, in these layers."""
+    used = window is not None and any(layers)
+    settings.assign(
+        ORIGIN,
+        window_size=(window - 1, 0) if window is not None and used else (),
+        window_attn_skip_freq=layer_list(layers) if used and not all(layers) else None,
+    )
+
+
+def window_in(model: TransformerConfig) -> tuple[int | None, tuple[bool, ...]]:
+    """How many tokens a window has, theirs counted, and in which layers it is."""
+    count = model.num_layers
+    words = (model.window_size, model.window_attn_skip_freq, count)
+    before = [window_of(*words, layer_number=number + 1) for number in range(count)]
+    sizes = [size for size in before if size is not None]
+    return (sizes[0] + 1 if sizes else None), tuple(size is not None for size in before)
+
+
+@dataclass(frozen=True)
+class WindowEverywhere:
+    """`sliding_window` tokens in every layer, or null. `switched`: it counts only with `use_sliding_window`."""
+
+    keys: ClassVar[tuple[str, ...]] = ("sliding_window", "use_sliding_window")
+
+    default: int | None
+    switched: bool = False
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        window = None
+        if self._on(config):
+            default = self.default if "sliding_window" not in config.config else None
+            window = config.get("sliding_window", int, default)
+        set_window(settings, window, (True,) * settings.num_layers)
+
+    def _on(self, config: ConfigReader) -> bool:
+        if self.switched:
+            return bool(config.get("use_sliding_window", bool, False))
+        config.require("use_sliding_window", (False,))
+        return True
+
+    def write(self, settings: Settings) -> dict[str, Any]:
+        window, _ = window_in(settings)
+        return {"sliding_window": window} | (
+            {"use_sliding_window": window is not None} if self.switched else {}
+        )
+
+
+@dataclass(frozen=True)
+class WindowByLayer:
+    """Windows in the layers that `layer_types` names. Without it, in those from `max_window_layers` on; where versions of
+    transformers do not agree on that (`by_number` False), it must be there."""
+
+    keys: ClassVar[tuple[str, ...]] = (
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+    )
+
+    by_number: bool = True
+
+    def read(self, config: ConfigReader, settings: Settings) -> None:
+        used, count = config.get("use_sliding_window", bool, False), settings.num_layers
+        kinds = config.get("layer_types", list)
+        if kinds is not None:
+            self._check(kinds, count, used)
+        elif used and not self.by_number:
+            raise Problem(
+                "config.json has use_sliding_window True without layer_types; write which layers have windows"
+            )
+        elif used:
+            # 0 is no mistake: all layers have windows.
+            first = (
+                0 if config.config.get("max_window_layers") == 0 else config.get("max_window_layers", int, 28)
+            )
+            kinds = [_WINDOW if number >= first else _FULL for number in range(count)]
+        window = None
+        if used:
+            default = 4096 if "sliding_window" not in config.config else None
+            window = config.get("sliding_window", int, default)
+        set_window(settings, window, [kind == _WINDOW for kind in kinds or [_FULL] * count])
+
+    def _check(self, kinds: list[Any], count: int, used: bool) -> None:
+        unknown = [kind for kind in kinds if kind not in (_FULL, _WINDOW)]
+        if unknown:
+            raise Problem(
+                f"config.json has {unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported"
+            )
+        if len(kinds) != count:
+            raise Problem(f"config.json has {len(kinds)} layer_types for {count} layers (num_hidden_layers)")
+        if _WINDOW in kinds and not used:
+            raise Problem(
+                f"config.json has {_WINDOW} in layer_types, but use_sliding_window False; make them agree"
+            )
+
+    def write(self, settings: Settings) -> dict[str, Any]:
+        window, layers = window_in(settings)
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "layer_types": [_WINDOW if has_window else _FULL for has_window in layers],
+        }

@@ -1,0 +1,381 @@
+"""`pentatron export`: the weights of a checkpoint, whatever layout saved it, as a Hugging Face folder."""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentatron.checkpoint.find import architecture_of
+from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, verify_files
+from pentatron.checkpoint.links import (
+    Link,
+    by_ours,
+    common_dtype,
+    reads_ours,
+    reads_theirs,
+    require_room,
+    their_shapes,
+)
+from pentatron.checkpoint.load import WEIGHTS, StepReader
+from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.streaming import Progress, Summary, in_files, save_streamed
+from pentatron.checkpoint.tensor_file import DTYPES, WEIGHT_DTYPES, Outline, Read, write_blocks
+from pentatron.errors import UserError
+from pentatron.files import write_new
+from pentatron.hf.architecture import config_of, model_type_of, settings_in
+from pentatron.hf.folder import CONFIG, INDEX, SINGLE, HuggingFaceFolder, open_folder
+from pentatron.hf.names import check_covered, links_of
+from pentatron.hf.small_files import FOLDER_NAME, copy_files, doubts_of, new_folder, small_files
+from pentatron.models.causal_lm import CausalLM, build_model, logical_shapes
+from pentatron.monitor.display import Display
+from pentatron.parallel.shards import Shape, fragments_of, held_parameters
+from pentatron.settings.entry import EntryPoint
+from pentatron.settings.resolve import gather, resolve
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Facts, Settings
+from pentatron.text import parse_json
+
+# `pentatron import`: a Hugging Face folder becomes a checkpoint of ours that holds weights alone.
+
+
+# The settings of a run are of no concern to weights; these stand for what a run would have to say.
+_IMPORTED = EntryPoint(
+    name="pentatron import",
+    summary="",
+    defaults={"dataset_size": 1, "train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1},
+)
+# So that nobody takes step 0 for a run that has only begun: there is no optimizer, no order of samples.
+RUN_STATE: Mapping[str, Any] = {"step": 0, "weights_only": True}
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """`tokenizer`: files to carry along instead of those of the folder; `file_bytes`: the size of the files written."""
+
+    dtype: torch.dtype | None = None
+    allow_narrowing: bool = False
+    tokenizer: Sequence[Path] = ()
+    file_bytes: int = 4 * 10**9
+
+
+def import_folder(
+    source: Path,
+    out: Path,
+    options: ImportOptions,
+    display: Display,
+    judge: Callable[[Path], None] | None = None,
+) -> Summary:
+    """Writes `out`; what is wrong with the source is found before anything is written.
+
+    `judge` sees the finished folder before it gets its name, and may raise.
+    """
+    files = small_files(source, options.tokenizer)
+    for doubt in doubts_of(files):
+        display.say(f"note: {doubt}")
+    with open_folder(source) as folder:
+        config = config_for(settings_in(folder))
+        outlines, values = tensors_of(folder, config, options)
+        total = sum(outline.bytes for outline in outlines.values())
+        progress = Progress(display, "importing", total)
+        read = progress.counting(values)
+        with new_folder(out, total) as made:
+            save_streamed(
+                CheckpointStore(made, keep=None),
+                step=0,
+                outlines={f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
+                read=lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
+                run_state=RUN_STATE,
+                config=config.nested(),
+                file_bytes=options.file_bytes,
+            )
+            copy_files(files, made / FOLDER_NAME)
+            seconds = progress.seconds
+            if judge is not None:
+                judge(made)
+        parameters = sum(math.prod(outline.shape) for outline in outlines.values())
+        return Summary(parameters, len(outlines), total, seconds)
+
+
+def tensors_of(
+    folder: HuggingFaceFolder, config: RunConfig, options: ImportOptions
+) -> tuple[dict[str, Outline], Read]:
+    """Our tensors of the model in a folder, and how they are read out of it; that all are there is checked here."""
+    model_type = model_type_of(folder.config)
+    links = links_of(model_type, config.model, config.moe, folder.tensors)
+    check_covered(links, folder, model_type)
+    outlines = _imported_outlines(folder, links, logical_shapes(config.model, config.moe), options)
+    return outlines, reads_ours(links, folder.read, outlines)
+
+
+def config_for(settings: Mapping[str, Any]) -> RunConfig:
+    """A whole configuration with this architecture; everything else as if nobody had said anything."""
+    draft = gather([], _IMPORTED)
+    draft.assign("config.json", **settings)
+    draft.assign("config.json", seq_length=draft.max_position_embeddings)
+    return resolve(draft, Facts(world_size=1)).config
+
+
+def _imported_outlines(
+    folder: HuggingFaceFolder,
+    links: Sequence[Link],
+    shapes: Mapping[str, Shape],
+    options: ImportOptions,
+) -> dict[str, Outline]:
+    """What our tensors will be: of the type of the source, unless another was asked for."""
+    found: dict[str, Outline] = {}
+    for ours, group in by_ours(links).items():
+        stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
+        if options.dtype is not None and not options.allow_narrowing:
+            for theirs, dtype in stored.items():
+                require_room(theirs, dtype, options.dtype)
+        found[ours] = Outline(options.dtype or common_dtype(stored.values()), shapes[ours])
+    return found
+
+
+_METADATA = {"format": "pt"}
+# Both names of it: transformers 5 writes the first, earlier versions read the second.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """`tokenizer`: files to carry along instead of those beside the steps; `check`: compare the sums of the files."""
+
+    dtype: torch.dtype | None = None
+    allow_narrowing: bool = False
+    tokenizer: Sequence[Path] = ()
+    shard_bytes: int = 5 * 10**9
+    check: bool = True
+
+
+def export_step(
+    found: Found,
+    out: Path,
+    options: ExportOptions,
+    display: Display,
+    judge: Callable[[Path], None] | None = None,
+) -> Summary:
+    """Writes `out`. `judge` sees the finished folder before it gets its name, and may raise."""
+    model, moe = architecture_of(found)
+    carried = found.folder.parent / FOLDER_NAME
+    config = config_of(model, moe, _original(carried))
+    links = links_of(config["model_type"], model, moe)
+    _require_weights(found, logical_shapes(model, moe))
+    outlines = _exported_outlines(found.manifest, links, options)
+    config |= dict.fromkeys(_DTYPE_KEYS, str(_usual_dtype(outlines)).removeprefix("torch."))
+    total = sum(outline.bytes for outline in outlines.values())
+    progress = Progress(display, "exporting", total)
+    with new_folder(out, total) as made:
+        with StepReader(found.folder, found.manifest) as step, _sums_compared(found, options.check):
+            read = progress.counting(reads_theirs(links, _weights_of(step), outlines))
+            _write_shards(made, outlines, read, options.shard_bytes)
+        write_new(made / CONFIG, _json(config))
+        copy_files((path for path in small_files(carried, options.tokenizer) if path.name != CONFIG), made)
+        seconds = progress.seconds
+        if judge is not None:
+            judge(made)
+    parameters = sum(math.prod(outline.shape) for outline in outlines.values())
+    return Summary(parameters, len(outlines), total, seconds)
+
+
+def trained_dtype(manifest: Manifest) -> torch.dtype | None:
+    """What the model computed with, of which the stored weights are the fp32 master; None: what is stored, or fp32."""
+    saved = Settings.defaults(**manifest.config.get("precision", {}))
+    if saved.bf16:
+        return torch.bfloat16
+    return torch.float16 if saved.fp16 else None
+
+
+def stored_dtypes(manifest: Manifest) -> set[torch.dtype]:
+    return {DTYPES[record.dtype] for name, record in manifest.tensors.items() if name.startswith(WEIGHTS)}
+
+
+def _original(carried: Path) -> dict[str, Any] | None:
+    """The config.json the model came with."""
+    path = carried / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); remove it, or put the right one there") from None
+    return found if isinstance(found, dict) else None
+
+
+def _require_weights(found: Found, shapes: Mapping[str, Sequence[int]]) -> None:
+    """The step holds the weights of the model it describes: all of them, and no others."""
+    stored = {
+        name.removeprefix(WEIGHTS): record.shape
+        for name, record in found.manifest.tensors.items()
+        if name.startswith(WEIGHTS)
+    }
+    problems = [f"{name} is missing" for name in shapes if name not in stored]
+    problems += [f"{name} has no place in the model" for name in stored if name not in shapes]
+    problems += [
+        f"{name} is {list(stored[name])}, not {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name] != tuple(shape)
+    ]
+    if problems:
+        raise UserError(
+            f"the weights in {found.folder} are not those of the model it describes ({len(problems)} of them): {problems[0]}"
+        )
+
+
+def _exported_outlines(
+    manifest: Manifest, links: Sequence[Link], options: ExportOptions
+) -> dict[str, Outline]:
+    """What their tensors will be. Weights of a run become what the run computed with, others stay what they are."""
+    stored: dict[str, set[torch.dtype]] = {}
+    for link in links:
+        dtype = DTYPES[manifest.tensors[f"{WEIGHTS}{link.ours}"].dtype]
+        stored.setdefault(link.theirs, set()).add(dtype)
+    trained = trained_dtype(manifest)
+    wanted = options.dtype or trained
+    if wanted is not None and wanted != trained and not options.allow_narrowing:
+        for theirs, dtypes in stored.items():
+            for dtype in dtypes:
+                require_room(theirs, dtype, wanted)
+    return {
+        theirs: Outline(wanted or common_dtype(stored[theirs]), shape)
+        for theirs, shape in their_shapes(links).items()
+    }
+
+
+def _usual_dtype(outlines: Mapping[str, Outline]) -> torch.dtype:
+    """The type of most of the bytes: what config.json names."""
+    held: dict[torch.dtype, int] = {}
+    for outline in outlines.values():
+        held[outline.dtype] = held.get(outline.dtype, 0) + outline.bytes
+    return max(held, key=lambda dtype: held[dtype])
+
+
+def _weights_of(step: StepReader) -> Read:
+    return lambda name, start, size: step.read(f"{WEIGHTS}{name}", start, size)
+
+
+class DamagedStep(UserError):
+    """The files of a step are not what its manifest says; its cause says which."""
+
+
+@contextmanager
+def _sums_compared(found: Found, wanted: bool) -> Iterator[None]:
+    """Compares the sums of the step's files while they are used, and raises in the end if one is wrong."""
+    damage: list[Exception] = []
+
+    def compare() -> None:
+        try:
+            verify_files(found.folder, found.manifest)
+        except (DamagedCheckpoint, OSError) as error:
+            damage.append(error)
+
+    # A daemon, so that a process that is stopped does not wait for it.
+    thread = threading.Thread(target=compare, daemon=True)
+    if wanted:
+        thread.start()
+    yield
+    if wanted:
+        thread.join()
+    if damage:
+        kind = DamagedStep if isinstance(damage[0], DamagedCheckpoint) else UserError
+        raise kind(f"{damage[0]}; name another step, or --no-check to export it all the same") from damage[0]
+
+
+def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, shard_bytes: int) -> None:
+    """One file, or several with an index, named as transformers names them."""
+    groups = list(in_files(outlines, shard_bytes))
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [SINGLE]
+    for name, group in zip(names, groups, strict=True):
+        write_blocks(folder / name, group, read, _METADATA, hashed=False)
+    if len(groups) > 1:
+        metadata = {
+            "total_parameters": sum(math.prod(outline.shape) for outline in outlines.values()),
+            "total_size": sum(outline.bytes for outline in outlines.values()),
+        }
+        weights = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = {"metadata": metadata, "weight_map": weights}
+        write_new(folder / INDEX, _json(index))
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+# Whether a Hugging Face folder and a checkpoint are the same model: the logits of both, side by side.
+
+
+_CPU = torch.device("cpu")
+_SEQUENCES, _TOKENS = 2, 32
+# Both compute in fp32, in another order.
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference of two logits, and the largest logit."""
+
+    difference: float
+    largest: float
+
+    def sentence(self) -> str:
+        return (
+            f"the logits of {_SEQUENCES} × {_TOKENS} random tokens differ from those of transformers by at most "
+            f"{self.difference:.2e} (the largest is {self.largest:.2f})"
+        )
+
+
+def require_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "--verify compares with the transformers library, which is missing: pip install transformers, or leave it out"
+        ) from None
+    return transformers
+
+
+def compare_logits(found: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
+    """Raises if they are not the same model. `rounded`: the type that one of them was rounded to, and so both must be."""
+    model, _ = architecture_of(found)
+    length = min(_TOKENS, model.max_position_embeddings)
+    generator = torch.Generator().manual_seed(1)
+    tokens_BS = torch.randint(0, model.vocab_size, (_SEQUENCES, length), generator=generator)
+    with torch.no_grad():
+        # One after the other, so that one model at a time is in memory.
+        expected = _theirs(folder, rounded)(tokens_BS).logits
+        positions_BS = torch.arange(length).expand(_SEQUENCES, length)
+        logits = _ours(found, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
+    result = Comparison(float((logits - expected).abs().max()), float(expected.abs().max()))
+    if not result.difference <= _TOLERANCE * result.largest:
+        raise UserError(
+            f"{result.sentence()}, so they are not the same model and nothing was kept; please report it"
+        )
+    return result
+
+
+def _theirs(folder: Path, rounded: torch.dtype | None) -> Any:
+    model = require_transformers().AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    for parameter in model.parameters():
+        # Not the buffers: they are computed, as ours are.
+        parameter.data = (parameter.data if rounded is None else parameter.data.to(rounded)).float()
+    return model.float().eval()
+
+
+def _ours(found: Found, rounded: torch.dtype | None) -> CausalLM:
+    config, moe = architecture_of(found)
+    model = build_model(config, seed=0, device=_CPU, moe=moe).eval()
+    with StepReader(found.folder, found.manifest) as step:
+        for held in held_parameters(model):
+            for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
+                size = tuple(fragment.values.shape)
+                values = step.read(f"{WEIGHTS}{fragment.tensor}", fragment.start, size)
+                fragment.values.copy_(values if rounded is None else values.to(rounded))
+    return model

@@ -1,0 +1,278 @@
+"""The names of our tensors in Hugging Face files: a table for each family, for both directions."""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from pentatron.checkpoint.links import (
+    Link,
+    NameTable,
+    Row,
+    Source,
+    by_ours,
+    fill,
+    links_by_table,
+    their_shapes,
+)
+from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, holds
+from pentatron.errors import UserError
+from pentatron.hf.architecture import model_type_of
+from pentatron.hf.folder import HuggingFaceFolder
+from pentatron.models.causal_lm import logical_shapes
+from pentatron.parallel.shards import Fragment
+from pentatron.settings.model import MoEConfig, TransformerConfig
+
+_UNKNOWN = "this family of models has no tensor like {ours}; choose another family"
+
+
+@dataclass(frozen=True)
+class FamilyNames:
+    """A table, and what else a file of the family may contain.
+
+    `base`: the prefix that files of the bare model leave out. `tied_copy`: the name of the output layer, under which a tied model
+    may have the `embedding` once more. `ignored`: patterns of buffers that a model computes for itself.
+    """
+
+    table: NameTable
+    base: str
+    embedding: str
+    tied_copy: str
+    ignored: tuple[str, ...]
+
+
+def _row(ours: str, *sources: Source) -> Row:
+    return Row(ours, (sources,))
+
+
+def _same(ours: str, theirs: str, transposed: bool = False) -> Row:
+    return _row(ours, Source(theirs, transposed=transposed))
+
+
+_EMBEDDING, _HEAD = "{base}embed_tokens.weight", "lm_head.weight"
+
+_LLAMA = (
+    _same("embedding.word.weight", _EMBEDDING),
+    _same("layers.{layer}.input_norm.{kind}", "{base}layers.{layer}.input_layernorm.{kind}"),
+    _row(
+        "layers.{layer}.attention.linear_qkv.{kind}",
+        Source("{base}layers.{layer}.self_attn.q_proj.{kind}", "queries"),
+        Source("{base}layers.{layer}.self_attn.k_proj.{kind}", "keys"),
+        Source("{base}layers.{layer}.self_attn.v_proj.{kind}", "values"),
+    ),
+    _same("layers.{layer}.attention.q_norm.{kind}", "{base}layers.{layer}.self_attn.q_norm.{kind}"),
+    _same("layers.{layer}.attention.k_norm.{kind}", "{base}layers.{layer}.self_attn.k_norm.{kind}"),
+    _same("layers.{layer}.attention.linear_proj.{kind}", "{base}layers.{layer}.self_attn.o_proj.{kind}"),
+    _same("layers.{layer}.mlp_norm.{kind}", "{base}layers.{layer}.post_attention_layernorm.{kind}"),
+    _same("final_norm.{kind}", "{base}norm.{kind}"),
+    _same("head.weight", _HEAD),
+)
+
+
+def _gated(ours: str, theirs: str) -> tuple[Row, ...]:
+    """An MLP whose gate and up projection are one matrix here."""
+    return (
+        _row(
+            f"{ours}.linear_fc1.{{kind}}",
+            Source(f"{theirs}.gate_proj.{{kind}}", "first half"),
+            Source(f"{theirs}.up_proj.{{kind}}", "second half"),
+        ),
+        _same(f"{ours}.linear_fc2.{{kind}}", f"{theirs}.down_proj.{{kind}}"),
+    )
+
+
+def _experts(router: str, each: tuple[str, str, str]) -> tuple[Row, ...]:
+    """Experts one by one, as files hold them, or all in one tensor, as transformers 5 has them in memory."""
+    gate, up, down = each
+    experts = "{base}layers.{layer}.mlp.experts"
+    return (
+        Row(
+            "layers.{layer}.mlp.router.weight",
+            ((Source(router),), (Source("{base}layers.{layer}.mlp.gate.weight"),)),
+        ),
+        Row(
+            "layers.{layer}.mlp.experts.linear_fc1.weight",
+            (
+                (Source(gate, "first half"), Source(up, "second half")),
+                (Source(f"{experts}.gate_up_proj"),),
+            ),
+        ),
+        Row(
+            "layers.{layer}.mlp.experts.linear_fc2.weight",
+            ((Source(down),), (Source(f"{experts}.down_proj"),)),
+        ),
+    )
+
+
+_ROTARY = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.)?rotary_emb\.inv_freq")
+_MLP = "{base}layers.{layer}.mlp"
+_MIXTRAL = "{base}layers.{layer}.block_sparse_moe"
+
+
+def _llama(*mlp: Row) -> FamilyNames:
+    return FamilyNames(NameTable((*_LLAMA, *mlp), _UNKNOWN), "model.", _EMBEDDING, _HEAD, _ROTARY)
+
+
+_DENSE = _llama(*_gated("layers.{layer}.mlp", _MLP))
+
+_MIXTRAL_EXPERTS = _experts(
+    f"{_MIXTRAL}.gate.weight",
+    (
+        f"{_MIXTRAL}.experts.{{expert}}.w1.weight",
+        f"{_MIXTRAL}.experts.{{expert}}.w3.weight",
+        f"{_MIXTRAL}.experts.{{expert}}.w2.weight",
+    ),
+)
+
+_QWEN_EXPERTS = (
+    *_gated("layers.{layer}.mlp", _MLP),
+    *_experts(
+        f"{_MLP}.gate.weight",
+        (
+            f"{_MLP}.experts.{{expert}}.gate_proj.weight",
+            f"{_MLP}.experts.{{expert}}.up_proj.weight",
+            f"{_MLP}.experts.{{expert}}.down_proj.weight",
+        ),
+    ),
+    *_gated("layers.{layer}.mlp.shared.mlp", f"{_MLP}.shared_expert"),
+    _same("layers.{layer}.mlp.shared.gate.weight", f"{_MLP}.shared_expert_gate.weight"),
+)
+
+_GPT2_ROWS = (
+    _same("embedding.word.weight", "{base}wte.weight"),
+    _same("embedding.position.weight", "{base}wpe.weight"),
+    _same("layers.{layer}.input_norm.{kind}", "{base}h.{layer}.ln_1.{kind}"),
+    _row(
+        "layers.{layer}.attention.linear_qkv.{kind}",
+        Source("{base}h.{layer}.attn.c_attn.{kind}", "queries, keys, values", transposed=True),
+    ),
+    _same("layers.{layer}.attention.linear_proj.{kind}", "{base}h.{layer}.attn.c_proj.{kind}", True),
+    _same("layers.{layer}.mlp_norm.{kind}", "{base}h.{layer}.ln_2.{kind}"),
+    _same("layers.{layer}.mlp.linear_fc1.{kind}", "{base}h.{layer}.mlp.c_fc.{kind}", True),
+    _same("layers.{layer}.mlp.linear_fc2.{kind}", "{base}h.{layer}.mlp.c_proj.{kind}", True),
+    _same("final_norm.{kind}", "{base}ln_f.{kind}"),
+    _same("head.weight", _HEAD),
+)
+_GPT2 = FamilyNames(
+    NameTable(_GPT2_ROWS, _UNKNOWN),
+    "transformer.",
+    "{base}wte.weight",
+    _HEAD,
+    (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+)
+
+NAME_TABLES: dict[str, FamilyNames] = {
+    "gpt2": _GPT2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _DENSE),
+    "mixtral": _llama(*_MIXTRAL_EXPERTS),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _llama(*_QWEN_EXPERTS)),
+}
+
+
+def links_of(
+    model_type: str, model: TransformerConfig, moe: MoEConfig, names: Collection[str] | None = None
+) -> list[Link]:
+    """The links of all tensors of a model, in its own order.
+
+    `names` are the keys of a file, which may have one of several forms; without them it is the form to be written.
+    """
+    known = NAME_TABLES[model_type]
+    bare = names is not None and not any(name.startswith(known.base) for name in names)
+    shapes = logical_shapes(model, moe)
+    return links_by_table(known.table, model, shapes, names, "" if bare else known.base)
+
+
+# Weights of a Hugging Face folder: checked against a model, and read into memory that already exists,
+# whatever the layout.
+
+
+_FIRST_PROBLEMS = 5
+
+
+def load_weights(
+    folder: HuggingFaceFolder,
+    model: TransformerConfig,
+    moe: MoEConfig,
+    targets: Iterable[Fragment],
+    allow_narrowing: bool = False,
+) -> None:
+    """Overwrites every target with the folder's values; of the files no more is read than the targets need.
+
+    A target names a logical tensor of the model. A type that cannot hold the stored values is refused unless
+    `allow_narrowing`. The folder is checked as a whole first, so that nothing is overwritten if it does not fit.
+    """
+    model_type = model_type_of(folder.config)
+    links = links_of(model_type, model, moe, folder.tensors)
+    check_covered(links, folder, model_type)
+    of_tensor = by_ours(links)
+    wanted = list(targets)
+    for target in wanted:
+        if target.tensor not in of_tensor:
+            raise UserError(
+                f"this model has {target.tensor}, which no {model_type} model has, so {folder.path} cannot fill it; use the family's "
+                f"own layers, or start from other weights"
+            )
+        for link in of_tensor[target.tensor]:
+            _require_room(folder, link, target, allow_narrowing)
+    with torch.no_grad():
+        for target in wanted:
+            fill(target, of_tensor[target.tensor], folder.read)
+
+
+def _require_room(folder: HuggingFaceFolder, link: Link, target: Fragment, allow_narrowing: bool) -> None:
+    stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
+    if not allow_narrowing and not holds(kept, stored):
+        names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
+        raise UserError(
+            f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
+            f"import the folder first (pentatron import {folder.path} OUT --dtype fp32 --allow-narrowing) and load OUT"
+        )
+
+
+def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
+    """Every key of the folder is accounted for: nothing missing, nothing left over, shapes and types right."""
+    known, wanted = NAME_TABLES[model_type], their_shapes(links)
+    problems = []
+    for name, shape in wanted.items():
+        stored = folder.tensors.get(name)
+        if stored is None:
+            hint = (
+                " (set tie_word_embeddings to true if it is the embedding)" if name == known.tied_copy else ""
+            )
+            problems.append(f"{name} is missing{hint}")
+        elif stored.shape != shape:
+            problems.append(f"{name} is {list(stored.shape)}, not {list(shape)}")
+        elif stored.dtype not in WEIGHT_DTYPES:
+            problems.append(f"{name} is of type {stored.dtype}, not one of {', '.join(WEIGHT_DTYPES)}")
+    for name in folder.tensors:
+        if name in wanted or any(re.fullmatch(pattern, name) for pattern in known.ignored):
+            continue
+        if name == known.tied_copy:
+            problems += _tied_copy_problem(folder, known)
+        else:
+            problems.append(f"{name} has no place in this model")
+    if problems:
+        more = len(problems) - _FIRST_PROBLEMS
+        listed = "; ".join(problems[:_FIRST_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        count = "" if len(problems) == 1 else f" ({len(problems)} problems)"
+        raise UserError(f"the weights in {folder.path} do not fit its config.json{count}: {listed}")
+
+
+def _tied_copy_problem(folder: HuggingFaceFolder, known: FamilyNames) -> list[str]:
+    """A tied model has one matrix; some files hold it under both names."""
+    names = {known.embedding.format(base=base) for base in (known.base, "")}
+    embedding = next((name for name in names if name in folder.tensors), None)
+    if embedding is None:
+        return []
+    head, other = folder.tensors[known.tied_copy], folder.tensors[embedding]
+    alike = head.shape == other.shape and head.dtype == other.dtype and head.dtype in WEIGHT_DTYPES
+    if alike and all(
+        torch.equal(folder.read(known.tied_copy, *block), folder.read(embedding, *block))
+        for block in blocks(head.shape, WEIGHT_DTYPES[head.dtype].itemsize)
+    ):
+        return []
+    return [
+        f"{known.tied_copy} differs from {embedding}, but config.json says tie_word_embeddings, so one of them is wrong (set "
+        f"tie_word_embeddings to false if the model has both)"
+    ]

@@ -1,0 +1,280 @@
+"""The kernels of `activation`: one program for a row."""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WIDEST_ACTIVATION = 2048
+
+
+@triton.jit
+def _parts(inner, row, columns, inside, WIDTH: tl.constexpr, GATED: tl.constexpr):
+    """The activation of the first half, the second half (1 where there is none), and the slope of the first."""
+    if GATED:
+        z = tl.load(inner + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(inner + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(z)
+        slope = sigmoid * (1 + z * (1 - sigmoid))
+    else:
+        z = tl.load(inner + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.full(z.shape, 1.0, tl.float32)
+        # gelu by tanh is z · sigmoid(2u) with u = √(2/π) (z + 0.044715 z³).
+        sigmoid = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        steepness = 1.5957691216057308 * (1 + 0.134145 * z * z)
+        slope = sigmoid * (1 + z * (1 - sigmoid) * steepness)
+    return z * sigmoid, up, slope
+
+
+@triton.jit
+def _activation_forward(inner, weights, out, WIDTH: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        activated, up, _ = _parts(inner, row, columns, inside, WIDTH, GATED)
+        made = activated * up * weight
+        tl.store(out + row * WIDTH + columns, made.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activation_backward(
+    gradient,
+    inner,
+    weights,
+    of_inner,
+    of_weights,
+    made,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        activated, up, slope = _parts(inner, row, columns, inside, WIDTH, GATED)
+        given = tl.load(gradient + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        plain = activated * up
+        total += given * plain
+        given = given * weight
+        kind = of_inner.dtype.element_ty
+        if GATED:
+            tl.store(of_inner + row * 2 * WIDTH + columns, (given * up * slope).to(kind), mask=inside)
+            tl.store(of_inner + row * 2 * WIDTH + WIDTH + columns, (given * activated).to(kind), mask=inside)
+        else:
+            tl.store(of_inner + row * WIDTH + columns, (given * slope).to(kind), mask=inside)
+        tl.store(made + row * WIDTH + columns, (plain * weight).to(kind), mask=inside)
+    tl.store(of_weights + row, tl.sum(total, 0).to(of_weights.dtype.element_ty))
+
+
+def weighted_activation(inner_NI: Tensor, weights_N: Tensor, gated: bool) -> Tensor:
+    rows, width = len(inner_NI), inner_NI.shape[1] // (2 if gated else 1)
+    out = inner_NI.new_empty(rows, width)
+    if out.numel():
+        _activation_forward[(rows,)](
+            inner_NI.contiguous(), weights_N.contiguous(), out, WIDTH=width, GATED=gated, BLOCK=_block(width)
+        )
+    return out
+
+
+def weighted_activation_backward(
+    gradient_NI: Tensor, inner_NI: Tensor, weights_N: Tensor, gated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = gradient_NI.shape
+    of_inner, of_weights = inner_NI.new_empty(inner_NI.shape), weights_N.new_empty(rows)
+    made = inner_NI.new_empty(rows, width)
+    if made.numel():
+        _activation_backward[(rows,)](
+            gradient_NI.contiguous(),
+            inner_NI.contiguous(),
+            weights_N.contiguous(),
+            of_inner,
+            of_weights,
+            made,
+            WIDTH=width,
+            GATED=gated,
+            BLOCK=_block(width),
+        )
+    return of_inner, of_weights, made
+
+
+def _block(width: int) -> int:
+    block: int = min(triton.next_power_of_2(width), _WIDEST_ACTIVATION)
+    return block
+
+
+# The kernel of `gate`: one program for a row. What a compiler makes of it, with the largest element, takes
+# twice the time.
+
+
+_GATE_BLOCK = 1024
+
+
+@triton.jit
+def _gate_backward(gradient, inner, of_inner, largest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    # Rows times columns of a long batch do not fit 32 bits.
+    row = tl.program_id(0).to(tl.int64)
+    # As patterns of bits: those of numbers without sign are in the same order, and what is no number comes after all of them.
+    found = tl.zeros((BLOCK,), tl.int32)
+    kind = of_inner.dtype.element_ty
+    for first in range(0, WIDTH, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        place = row * 2 * WIDTH + columns
+        gate = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(inner + place + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        given = tl.load(gradient + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        of_gate = (given * up * sigmoid * (1 + gate * (1 - sigmoid))).to(kind)
+        of_up = (given * gate * sigmoid).to(kind)
+        tl.store(of_inner + place, of_gate, mask=inside)
+        tl.store(of_inner + place + WIDTH, of_up, mask=inside)
+        found = tl.maximum(found, of_gate.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        found = tl.maximum(found, of_up.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(largest + row, tl.max(found, 0).to(tl.float32, bitcast=True))
+
+
+def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    width = gradient.shape[-1]
+    rows = inner.shape[:-1].numel()
+    of_inner, largest = torch.empty_like(inner), inner.new_empty(rows, dtype=torch.float32)
+    if inner.numel():
+        _gate_backward[(rows,)](gradient, inner, of_inner, largest, width, _GATE_BLOCK)
+    return of_inner, largest
+
+
+# The kernels of `swiglu`. What a compiler makes of its backward writes both halves of the gradient as one,
+# and reads its inputs almost twice.
+
+
+_SWIGLU_BLOCK = 1024
+_MOST_ROWS = 65535
+
+
+@triton.jit
+def _swiglu_backward(gradient, inner, of_inner, made, width, BLOCK: tl.constexpr):
+    # Rows times columns of a long batch do not fit 32 bits.
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    first = row * 2 * width + columns
+    gate = tl.load(inner + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(inner + first + width, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(gradient + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    activated = gate * sigmoid
+    kind = of_inner.dtype.element_ty
+    of_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(of_inner + first, of_gate.to(kind), mask=inside)
+    tl.store(of_inner + first + width, (given * activated).to(kind), mask=inside)
+    tl.store(made + row * width + columns, (activated * up).to(kind), mask=inside)
+
+
+@triton.jit
+def _swiglu_forward(inner, made, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    first = row * 2 * width + columns
+    gate = tl.load(inner + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(inner + first + width, mask=inside, other=0.0).to(tl.float32)
+    # As backward makes it again.
+    activated = gate * tl.sigmoid(gate)
+    tl.store(made + row * width + columns, (activated * up).to(made.dtype.element_ty), mask=inside)
+
+
+def swiglu(inner: Tensor) -> Tensor:
+    width = inner.shape[-1] // 2
+    made = inner.new_empty((*inner.shape[:-1], width))
+    for grid, parts in _rounds(width, inner, made):
+        _swiglu_forward[grid](*parts, width, _SWIGLU_BLOCK)
+    return made
+
+
+def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    width = gradient.shape[-1]
+    of_inner, made = torch.empty_like(inner), inner.new_empty(gradient.shape)
+    for grid, parts in _rounds(width, gradient, inner, of_inner, made):
+        _swiglu_backward[grid](*parts, width, _SWIGLU_BLOCK)
+    return of_inner, made
+
+
+def _rounds(width: int, *tensors: Tensor) -> Iterator[tuple[tuple[int, int], list[Tensor]]]:
+    """Rows are the second dimension of the grid, which has 65,535 places; more go round by round."""
+    flat = [t.view(-1, t.shape[-1]) for t in tensors if t.numel()]
+    rows = len(flat[0]) if flat else 0
+    for begin in range(0, rows, _MOST_ROWS):
+        parts = [t[begin : begin + _MOST_ROWS] for t in flat]
+        yield (triton.cdiv(width, _SWIGLU_BLOCK), len(parts[0])), parts
+
+
+# The kernels of `rows`.
+
+
+_WIDEST_ROW = 4096
+
+
+@triton.jit
+def _deal(x, places, out, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    # Read once and written as often as the token has places.
+    row = tl.load(x + token * width + columns, mask=inside)
+    for k in tl.static_range(COUNT):
+        place = tl.load(places + token * COUNT + k).to(tl.int64)
+        tl.store(out + place * width + columns, row, mask=inside)
+
+
+@triton.jit
+def _sum(rows, places, out, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(COUNT):
+        place = tl.load(places + token * COUNT + k).to(tl.int64)
+        total += tl.load(rows + place * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
+    tokens, count = places_TK.shape
+    width = x_TD.shape[1]
+    out = x_TD.new_empty(tokens * count, width)
+    block = min(triton.next_power_of_2(width), _WIDEST_ROW)
+    if out.numel():
+        grid = (tokens, triton.cdiv(width, block))
+        _deal[grid](x_TD, places_TK.contiguous(), out, width, COUNT=count, BLOCK=block)
+    return out
+
+
+def sum_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
+    tokens, count = places_TK.shape
+    width = rows_ND.shape[1]
+    out = torch.empty(tokens, width, dtype=rows_ND.dtype, device=rows_ND.device)
+    block = min(triton.next_power_of_2(width), _WIDEST_ROW)
+    if out.numel():
+        grid = (tokens, triton.cdiv(width, block))
+        _sum[grid](rows_ND, places_TK.contiguous(), out, width, COUNT=count, BLOCK=block)
+    return out
+
+
+# The smallest kernel, to find out whether there can be any.
+
+
+@triton.jit
+def _store(place):
+    tl.store(place, 1.0)
+
+
+def stored() -> bool:
+    place = torch.zeros(1, device="cuda")
+    _store[(1,)](place)
+    return bool(place.item() == 1)

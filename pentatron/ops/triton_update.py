@@ -1,0 +1,340 @@
+"""AdamW over many tensors in one pass over memory, for GPUs with Triton.
+
+Every element is read once and written once: its gradient, wherever that lies and in whatever precision, times a factor that is on the
+device; both moments; the fp32 value; and the value in the precision of the model. A table of addresses says what belongs together,
+so that a launch does all tensors whose gradients have one dtype. If the device finds that there is nothing to be done, nothing is written.
+
+Importing this needs Triton, so it is imported where a CUDA tensor is at hand. The reference is torch's fused AdamW.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# One launch over many tensors: a table of addresses, and which program does which block of which tensor.
+
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Programs:
+    """For every program its row of the table, and for every row its first program."""
+
+    row_of: Tensor
+    first_of: Tensor
+
+
+def programs_of(sizes: Sequence[int], block: int, device: torch.device) -> Programs:
+    counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
+    rows = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    return Programs(rows.to(device), (counts.cumsum(0) - counts).to(device, torch.int32))
+
+
+class Addresses:
+    """Where tensors lie, on their device. Memory is given out in the same order in most steps, and then the table of the step before will do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: list[int] = []
+        self._table: Tensor | None = None
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """0 for none; nobody waits for it."""
+        found = [0 if t is None else t.data_ptr() for t in tensors]
+        if self._table is None or found != self._known:
+            table = torch.tensor(found)
+            # Only from page-locked memory does a copy run by itself.
+            on_gpu = self._device.type == "cuda"
+            self._known = found
+            self._table = table.pin_memory().to(self._device, non_blocking=True) if on_gpu else table
+        return self._table
+
+
+@triton.jit
+def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """To what lies at an address; where that is a multiple of what a thread reads at once, the compiler is told."""
+    found = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+_FIXED_COLUMNS = tl.constexpr(6)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is updated together: contiguous tensors on one device, `rounded` in the precision of the model or not at all."""
+
+    values: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    rounded: Tensor | None
+    decays: bool
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one update. `decay` is that of targets that decay; `update` counts from 1."""
+
+    learning_rate: float
+    decay: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    update: int
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The targets of one launch, by their numbers: what is the same in every step with gradients of these sizes."""
+
+    targets: Sequence[int]
+    gradient: torch.dtype | None
+    rounded: torch.dtype | None
+    fixed: Tensor
+    programs: Programs
+    addresses: Addresses
+
+
+class OnePass:
+    """An update of targets that stay where they are, from gradients that lie elsewhere in every step."""
+
+    def __init__(self, targets: Sequence[Target], block: int = 8192, warps: int = 16) -> None:
+        self.targets = targets
+        self.block = block
+        self.warps = warps
+        self._known: tuple[object, ...] = ()
+        self._launches: list[_Launch] = []
+
+    def __call__(self, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers) -> None:
+        """`control`, on the device in fp32: what gradients are multiplied by, and 0 if nothing is to be done. A gradient may have
+        fewer elements than its target; None stands for zeros."""
+        kinds = tuple(None if g is None else (g.dtype, g.numel()) for g in gradients)
+        if kinds != self._known:
+            self._known, self._launches = kinds, list(self._plan(gradients))
+        for launch in self._launches:
+            self._launch(launch, gradients, control, numbers)
+
+    def _plan(self, gradients: Sequence[Tensor | None]) -> "list[_Launch]":
+        groups: dict[tuple[torch.dtype | None, torch.dtype | None], list[int]] = {}
+        for number, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
+            key = (
+                None if gradient is None else gradient.dtype,
+                None if target.rounded is None else target.rounded.dtype,
+            )
+            groups.setdefault(key, []).append(number)
+        return [self._planned(*key, chosen, gradients) for key, chosen in groups.items()]
+
+    def _planned(
+        self,
+        gradient: torch.dtype | None,
+        rounded: torch.dtype | None,
+        chosen: Sequence[int],
+        gradients: Sequence[Tensor | None],
+    ) -> _Launch:
+        rows, sizes = [], []
+        for number in chosen:
+            target, given = self.targets[number], gradients[number]
+            elements = target.values.numel() if given is None else given.numel()
+            tensors = (target.values, target.exp_avg, target.exp_avg_sq)
+            addresses = [t.data_ptr() for t in tensors]
+            addresses.append(0 if target.rounded is None else target.rounded.data_ptr())
+            assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
+            # The decay is a sign, so that a row has few columns.
+            rows.append([*addresses, elements, int(target.decays)])
+            sizes.append(elements)
+        device = self.targets[chosen[0]].values.device
+        fixed, programs = torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
+        return _Launch(chosen, gradient, rounded, fixed, programs, Addresses(device))
+
+    def _launch(
+        self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers
+    ) -> None:
+        given = [gradients[number] for number in launch.targets]
+        assert all(g is None or g.is_contiguous() for g in given), "gradients lie one after the other"
+        correction1 = 1 - numbers.beta1**numbers.update
+        correction2 = 1 - numbers.beta2**numbers.update
+        _update[(len(launch.programs.row_of),)](
+            launch.programs.row_of,
+            launch.programs.first_of,
+            launch.fixed,
+            launch.addresses(given),
+            control,
+            numbers.learning_rate / correction1,
+            numbers.learning_rate * numbers.decay,
+            numbers.beta1,
+            1 - numbers.beta1,
+            numbers.beta2,
+            1 - numbers.beta2,
+            correction2**-0.5,
+            numbers.epsilon,
+            GRADIENT=None if launch.gradient is None else TYPES[launch.gradient],
+            ROUNDED=None if launch.rounded is None else TYPES[launch.rounded],
+            BLOCK=self.block,
+            num_warps=self.warps,
+        )
+
+
+@triton.jit
+def _update(
+    row_of,
+    first_of,
+    fixed,
+    gradients,
+    control,
+    step_size,
+    decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    correction,
+    epsilon,
+    GRADIENT: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(control + 1) != 0:
+        program = tl.program_id(0)
+        row = tl.load(row_of + program)
+        begin = (program - tl.load(first_of + row)).to(tl.int64) * BLOCK
+        entry = fixed + row * _FIXED_COLUMNS
+        gradient = tl.load(gradients + row)
+        values, average, square, rounded = (
+            tl.load(entry),
+            tl.load(entry + 1),
+            tl.load(entry + 2),
+            tl.load(entry + 3),
+        )
+        elements = tl.load(entry + 4)
+        decay = decay * tl.load(entry + 5).to(tl.float32)
+        factor = tl.load(control)
+        aligned = ((gradient | values | average | square | rounded) & 15) == 0
+        places = (gradient, values, average, square, rounded)
+        numbers = (factor, step_size, decay, beta1, rest1, beta2, rest2, correction, epsilon)
+        if aligned & (begin + BLOCK <= elements):
+            _elements(places, numbers, begin, elements, GRADIENT, ROUNDED, BLOCK, True)
+        else:
+            _elements(places, numbers, begin, elements, GRADIENT, ROUNDED, BLOCK, False)
+
+
+@triton.jit
+def _elements(
+    places,
+    numbers,
+    begin,
+    elements,
+    GRADIENT: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """One block; a whole and aligned one is read and written in vectors."""
+    gradient, values, average, square, rounded = places
+    factor, step_size, decay, beta1, rest1, beta2, rest2, correction, epsilon = numbers
+    offsets = begin + tl.arange(0, BLOCK)
+    inside = offsets < elements
+    if WHOLE:
+        inside = None
+    value_at = pointer(values, tl.float32, WHOLE) + offsets
+    average_at = pointer(average, tl.float32, WHOLE) + offsets
+    square_at = pointer(square, tl.float32, WHOLE) + offsets
+    value = tl.load(value_at, mask=inside)
+    first = tl.load(average_at, mask=inside)
+    second = tl.load(square_at, mask=inside)
+    first = beta1 * first
+    second = beta2 * second
+    if GRADIENT is not None:
+        found = tl.load(pointer(gradient, GRADIENT, WHOLE) + offsets, mask=inside).to(tl.float32) * factor
+        first += rest1 * found
+        second += rest2 * found * found
+    value -= decay * value
+    # Roots and quotients that may be one unit off are half of the work, and no more than the rounding of so small a step.
+    value -= step_size * first / (tl.sqrt(second) * correction + epsilon)
+    tl.store(average_at, first, mask=inside)
+    tl.store(square_at, second, mask=inside)
+    tl.store(value_at, value, mask=inside)
+    if ROUNDED is not None:
+        tl.store(pointer(rounded, ROUNDED, WHOLE) + offsets, value.to(ROUNDED), mask=inside)
+
+
+# The sum of squares over many tensors, each read once and as it is; and the sum of two tensors in fp32.
+#
+# Importing this needs Triton. The reference of the first is torch's norm in fp32, of the second a sum of
+# casts.
+
+
+class Squares:
+    """Sums over tensors of the same sizes in most steps; what depends on sizes alone is kept."""
+
+    def __init__(self, block: int = 4096, warps: int = 8) -> None:
+        self.block = block
+        self.warps = warps
+        self._known: tuple[int, ...] = ()
+        self._programs: Programs | None = None
+        self._sizes: Tensor | None = None
+        self._addresses: Addresses | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """In fp64, of contiguous tensors of one dtype on one device."""
+        device, sizes = tensors[0].device, tuple(t.numel() for t in tensors)
+        if sizes != self._known or self._programs is None or self._addresses is None:
+            self._known, self._programs = sizes, programs_of(sizes, self.block, device)
+            self._addresses = Addresses(device)
+            self._sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
+        programs = self._programs
+        sums = torch.empty(len(programs.row_of), dtype=torch.float32, device=device)
+        _sum_of_squares[(len(sums),)](
+            programs.row_of,
+            programs.first_of,
+            self._sizes,
+            self._addresses(tensors),
+            sums,
+            DTYPE=TYPES[tensors[0].dtype],
+            BLOCK=self.block,
+            num_warps=self.warps,
+        )
+        return sums.sum(dtype=torch.float64)
+
+
+def exact_sum(first: Tensor, second: Tensor) -> Tensor:
+    """Of two contiguous tensors of one dtype, in fp32, in one pass."""
+    total = torch.empty_like(first, dtype=torch.float32)
+    block = 2048
+    _exact_sum[(triton.cdiv(total.numel(), block),)](
+        first, second, total, total.numel(), BLOCK=block, num_warps=4
+    )
+    return total
+
+
+@triton.jit
+def _sum_of_squares(row_of, first_of, sizes, addresses, sums, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    row = tl.load(row_of + program)
+    begin = (program - tl.load(first_of + row)).to(tl.int64) * BLOCK
+    address = tl.load(addresses + row)
+    elements = tl.load(sizes + row)
+    offsets = begin + tl.arange(0, BLOCK)
+    if ((address & 15) == 0) & (begin + BLOCK <= elements):
+        found = tl.load(pointer(address, DTYPE, True) + offsets).to(tl.float32)
+        tl.store(sums + program, tl.sum(found * found))
+    else:
+        some = tl.load(pointer(address, DTYPE, False) + offsets, mask=offsets < elements, other=0.0).to(
+            tl.float32
+        )
+        tl.store(sums + program, tl.sum(some * some))
+
+
+@triton.jit
+def _exact_sum(first, second, total, elements, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < elements
+    left = tl.load(first + offsets, mask=inside).to(tl.float32)
+    right = tl.load(second + offsets, mask=inside).to(tl.float32)
+    tl.store(total + offsets, left + right, mask=inside)

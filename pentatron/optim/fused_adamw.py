@@ -1,0 +1,88 @@
+"""AdamW on a GPU in one pass over memory, which decides on the device whether it is made.
+
+Clipping, the update and the rounding of the weights are one kernel over gradients as backward left them. What a step found, its loss
+and its norm, need not be known on the host before the update is under way: the GPU never waits for the host.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pentatron.ops.triton_update import Numbers, OnePass, Target
+from pentatron.optim.update_rules import MOMENTS, Gradients, Part, Update, clipping, clipping_on_device
+from pentatron.settings.training import OptimConfig
+
+
+class OnePassAdam(Update):
+    rounds = True
+    decides = True
+
+    def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
+        super().__init__(parts, config, MOMENTS)
+        self._updates = 0
+        self._device = parts[0].values.device
+        self._one_pass = OnePass([self._target(part) for part in parts])
+
+    def _target(self, part: Part) -> Target:
+        first, second = (self._moments[id(part)][name] for name in MOMENTS)
+        return Target(part.values, first, second, part.weights, part.decays)
+
+    @torch.no_grad()
+    def step(
+        self,
+        gradients: Gradients,
+        learning_rate: float,
+        norm: float,
+        scale: float,
+        weight_decay: float | None = None,
+    ) -> None:
+        factor = clipping(norm, self.config.clip_grad, scale)
+        control = torch.tensor([factor, 1.0], dtype=torch.float32).to(self._device)
+        self._launch(gradients, learning_rate, control, weight_decay)
+        self.settle(made=True)
+
+    @torch.no_grad()
+    def start(
+        self,
+        gradients: Gradients,
+        learning_rate: float,
+        found: Tensor,
+        scale: float,
+        weight_decay: float | None = None,
+    ) -> None:
+        factor = clipping_on_device(found[1], self.config.clip_grad, scale)
+        if len(found) > 2:
+            factor = factor * found[2]
+        control = torch.stack((factor, torch.isfinite(found).all().double())).float()
+        self._launch(gradients, learning_rate, control, weight_decay)
+
+    def _launch(
+        self, gradients: Gradients, learning_rate: float, control: Tensor, weight_decay: float | None
+    ) -> None:
+        self.before()
+        numbers = Numbers(
+            learning_rate,
+            self._decay(weight_decay),
+            self.config.adam_beta1,
+            self.config.adam_beta2,
+            self.config.adam_eps,
+            self._updates + 1,
+        )
+        self._one_pass(gradients, control, numbers)
+
+    def settle(self, made: bool) -> None:
+        self._updates += made
+
+    def _update(
+        self,
+        parts: Sequence[Part],
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        weight_decay: float,
+        divisor: Tensor | None,
+    ) -> None:
+        raise AssertionError("one pass does all parts")
+
+    def set_updates(self, updates: int) -> None:
+        self._updates = updates

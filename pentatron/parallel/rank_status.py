@@ -1,0 +1,103 @@
+"""Where this rank is: its step, what it does there, and which collective of which group it is in.
+
+The thread that trains writes, by plain assignments; another one reads now and then and tells others (supervise/heartbeat.py).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective or a message: the `number`th (from 1) of its group, of `size` numbers; messages have no number."""
+
+    what: str
+    group: str
+    number: int
+    size: int
+
+    def __str__(self) -> str:
+        which = f"#{self.number} " if self.number else ""
+        return f"{self.what} {which}of {self.group} ({self.size} numbers)"
+
+
+class Whereabouts:
+    """`step` counts the steps that are done, `calls` all collectives and messages so far, `counts` those of each group."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        # The step that the run went on from.
+        self.began = 0
+        self.phase = "starting"
+        self.calls = 0
+        self.counts: dict[str, int] = {}
+        self.waits_in: Call | None = None
+        # Whether the run's folder is ours by now.
+        self.opened = False
+        # Seconds of the first step, which compiles and fills caches, and of the longest of the others.
+        self.first_step = 0.0
+        self.longest_step = 0.0
+        self.when_step_is_done: Callable[[], None] | None = None
+        self.when_opened: Callable[[], None] | None = None
+
+    def folder_is_ours(self) -> None:
+        self.opened = True
+        if self.when_opened is not None:
+            self.when_opened()
+
+    def begin_at(self, step: int) -> None:
+        """The run starts, or goes on, after this step."""
+        self.began, self.first_step = step, 0.0
+        self.step_done(step, 0.0)
+
+    def step_done(self, step: int, seconds: float) -> None:
+        """`seconds`: that it took; 0 of one that was left out."""
+        self.step = step
+        if self.first_step:
+            self.longest_step = max(self.longest_step, seconds)
+        else:
+            self.first_step = seconds
+        if self.when_step_is_done is not None:
+            self.when_step_is_done()
+
+    def enter(self, what: str, group: str, size: int) -> Call:
+        """A collective begins; every rank of the group must begin the same one with the same number."""
+        number = self.counts.get(group, 0) + 1
+        self.counts[group] = number
+        self.calls += 1
+        return Call(what, group, number, size)
+
+    @contextmanager
+    def inside(self, call: Call | None) -> Iterator[None]:
+        """Around the waiting for a collective or a message."""
+        before = self.waits_in
+        self.waits_in = call or before
+        try:
+            yield
+        finally:
+            self.waits_in = before
+            self.calls += 1
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def to_json(self) -> dict[str, Any]:
+        call = self.waits_in
+        return {
+            "step": self.step,
+            "began": self.began,
+            "phase": self.phase,
+            "calls": self.calls,
+            "counts": dict(self.counts),
+            "waits_in": None if call is None else [call.what, call.group, call.number, call.size],
+            "opened": self.opened,
+            "first_step": self.first_step,
+            "longest_step": self.longest_step,
+        }

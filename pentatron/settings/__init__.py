@@ -1,0 +1,1 @@
+"""Settings: their declarations, files, command line and rules, and one frozen configuration."""

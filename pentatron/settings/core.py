@@ -1,0 +1,74 @@
+"""What a model is made from: the architecture with its experts, in one object, as Megatron's configurations are."""
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Self
+
+from pentatron.errors import UserError
+from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
+from pentatron.settings.run import RunConfig
+
+
+@dataclass(frozen=True)
+class CoreTransformerConfig(TransformerConfig):
+    """Beside the architecture: `seed` of the initial weights, and which attention kernels may run."""
+
+    moe: MoEConfig = NO_EXPERTS
+    seed: int = 1234
+    attention_backend: str = "auto"
+
+    @classmethod
+    def of(cls, config: TransformerConfig, moe: MoEConfig = NO_EXPERTS) -> Self:
+        """The same architecture with these experts; one that has its experts with it keeps them."""
+        core = config if isinstance(config, cls) else cls(**vars(config))
+        return core._completed(core.moe if moe == NO_EXPERTS else moe)
+
+    def _completed(self, moe: MoEConfig) -> Self:
+        """A configuration written by hand may leave open what follows from the rest; a run's has it all."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if heads is None:
+            raise UserError(
+                "the configuration does not say how many heads attention has (num_attention_heads)"
+            )
+        if self.kv_channels is None and hidden % heads:
+            raise UserError(f"hidden_size {hidden} is not divisible by {heads} heads; give kv_channels")
+        return dataclasses.replace(
+            self,
+            kv_channels=self.kv_channels or hidden // heads,
+            num_query_groups=self.num_query_groups or heads,
+            ffn_hidden_size=self.ffn_hidden_size or 4 * hidden,
+            moe=moe,
+        )
+
+    @property
+    def num_moe_experts(self) -> int | None:
+        return self.moe.num_experts
+
+    @property
+    def moe_router_topk(self) -> int:
+        return self.moe.moe_router_topk
+
+    @property
+    def moe_grouped_gemm(self) -> bool:
+        return bool(self.moe.moe_grouped_gemm)
+
+
+def arguments(config: RunConfig) -> SimpleNamespace:
+    """Every setting as an attribute of one object, as builders written for Megatron read them."""
+    return SimpleNamespace(**config.flat())
+
+
+def core_transformer_config_from_args(args: RunConfig | SimpleNamespace) -> CoreTransformerConfig:
+    """Of a resolved configuration, or of its `arguments`."""
+    settings = args.settings if isinstance(args, RunConfig) else args
+
+    def of_section(section: type) -> dict[str, Any]:
+        return {f.name: getattr(settings, f.name) for f in dataclasses.fields(section)}
+
+    return CoreTransformerConfig(
+        **of_section(TransformerConfig),
+        moe=MoEConfig(**of_section(MoEConfig)),
+        seed=settings.seed,
+        attention_backend=settings.attention_backend,
+    )

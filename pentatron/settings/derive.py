@@ -1,0 +1,418 @@
+"""Values that follow from others. Each derivation records its reason, which `pentatron config` shows."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from pentatron.layout.schedules import FOLDED
+from pentatron.layout.stages import written_stages
+from pentatron.settings.run import table
+from pentatron.settings.schedule import plan_so_far, settle_stepwise_batch
+from pentatron.settings.settings import KEPT, Draft, is_inside, unset
+from pentatron.text import divisors, either
+
+# Values of the layout that follow from others: sizes that fit the processes, virtual stages, the schedule.
+
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+# Whoever types one of these has a layout in mind; a preset's own sizes would only get in its way.
+_OWN_LAYOUT = (
+    *_SIZES,
+    "zero_stage",
+    "num_distributed_optimizer_instances",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
+
+
+def derive_layout(draft: Draft) -> None:
+    _fit_inherited_sizes(draft)
+    _data_parallel(draft)
+    _virtual_stages(draft)
+    if (draft.virtual_pipeline_model_parallel_size or 1) > 1 and not draft.given("pipeline_schedule"):
+        draft.derive("there are virtual stages", pipeline_schedule="interleaved")
+
+
+def _fit_inherited_sizes(draft: Draft) -> None:
+    """Lowers the sizes of a preset to what the processes and the typed settings allow; typed sizes stay as they are."""
+    inherited = [name for name in _SIZES if getattr(draft, name) > 1 and not draft.given(name)]
+    if not inherited:
+        return
+    own_layout = next((name for name in _OWN_LAYOUT if draft.given(name)), None)
+    if own_layout is not None:
+        flag = table()[own_layout].flag
+        for name in inherited:
+            draft.derive(
+                f"{flag} is given, so the preset's {getattr(draft, name)} does not count", **{name: 1}
+            )
+        return
+    tensor_sizes, pipeline_sizes = (
+        divisors(getattr(draft, name)) if name in inherited else [getattr(draft, name)] for name in _SIZES
+    )
+    fitting = [(t * p, t, p) for t in tensor_sizes for p in pipeline_sizes if _fits(draft, t, p)]
+    # Where nothing fits a rule says why; it should then speak of what was typed.
+    _, tensor, pipeline = max(fitting, default=(0, tensor_sizes[0], pipeline_sizes[0]))
+    for name, size in zip(_SIZES, (tensor, pipeline)):
+        if getattr(draft, name) != size:
+            draft.derive(f"{_reason(draft)}; the preset has {getattr(draft, name)}", **{name: size})
+
+
+def _reason(draft: Draft) -> str:
+    if draft.facts.world_size % (
+        getattr(draft, _SIZES[0]) * getattr(draft, _SIZES[1]) * draft.context_parallel_size
+    ):
+        return f"fits {draft.facts.world_size} process{'es' if draft.facts.world_size > 1 else ''}"
+    return "fits the settings given"
+
+
+def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
+    """Whether these sizes go with the number of processes and with the model."""
+    copies, rest = divmod(draft.facts.world_size, tensor * pipeline * draft.context_parallel_size)
+    if rest or draft.data_parallel_size not in (None, copies):
+        return False
+    virtual = draft.virtual_pipeline_model_parallel_size or 1
+    if draft.num_layers < pipeline * virtual or (virtual > 1 and pipeline == 1):
+        return False
+    groups = draft.num_query_groups
+    widths = (draft.num_attention_heads, draft.ffn_hidden_size, draft.padded_vocab_size)
+    whole = all(width is None or width % tensor == 0 for width in widths)
+    return whole and (groups is None or groups % tensor == 0 or tensor % groups == 0)
+
+
+def _data_parallel(draft: Draft) -> None:
+    if not unset(draft.data_parallel_size):
+        return
+    model = getattr(draft, _SIZES[0]) * getattr(draft, _SIZES[1]) * draft.context_parallel_size
+    draft.derive(
+        f"{draft.facts.world_size} processes / (tp × pp × cp = {model})",
+        data_parallel_size=max(1, draft.facts.world_size // model),
+    )
+
+
+def _virtual_stages(draft: Draft) -> None:
+    """Their number, where it was said another way; whether it fits is for the rules to say."""
+    if draft.virtual_pipeline_model_parallel_size is not None:
+        return
+    ranks, layers = draft.pipeline_model_parallel_size, draft.num_layers
+    each, written = draft.num_layers_per_virtual_pipeline_stage, draft.pipeline_model_parallel_layout
+    if each is not None:
+        draft.derive(
+            f"{layers} layers / ({ranks} ranks × {each} layers)",
+            virtual_pipeline_model_parallel_size=max(1, layers // (ranks * each)),
+        )
+    elif written is not None:
+        stages = _number_of_stages(written)
+        if stages > ranks and stages % ranks == 0:
+            draft.derive(
+                f"{stages} stages written out / {ranks} ranks",
+                virtual_pipeline_model_parallel_size=stages // ranks,
+            )
+    elif draft.pipeline_schedule in FOLDED and ranks > 1:
+        kind = draft.pipeline_schedule
+        draft.derive(f"{kind} has two stages on each rank", virtual_pipeline_model_parallel_size=2)
+
+
+def _number_of_stages(written: str) -> int:
+    try:
+        return len(written_stages(written))
+    except ValueError:
+        return 0
+
+
+# Rotary positions for long sequences: what Megatron's words for them stand for, and the values left open.
+
+
+# Those of Llama 3.1, and of Megatron.
+_LLAMA3_FACTOR = 8.0
+_LLAMA3_LENGTH = 8192
+
+
+def derive_positions(draft: Draft) -> list[str]:
+    """Fills in the open values; returns what contradicts itself."""
+    problems = [*_yarn(draft), *_interpolation(draft)]
+    if draft.rope_scaling_type == "llama3":
+        _open(draft, "rope_scaling_factor", _LLAMA3_FACTOR, "llama3, as in Megatron")
+        _open(draft, "rope_scaling_original_max_position_embeddings", _LLAMA3_LENGTH, "llama3")
+    return problems
+
+
+def _yarn(draft: Draft) -> list[str]:
+    if draft.position_embedding_type != "yarn":
+        return []
+    draft.derive("yarn is rope with --rope-scaling-type yarn", position_embedding_type="rope")
+    return _settle(draft, "rope_scaling_type", "yarn", "--position-embedding-type yarn")
+
+
+def _interpolation(draft: Draft) -> list[str]:
+    factor = draft.rotary_seq_len_interpolation_factor
+    if factor is None or draft.position_embedding_type != "rope":
+        return []
+    words = f"--rotary-seq-len-interpolation-factor {factor}"
+    problems = [
+        *_settle(draft, "rope_scaling_type", "linear", words),
+        *_settle(draft, "rope_scaling_factor", factor, words),
+    ]
+    # The same model has the same settings, whichever words were used.
+    draft.derive(f"{words} is --rope-scaling-type linear", rotary_seq_len_interpolation_factor=None)
+    return problems
+
+
+def _settle(draft: Draft, name: str, value: Any, words: str) -> list[str]:
+    """Gives the setting the value that these words mean, unless the user wrote another one."""
+    written = getattr(draft, name)
+    if written == value:
+        return []
+    if draft.given(name) and written is not None:
+        flag = name.replace("_", "-")
+        return [f"{words} means --{flag} {value}, but --{flag} {written} is given; leave one of them out"]
+    draft.derive(words, **{name: value})
+    return []
+
+
+def _open(draft: Draft, name: str, value: Any, reason: str) -> None:
+    if getattr(draft, name) is None:
+        draft.derive(reason, **{name: value})
+
+
+_HEAD_WIDTHS = (64, 32, 16, 8)
+_ENOUGH_HEADS = 8
+
+
+def derive(draft: Draft) -> list[str]:
+    """Fills in the open values but the length of the run; returns the problems met on the way."""
+    derive_layout(draft)
+    _processes(draft)
+    problems = _attention(draft)
+    _widths(draft)
+    problems += derive_positions(draft)
+    _experts(draft)
+    _recompute(draft)
+    problems += _batches(draft)
+    return problems + _folders(draft)
+
+
+def _processes(draft: Draft) -> None:
+    facts = draft.facts
+    if draft.nproc_per_node != facts.local_processes and not draft.given("nproc_per_node"):
+        reason = f"started by {facts.launcher}" if facts.launcher else "processes on this machine"
+        draft.derive(reason, nproc_per_node=facts.local_processes)
+    if unset(draft.max_restarts):
+        several = facts.world_size > 1 and not facts.launcher
+        reason = "several processes" if several else facts.launcher or "one process"
+        draft.derive(reason, max_restarts=3 if several else 0)
+    if unset(draft.threads_per_process):
+        threads = max(1, facts.cores // max(1, facts.local_processes))
+        draft.derive(f"{facts.cores} cores / {facts.local_processes} processes", threads_per_process=threads)
+
+
+def _attention(draft: Draft) -> list[str]:
+    hidden = draft.hidden_size
+    if unset(draft.num_attention_heads):
+        _heads(draft, "")
+    elif _preset_heads_do_not_fit(draft):
+        _heads(draft, f"; {draft.source('num_attention_heads')} has {draft.num_attention_heads}")
+    heads = draft.num_attention_heads
+    problems = []
+    if unset(draft.kv_channels):
+        if hidden % heads and draft.wrong.keys().isdisjoint(("hidden_size", "num_attention_heads")):
+            problems = [
+                f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
+                f"use {either(divisors(hidden))} heads, or give --kv-channels"
+            ]
+        draft.derive(f"{hidden} hidden / {heads} heads", kv_channels=max(1, hidden // heads))
+    _groups(draft)
+    return problems
+
+
+def _preset_heads_do_not_fit(draft: Draft) -> bool:
+    """Whoever changes the width of a preset should not have to work out its heads."""
+    typed = draft.given("hidden_size") and not draft.given("num_attention_heads")
+    return typed and unset(draft.kv_channels) and draft.hidden_size % draft.num_attention_heads != 0
+
+
+def _heads(draft: Draft, remark: str) -> None:
+    """Wide heads, but enough of them to be shared by eight ranks. The layout itself is not asked: the same words must
+    mean the same model in every one."""
+    hidden = draft.hidden_size
+    fitting = [w for w in _HEAD_WIDTHS if hidden % w == 0]
+    enough = [w for w in fitting if hidden // w >= _ENOUGH_HEADS]
+    width = enough[0] if enough else fitting[-1] if fitting else hidden
+    draft.derive(f"{hidden} hidden / {width} per head{remark}", num_attention_heads=max(1, hidden // width))
+
+
+def _groups(draft: Draft) -> None:
+    heads, groups = draft.num_attention_heads, draft.num_query_groups
+    if not draft.group_query_attention and groups is not None:
+        if not draft.given("num_query_groups"):
+            draft.derive("as many as heads", num_query_groups=heads)
+        elif not draft.given("group_query_attention"):
+            draft.derive("--num-query-groups is given", group_query_attention=True)
+    elif groups is None and draft.group_query_attention:
+        draft.derive("--group-query-attention alone means one, as in Megatron", num_query_groups=1)
+    elif groups is None:
+        draft.derive("as many as heads", num_query_groups=heads)
+    elif heads % groups and not draft.given("num_query_groups"):
+        fewer = max(d for d in divisors(heads) if d <= groups)
+        draft.derive(f"a divisor of {heads} heads; the preset has {groups}", num_query_groups=fewer)
+
+
+def _widths(draft: Draft) -> None:
+    hidden = draft.hidden_size
+    if unset(draft.ffn_hidden_size):
+        if draft.gated_linear_unit:
+            draft.derive("8/3 × hidden, in 64s", ffn_hidden_size=max(64, int(4 * hidden * 2 / 3 / 64) * 64))
+        else:
+            draft.derive("4 × hidden", ffn_hidden_size=4 * hidden)
+    if unset(draft.max_position_embeddings):
+        draft.derive("seq-length", max_position_embeddings=draft.seq_length)
+    if unset(draft.vocab_size) and not unset(draft.padded_vocab_size):
+        draft.derive("padded-vocab-size", vocab_size=draft.padded_vocab_size)
+    if unset(draft.padded_vocab_size) and not unset(draft.vocab_size):
+        multiple = draft.make_vocab_size_divisible_by * draft.tensor_model_parallel_size
+        padded = math.ceil(draft.vocab_size / multiple) * multiple
+        draft.derive(f"{draft.vocab_size} up to a multiple of {multiple}", padded_vocab_size=padded)
+
+
+def _experts(draft: Draft) -> None:
+    if draft.num_experts is None:
+        return
+    if unset(draft.moe_ffn_hidden_size):
+        draft.derive("ffn-hidden-size", moe_ffn_hidden_size=draft.ffn_hidden_size)
+    if unset(draft.expert_tensor_parallel_size):
+        draft.derive("as dense layers", expert_tensor_parallel_size=draft.tensor_model_parallel_size)
+    tensor = draft.tensor_model_parallel_size
+    if tensor > 1 and not draft.sequence_parallel and not draft.given("sequence_parallel"):
+        draft.derive(f"experts on {tensor} tensor ranks need it", sequence_parallel=True)
+
+
+def _recompute(draft: Draft) -> None:
+    kind, method = draft.recompute_granularity, draft.recompute_method
+    if kind == "selective" and not draft.recompute_modules:
+        draft.derive("as in Megatron", recompute_modules=("core_attn",))
+    if kind != "full":
+        return
+    if method is None:
+        draft.derive("--recompute-granularity full", recompute_method="uniform")
+    if method != "block" and unset(draft.recompute_num_layers):
+        draft.derive("every layer by itself", recompute_num_layers=1)
+
+
+def _batches(draft: Draft) -> list[str]:
+    """Settles micro and global batch from whichever way the user chose to say it."""
+    problems = settle_stepwise_batch(draft)
+    if problems:
+        return problems
+    if KEPT in draft.source("global_batch_size"):
+        # What a rank was to do is recorded all the same: the next start compares it with what it is told.
+        return _micro_and_global(draft, None)
+    if draft.rank_batch_size is not None:
+        explicit = [n for n in ("micro_batch_size", "global_batch_size") if draft.given(n)]
+        if explicit and draft.given("rank_batch_size"):
+            return [
+                "--batch_size and --micro-batch-size/--global-batch-size say the same thing twice; give one of them"
+            ]
+        if not explicit:
+            return _batches_of_a_rank(draft, draft.rank_batch_size)
+    accumulated, cuts = draft.gradient_accumulation_steps, draft.num_microbatches
+    if accumulated is not None and cuts not in (None, accumulated):
+        return [
+            f"--gradient-accumulation-steps {accumulated} and --num-microbatches {cuts} both say how many "
+            f"micro-batches a step has; give one of them"
+        ]
+    return _micro_and_global(draft, accumulated or cuts)
+
+
+def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
+    dp, micro, total = draft.data_parallel_size, draft.micro_batch_size, draft.global_batch_size
+    if micro is None and total is None:
+        micro = 1
+        draft.derive("one sample at a time", micro_batch_size=micro)
+    if total is None:
+        reason = f"{micro} × {dp} ranks × {steps or 1} micro-batches"
+        draft.derive(reason, global_batch_size=micro * dp * (steps or 1))
+        return []
+    if micro is None:
+        return _micro_from_global(draft, total, dp, steps)
+    if steps is not None and micro * dp * steps != total:
+        return [
+            f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
+            f"{micro * dp * steps}; leave one of them out"
+        ]
+    common = _in_every_batch(draft, total)
+    if common % (micro * dp) and common % dp == 0 and not draft.given("micro_batch_size"):
+        fewer = max(d for d in divisors(common // dp) if d <= micro)
+        draft.derive(f"a divisor of {common} / {dp} ranks; the preset has {micro}", micro_batch_size=fewer)
+    return []
+
+
+def _in_every_batch(draft: Draft, total: int) -> int:
+    """What every size is a multiple of that the batch has on its way to `total`."""
+    plan = plan_so_far(draft)
+    return total if plan is None else plan.common_divisor
+
+
+def _micro_from_global(draft: Draft, total: int, dp: int, steps: int | None) -> list[str]:
+    ranks, common = draft.pipeline_model_parallel_size, _in_every_batch(draft, total)
+    if steps is None and ranks > 1 and common % dp == 0:
+        # A pipeline works on several micro-batches at a time.
+        micro = max((d for d in divisors(common // dp) if total // dp // d >= ranks), default=1)
+        draft.derive(
+            f"{common} / {dp} ranks, cut for {ranks} pipeline ranks at least", micro_batch_size=micro
+        )
+        return []
+    if steps is None and common < total and common % dp == 0:
+        draft.derive(f"{common}, in every batch size, / {dp} ranks", micro_batch_size=common // dp)
+        return []
+    steps = steps or 1
+    micro, rest = divmod(total, dp * steps)
+    if rest:
+        return [
+            f"--global-batch-size {total} cannot be divided by {dp} data-parallel ranks × {steps} micro-batches; "
+            f"use a multiple of {dp * steps}"
+        ]
+    draft.derive(f"{total} / ({dp} ranks × {steps} micro-batches)", micro_batch_size=micro)
+    return []
+
+
+def _batches_of_a_rank(draft: Draft, batch: int) -> list[str]:
+    dp = draft.data_parallel_size
+    cuts, accumulation = draft.num_microbatches or 1, draft.gradient_accumulation_steps or 1
+    if batch % cuts:
+        return [
+            f"--batch_size {batch} is not divisible by --num_microbatches {cuts}; "
+            f"use {either(divisors(batch))} micro-batches"
+        ]
+    draft.derive(f"{batch} per rank / {cuts} micro-batches", micro_batch_size=batch // cuts)
+    draft.derive(
+        f"{batch} per rank × {dp} ranks × {accumulation} accumulated",
+        global_batch_size=batch * dp * accumulation,
+    )
+    return []
+
+
+def _folders(draft: Draft) -> list[str]:
+    if draft.given("save") and not draft.given("save_checkpoints") and not draft.save_checkpoints:
+        draft.derive("--save is given", save_checkpoints=True)
+    if draft.given("save") and draft.save_checkpoints and not draft.given("run_dir"):
+        # Two runs of one script are told apart by this alone; their logs must not run into each other.
+        draft.derive("beside the checkpoints of --save", run_dir=draft.save)
+    if unset(draft.save):
+        draft.derive("the run folder", save=f"{draft.run_dir}/checkpoints")
+    if unset(draft.load):
+        draft.derive("the run's own checkpoints", load=draft.save)
+    for name, rest in draft.in_run_folder.items():
+        place = Path(draft.run_dir) / rest
+        same_kind = place.absolute() if Path(getattr(draft, name)).is_absolute() else place
+        draft.assign(draft.source(name), **{name: str(same_kind)})
+    return _moved_aside(draft)
+
+
+def _moved_aside(draft: Draft) -> list[str]:
+    """`--fresh` moves the run's folders away; what is to be loaded must not be in them."""
+    if not draft.fresh or not draft.given("load") or unset(draft.load):
+        return []
+    load, places = draft.load, [getattr(draft, name) for name in ("run_dir", "save")]
+    inside = [place for place in places if is_inside(load, place)]
+    if not inside:
+        return []
+    return [f"--fresh would move {inside[0]} aside, and --load {load} with it; leave one of them out"]

@@ -1,0 +1,329 @@
+"""Settings from a YAML, TOML or JSON file: by section or flat, in any spelling."""
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentatron.errors import ConfigError, UserError
+from pentatron.settings.command_line import FlagTable, did_you_mean
+from pentatron.settings.data_paths import SPLITS, Blend
+from pentatron.settings.declaration import Setting, Spelling, coerce
+from pentatron.settings.entry import EntryPoint
+from pentatron.settings.run import sections, table
+from pentatron.settings.settings import Assigned, Draft
+from pentatron.text import parse_json
+
+# A file of settings, or of data sets with their weights, has no more.
+_MOST_VALUES = 1_000_000
+# Megatron's YAML files put their settings under these two.
+_MEGATRON_SECTIONS = ("language_model", "model_parallel")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One `key: value` of a file; `name` is the key with the section before it."""
+
+    name: str
+    key: str
+    value: Any
+
+
+def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
+    """The settings of one file, or every mistake in it at once."""
+    content = load_file(Path(path))
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no settings: write one 'name: value' a line")
+    flags = FlagTable(entry)
+    found: dict[str, tuple[str, Assigned]] = {}
+    problems: list[str] = []
+    for line in _lines(content):
+        try:
+            item, value = _setting(line, flags, f"{path}: {line.name}")
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if item.name in found:
+            problems.append(f"{path}: {found[item.name][0]} and {line.name} are the same setting; keep one")
+        found[item.name] = line.name, Assigned(value, f"file {path}")
+    if problems:
+        raise ConfigError(problems)
+    return {name: assigned for name, (_, assigned) in found.items()}
+
+
+def _setting(line: _Line, flags: FlagTable, what: str) -> tuple[Setting, Any]:
+    """The setting a line means and its value."""
+    found = flags.find(line.key)
+    known = (*sections(), *_MEGATRON_SECTIONS)
+    if line.key in known:
+        raise UserError(f"{what} is a section; write its settings indented below it")
+    if isinstance(line.value, dict) and found is None:
+        raise UserError(
+            f"{what}: unknown section{did_you_mean(line.key, known)}; there are {', '.join(known)}"
+        )
+    if found is None:
+        if refusal := flags.refusal(line.key):
+            raise UserError(f"{what} is ambiguous here: {refusal}")
+        guess = did_you_mean(line.key.replace("-", "_"), table())
+        raise UserError(f"{what}: unknown setting{guess}")
+    item, spelling = found
+    if item.name == "config":
+        raise UserError(f"{what}: a file cannot name another; give --config once, on the command line")
+    value = _value(item, spelling, line.value, what)
+    if item.names_code and value != item.default:
+        raise UserError(
+            f"{what} names code, which only the command line may choose; if you trust it, remove it from the file and add "
+            f"{item.written(tuple(map(shlex.quote, value)))} to the command"
+        )
+    return item, value
+
+
+def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:
+    if spelling.takes_value:
+        return coerce(item, written, what)
+    if written is None and item.base_type is bool and item.optional:
+        return None
+    if not isinstance(written, bool):
+        raise UserError(f"{what} wants true or false, not '{written}'")
+    if written:
+        return spelling.sets
+    return (not spelling.sets) if isinstance(spelling.sets, bool) else item.default
+
+
+def _lines(content: dict[Any, Any]) -> Iterator[_Line]:
+    """Every setting of a file; a mapping under a section's name is that section."""
+    for key, value in content.items():
+        if isinstance(value, dict | None) and key in (*sections(), *_MEGATRON_SECTIONS):
+            yield from (_Line(f"{key}.{inner}", str(inner), v) for inner, v in (value or {}).items())
+        else:
+            yield _Line(str(key), str(key), value)
+
+
+def load_file(path: Path, flag: str = "--config") -> Any:
+    """What a YAML, TOML or JSON file holds; `flag` is the one that named it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"configuration file {path} does not exist; check the path given to {flag}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"configuration file {path} cannot be read ({reason})") from None
+    try:
+        return _parse(path, text)
+    except UserError as error:
+        raise UserError(f"configuration file {path} {error}") from None
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"configuration file {path} is not valid {path.suffix.lstrip('.') or 'yaml'}: {reason}"
+        ) from None
+
+
+def _parse(path: Path, text: str) -> Any:
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    if path.suffix == ".json":
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    if path.suffix in (".yaml", ".yml", ""):
+        return parse_yaml(text)
+    raise UserError("is neither .yaml, .toml nor .json")
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML without repeated keys; raises what the library raises."""
+    try:
+        import yaml
+    except ImportError:
+        raise UserError("needs PyYAML: pip install pyyaml (or write TOML or JSON)") from None
+
+    class Loader(yaml.SafeLoader):
+        """YAML keeps the last of two equal keys without a word; a file edited by hand must not."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            _without_repeats([(key.value, None) for key, _ in node.value])
+            return super().construct_mapping(node, deep)
+
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _require_small(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _require_small(node: Any, sizes: dict[int, int]) -> int:
+    """How many values a part of a file unfolds to. A few lines that repeat each other can mean more than any memory holds."""
+    if id(node) in sizes:
+        if sizes[id(node)] == 0:
+            raise UserError("repeats a part within itself; write it out")
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    inner = node.value if isinstance(node.value, list) else []
+    parts = (part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,)))
+    size = 1 + sum(_require_small(part, sizes) for part in parts)
+    if size > _MOST_VALUES:
+        raise UserError(f"unfolds to more than {_MOST_VALUES} values; write it without repetitions")
+    sizes[id(node)] = size
+    return size
+
+
+def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise UserError(f"gives {key} twice; keep one")
+        seen.add(key)
+    return dict(pairs)
+
+
+# Files that name data: --data-args-path, --per-split-data-args-path and --data-path-config.
+
+
+def read_data_files(draft: Draft) -> None:
+    """Puts the words of --data-args-path, --per-split-data-args-path and --data-path-config where they would be written."""
+    files = (
+        ("data_args_path", draft.data_args_path, _read_words),
+        ("per_split_data_args_path", draft.per_split_data_args_path, _read_per_split),
+        ("data_path_config", draft.data_path_config, _read_blend),
+    )
+    for name, path, read in files:
+        if path is None:
+            continue
+        flag = table()[name].written(path)
+        try:
+            for target, words in read(Path(path), flag).items():
+                _put(draft, target, words, flag)
+        except UserError as error:
+            draft.wrong[name] = str(error)
+
+
+def _put(draft: Draft, target: str, words: tuple[str, ...], flag: str) -> None:
+    if getattr(draft, target) and getattr(draft, target) != words:
+        raise UserError(
+            f"{flag} and {table()[target].written(getattr(draft, target), draft.source(target))} name different data; choose one"
+        )
+    draft.assign(f"derived: {flag}", **{target: words})
+
+
+def _read_words(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
+    words = tuple(_text(path, flag).split())
+    Blend.parse(words, flag)
+    return {"data_path": words}
+
+
+def _read_per_split(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
+    try:
+        content = parse_json(_text(path, flag))
+    except ValueError as error:
+        raise UserError(f"{flag} is not JSON ({error}); repair it") from None
+    return _by_split(content, flag)
+
+
+def _read_blend(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
+    text = _text(path, flag)
+    try:
+        content = parse_yaml(text)
+    except UserError as error:
+        raise UserError(f"{flag} {error}") from None
+    except Exception as error:
+        raise UserError(f"{flag} is not YAML ({' '.join(str(error).split())}); repair it") from None
+    if isinstance(content, dict) and not content.keys().isdisjoint(SPLITS):
+        return _by_split(content, flag)
+    return {"data_path": _words(content, flag)}
+
+
+def _by_split(content: Any, flag: str) -> dict[str, tuple[str, ...]]:
+    if not isinstance(content, dict) or not content or not content.keys() <= set(SPLITS):
+        raise UserError(f"{flag} must hold the keys train, valid and test, or some of them, and no others")
+    return {
+        f"{split}_data_path": _words(content[split], f"{flag} ({split})")
+        for split in SPLITS
+        if content.get(split)
+    }
+
+
+def _words(content: Any, flag: str) -> tuple[str, ...]:
+    """A text or a list as --data-path would be written, or a list of `{weight: W, path: P}`."""
+    words: list[str] = []
+    entries = content.split() if isinstance(content, str) else content
+    if not isinstance(entries, list):
+        raise UserError(
+            f"{flag} must be a list of prefixes, or of entries like {{weight: 0.7, path: PREFIX}}"
+        )
+    for entry in entries:
+        if isinstance(entry, dict):
+            if not {"path"} <= entry.keys() <= {"path", "weight"}:
+                raise UserError(f"{flag}: {entry} is no entry; write it like {{weight: 0.7, path: PREFIX}}")
+            words += [str(entry[key]) for key in ("weight", "path") if key in entry]
+        else:
+            words.append(str(entry))
+    weighted = {"weight" in entry for entry in entries if isinstance(entry, dict)}
+    if len(weighted) > 1:
+        raise UserError(f"{flag} mixes entries with and without a weight; give each one, or none")
+    Blend.parse(words, flag)
+    return tuple(words)
+
+
+def _text(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{flag} does not exist; check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{flag} cannot be read ({reason})") from None
+
+
+# The `config.yaml` that a run leaves, given to another one: places in the first run's folder become places in
+# the second's.
+
+
+HEADER = "# Every setting of this run and where it came from. Use it again with: --config THIS_FILE"
+# Settings that name a file or a folder which a run writes. The run's folder and that of its checkpoints are not taken over at all.
+_WRITTEN_TO = ("tensorboard_dir", "wandb_save_dir", "data_cache_path", "memory_snapshot_path")
+# A relative path of these already means a place in the folder of the run that uses it.
+_BELOW_THE_RUN = ("memory_snapshot_path",)
+# One line of the file; values that are not to be taken over are comments.
+_LINE = re.compile(r"^  (?:# )?(\w+): (.*?)  # .*$", re.MULTILINE)
+
+
+def saved_values(text: str) -> dict[str, Any]:
+    """Every setting of the run that wrote this text, also those that another run does not take over."""
+    found: dict[str, Any] = {}
+    for name, written in _LINE.findall(text):
+        try:
+            found[name] = json.loads(written)
+        except ValueError:
+            # Changed by hand.
+            continue
+    return found
+
+
+def places_in_run(file: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """By setting, the path below the run's folder of each place that the run of this file wrote to inside it.
+
+    Empty where the file is not the `config.yaml` of a run. A run that was moved aside since names its first folder.
+    """
+    path = Path(file)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not text.startswith(HEADER):
+        return {}
+    named = saved_values(text)
+    folders = [path.parent, *(Path(named[name]) for name in ("run_dir", "save") if named.get(name))]
+    places = {name: Path(values[name]) for name in _WRITTEN_TO if values.get(name) is not None}
+    found: dict[str, str] = {}
+    for name, place in places.items():
+        if name in _BELOW_THE_RUN and not place.is_absolute():
+            continue
+        for folder in folders:
+            if place.resolve().is_relative_to(folder.resolve()):
+                found[name] = str(place.resolve().relative_to(folder.resolve()))
+                break
+    return found

@@ -1,0 +1,403 @@
+"""Rules about the layout: whether the processes, the model, the pipeline and the batch fit together.
+
+Each returns a sentence with the equation filled in and the fix; `rules.py` asks them with all others.
+"""
+
+import math
+from collections.abc import Callable
+
+from pentatron.layout.batch import batch_problem
+from pentatron.layout.ranks import world_size_problem
+from pentatron.layout.schedules import (
+    HALVING,
+    Stages,
+    group_problem,
+    micro_batches_problem,
+    stages_misfit,
+    takes_groups,
+)
+from pentatron.layout.stages import Costs, stage_parts
+from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
+from pentatron.settings.run import table
+from pentatron.settings.settings import Settings, unset
+from pentatron.text import divisors, either
+
+Rule = Callable[[Settings], str | None]
+
+
+def _world(s: Settings) -> str | None:
+    sizes = (s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size)
+    return world_size_problem(s.facts.world_size, *sizes)
+
+
+def _expected_world(s: Settings) -> str | None:
+    if s.world_size in (None, s.facts.world_size):
+        return None
+    return (
+        f"--world-size {s.world_size} does not match the {s.facts.world_size} process(es) that were started; "
+        f"start {s.world_size} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out"
+    )
+
+
+def _data_parallel(s: Settings) -> str | None:
+    model = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
+    if s.facts.world_size % model or s.data_parallel_size * model == s.facts.world_size:
+        return None
+    return (
+        f"--data-parallel-size {s.data_parallel_size} × {model} (tp × pp × cp) = {s.data_parallel_size * model}, "
+        f"but there are {s.facts.world_size} processes; use {s.facts.world_size // model} or leave it out"
+    )
+
+
+def _processes_here(s: Settings) -> str | None:
+    if not s.facts.launcher or s.nproc_per_node == s.facts.local_processes:
+        return None
+    return (
+        f"--nproc-per-node {s.nproc_per_node} does not match the {s.facts.local_processes} process(es) that "
+        f"{s.facts.launcher} started on this machine; leave --nproc-per-node out"
+    )
+
+
+def _heads_per_rank(s: Settings) -> str | None:
+    heads, tp = s.num_attention_heads, s.tensor_model_parallel_size
+    if heads % tp == 0:
+        return None
+    return (
+        f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; "
+        f"use {either(divisors(heads))}"
+    )
+
+
+def _groups_per_rank(s: Settings) -> str | None:
+    groups, tp = s.num_query_groups, s.tensor_model_parallel_size
+    # As many groups as heads is no grouping; the rule about heads says it all.
+    if groups % tp == 0 or tp % groups == 0 or groups == s.num_attention_heads:
+        return None
+    return (
+        f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
+        f"use a tensor parallel size of {either(divisors(groups))}"
+    )
+
+
+def _mlp_per_rank(s: Settings) -> str | None:
+    width, tp = s.ffn_hidden_size, s.tensor_model_parallel_size
+    if width % tp == 0:
+        return None
+    return (
+        f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
+        f"use --ffn-hidden-size {_next_width(width, tp)}"
+    )
+
+
+def _next_width(width: int, ranks: int) -> int:
+    """A little more than `width`, of which every rank has a share that matmuls like: the roundest within a twentieth."""
+    sizes = [math.ceil(width / (ranks * unit)) * ranks * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
+    return next((size for size in sizes if size <= 1.05 * width), sizes[-1])
+
+
+def _padded_vocabulary(s: Settings) -> str | None:
+    size, padded, tp = s.vocab_size, s.padded_vocab_size, s.tensor_model_parallel_size
+    if size is None or (padded >= size and padded % tp == 0):
+        return None
+    enough = math.ceil(max(size, padded) / tp) * tp
+    if padded < size:
+        return (
+            f"--padded-vocab-size {padded} is smaller than --vocab-size {size}; use {enough} or leave it out"
+        )
+    return (
+        f"--padded-vocab-size {padded} is not divisible by --tensor-model-parallel-size {tp}; "
+        f"use {enough} or leave it out"
+    )
+
+
+def _sequence_per_rank(s: Settings) -> str | None:
+    length, cp, tp = s.seq_length, s.context_parallel_size, s.tensor_model_parallel_size
+    factors = [f"2 × {cp} (context)"] if cp > 1 else []
+    multiple = 2 * cp if cp > 1 else 1
+    if s.sequence_parallel and tp > 1:
+        factors.append(f"{tp} (tensor, for --sequence-parallel)")
+        multiple = math.lcm(multiple, cp * tp)
+    if length % multiple == 0:
+        return None
+    up = math.ceil(length / multiple) * multiple
+    down = f"{up - multiple} or " if up > multiple else ""
+    return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
+
+
+def _heads_per_context_rank(s: Settings) -> str | None:
+    """The exchange of heads for tokens gives every context rank some of the heads of its tensor rank."""
+    cp, tp = s.context_parallel_size, s.tensor_model_parallel_size
+    if cp == 1 or s.cp_comm_type != "a2a" or s.num_attention_heads % tp:
+        return None
+    own = attention_sizes(s, tp)
+    heads, groups = own.heads, own.groups
+    fits = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+    if cp in fits:
+        return None
+    counts = f"{heads} heads" + (f" in {groups} groups" if groups != heads else "")
+    return (
+        f"--cp-comm-type a2a cannot deal out {counts}{' of each tensor rank' if tp > 1 else ''} to {cp} (context) ranks; "
+        f"use a context parallel size of {either(fits)}, or --cp-comm-type p2p"
+    )
+
+
+def _context_dropout(s: Settings) -> str | None:
+    cp, dropout = s.context_parallel_size, s.attention_dropout
+    if cp == 1 or dropout == 0:
+        return None
+    return (
+        f"--attention-dropout {dropout} does not work with sequences split over {cp} ranks "
+        f"(--context-parallel-size {cp}); use --attention-dropout 0, or --context-parallel-size 1"
+    )
+
+
+def _context_kernel(s: Settings) -> str | None:
+    """Attention in parts needs each part's sum of exponentials, which is asked of the flash kernel or of plain code."""
+    cp, kind, kernel = s.context_parallel_size, s.cp_comm_type, s.attention_backend
+    if cp == 1 or kind == "a2a" or kernel not in ("cudnn", "efficient"):
+        return None
+    return (
+        f"--attention-backend {kernel} cannot compute attention in parts, as --cp-comm-type {kind} needs it; use "
+        f"--attention-backend auto, flash or math, or --cp-comm-type a2a"
+    )
+
+
+def _layers_per_stage(s: Settings) -> str | None:
+    layers, ranks = s.num_layers, s.pipeline_model_parallel_size
+    virtual = s.virtual_pipeline_model_parallel_size or 1
+    # A layout written out may give a stage to the embedding alone.
+    if layers >= ranks * virtual or s.pipeline_model_parallel_layout is not None:
+        return None
+    if virtual > 1:
+        return (
+            f"--num-layers {layers} cannot fill {ranks} (pipeline) × {virtual} (virtual) = {ranks * virtual} stages; "
+            f"use {ranks * virtual} layers or more, or fewer stages"
+        )
+    return (
+        f"--num-layers {layers} cannot fill the {ranks} stages of --pipeline-model-parallel-size {ranks}; "
+        f"use {ranks} layers or more, or at most {layers} stage{'s' if layers > 1 else ''}"
+    )
+
+
+def _virtual_stages(s: Settings) -> str | None:
+    ranks, virtual = s.pipeline_model_parallel_size, s.virtual_pipeline_model_parallel_size or 1
+    if virtual == 1 or ranks > 1:
+        return None
+    return (
+        f"virtual stages ({virtual} on each rank) need a pipeline, but --pipeline-model-parallel-size is {ranks}; "
+        f"use 2 or more pipeline ranks, or leave the virtual stages out"
+    )
+
+
+def _layers_per_virtual_stage(s: Settings) -> str | None:
+    each = s.num_layers_per_virtual_pipeline_stage
+    if each is None:
+        return None
+    layers, ranks, virtual = (
+        s.num_layers,
+        s.pipeline_model_parallel_size,
+        s.virtual_pipeline_model_parallel_size or 1,
+    )
+    if ranks * virtual * each == layers:
+        return None
+    if layers % (ranks * each):
+        down = layers - layers % (ranks * each)
+        return (
+            f"--num-layers {layers} is not divisible by {ranks} (pipeline) × {each} "
+            f"(--num-layers-per-virtual-pipeline-stage) = {ranks * each}; use "
+            f"{f'{down} or ' if down else ''}{down + ranks * each} layers, or another number for each stage"
+        )
+    return (
+        f"{ranks} (pipeline) × {virtual} (virtual) × {each} (--num-layers-per-virtual-pipeline-stage) = "
+        f"{ranks * virtual * each}, but --num-layers is {layers}; leave one of the two flags for virtual stages out"
+    )
+
+
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _division(s: Settings) -> str | None:
+    """Whether the layers can be divided as the user wants it, and none is left out or counted twice."""
+    division = division_of(s)
+    ways = [
+        next((table()[n].flag for n in way if getattr(s, n)), None)
+        for way in (
+            ("pipeline_model_parallel_layout",),
+            ("num_layers_per_virtual_pipeline_stage",),
+            _ENDS,
+            _COUNTED,
+        )
+    ]
+    said = [flag for flag in ways if flag is not None]
+    if len(said) > 1 and division.ranks > 1:
+        return f"{' and '.join(said)} each say how the layers are divided; give one of them"
+    if division.written is None and s.num_layers < division.stages:
+        return None
+    try:
+        # Costs shift layers between stages; whether there is a division does not depend on them.
+        stage_parts(s.num_layers, division, Costs())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _schedule(s: Settings) -> str | None:
+    """Whether there is such a schedule for this number of stages."""
+    kind, ranks = s.pipeline_schedule, s.pipeline_model_parallel_size
+    virtual = s.virtual_pipeline_model_parallel_size or 1
+    match None if ranks == 1 else stages_misfit(kind, virtual):
+        case Stages.SEVERAL:
+            return (
+                f"--pipeline-schedule {kind} needs several stages on each rank; "
+                "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
+            )
+        case Stages.TWO:
+            return (
+                f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
+                f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
+            )
+        case Stages.ONE:
+            return (
+                f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
+                f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
+            )
+    return None
+
+
+def _micro_batch_count(s: Settings) -> int | None:
+    """Micro-batches of a step, where they are known and come out even."""
+    if unset(s.global_batch_size) or unset(s.micro_batch_size) or _batch(s) is not None:
+        return None
+    return int(s.global_batch_size // (s.micro_batch_size * s.data_parallel_size))
+
+
+def _enough_micro_batches(s: Settings) -> str | None:
+    kind, ranks, count = (
+        s.pipeline_schedule,
+        s.pipeline_model_parallel_size,
+        _micro_batch_count(s),
+    )
+    problem = None if ranks == 1 or count is None else micro_batches_problem(kind, ranks, count)
+    return None if problem is None else f"--pipeline-schedule {problem}"
+
+
+def _micro_batch_groups(s: Settings) -> str | None:
+    group, ranks = s.microbatch_group_size_per_virtual_pipeline_stage, s.pipeline_model_parallel_size
+    virtual = s.virtual_pipeline_model_parallel_size or 1
+    if group is None or virtual == 1 or ranks == 1 or not takes_groups(s.pipeline_schedule, virtual):
+        return None
+    count = _micro_batch_count(s)
+    problem = None if count is None else group_problem(ranks, count, group)
+    return (
+        None if problem is None else f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}"
+    )
+
+
+def _batch(s: Settings) -> str | None:
+    if unset(s.global_batch_size) or unset(s.micro_batch_size):
+        return None
+    return batch_problem(s.global_batch_size, s.micro_batch_size, s.data_parallel_size)
+
+
+def _recompute_method(s: Settings) -> str | None:
+    kind, method, count = s.recompute_granularity, s.recompute_method, s.recompute_num_layers
+    if kind == "selective" and (method is not None or not unset(count)):
+        flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
+        return (
+            f"{flag} is about whole layers, but --recompute-granularity selective recomputes modules; "
+            f"leave it out or use full"
+        )
+    if kind == "full" and method == "block" and unset(count):
+        return (
+            "--recompute-method block needs to know how many of a stage's first layers it covers; "
+            "give --recompute-num-layers"
+        )
+    return None
+
+
+def _recomputed_layers(s: Settings) -> str | None:
+    count, ranks = s.recompute_num_layers, s.pipeline_model_parallel_size
+    if s.recompute_granularity != "full" or count is None:
+        return None
+    if _division(s) is not None or _layers_per_stage(s) is not None:
+        return None
+    parts = stage_parts(s.num_layers, division_of(s), costs_of(s))
+    most = max(len(part.layers) for part in parts)
+    if count <= most:
+        return None
+    where = "the model has" if ranks == 1 else "a stage has at most"
+    return f"--recompute-num-layers {count} is more than the {most} layers that {where}; use 1 to {most}"
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    _world,
+    _expected_world,
+    _data_parallel,
+    _processes_here,
+    _heads_per_rank,
+    _groups_per_rank,
+    _mlp_per_rank,
+    _padded_vocabulary,
+    _sequence_per_rank,
+    _heads_per_context_rank,
+    _context_dropout,
+    _context_kernel,
+    _layers_per_stage,
+    _virtual_stages,
+    _layers_per_virtual_stage,
+    _division,
+    _schedule,
+    _enough_micro_batches,
+    _micro_batch_groups,
+    _recompute_method,
+    _recomputed_layers,
+    _batch,
+)
+
+
+# Rules about parameters in shards (ZeRO 3): what cannot be together with them, and groups of replicas that
+# come out even.
+
+
+def _shards_in_halves(s: Settings) -> str | None:
+    kind = s.pipeline_schedule
+    if s.zero_stage != 3 or kind not in HALVING or s.pipeline_model_parallel_size == 1:
+        return None
+    return (
+        f"--pipeline-schedule {kind} computes weight gradients later than the rest, when --zero-stage 3 has summed the "
+        f"gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2"
+    )
+
+
+def _instances(s: Settings) -> str | None:
+    if s.zero_stage != 3:
+        return None
+    count, grid = s.num_distributed_optimizer_instances, grid_of(s)
+    replicas = grid.data * grid.context
+    if replicas % count:
+        return (
+            f"--num-distributed-optimizer-instances {count} does not divide {grid.data} (data) × {grid.context} (context) = "
+            f"{replicas} ranks that hold the same weights; use {either(divisors(replicas))}"
+        )
+    # Whether experts fit the ranks at all is another rule.
+    of_experts, rest = divmod(grid.stage_size, grid.expert * grid.expert_tensor)
+    if s.num_experts is None or rest or of_experts % count == 0:
+        return None
+    both = [n for n in divisors(replicas) if of_experts % n == 0]
+    return (
+        f"--num-distributed-optimizer-instances {count} does not divide the {of_experts} ranks that hold the same experts; "
+        f"use {either(both)}"
+    )
+
+
+def _shards_on_host(s: Settings) -> str | None:
+    if s.zero_stage != 3 or not s.optimizer_cpu_offload:
+        return None
+    return (
+        "--optimizer-cpu-offload moves what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
+        "weights themselves; use --zero-stage 2, or leave --optimizer-cpu-offload out"
+    )
+
+
+ZERO_RULES = (_shards_in_halves, _instances, _shards_on_host)

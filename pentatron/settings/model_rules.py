@@ -1,0 +1,330 @@
+"""Rules about experts: whether router, experts and ranks fit together."""
+
+import math
+from math import gcd
+
+from pentatron.devices import FP8_MULTIPLE
+from pentatron.layout.ranks import expert_size_problem
+from pentatron.settings.layers import windowed_layers
+from pentatron.settings.layout_rules import Rule
+from pentatron.settings.model import moe_layers
+from pentatron.settings.parameters import grid_of
+from pentatron.settings.settings import Settings, unset
+from pentatron.text import divisors, either
+
+
+def _experts(s: Settings) -> str | None:
+    experts, ep, topk = s.num_experts, s.expert_model_parallel_size, s.moe_router_topk
+    if experts is None:
+        return f"--expert-model-parallel-size {ep} needs experts; give --num-experts" if ep > 1 else None
+    if experts % ep:
+        return (
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}; "
+            f"use {either(divisors(experts))}"
+        )
+    if topk > experts:
+        return f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
+    return None
+
+
+def _expert_ranks(s: Settings) -> str | None:
+    if s.num_experts is None:
+        return None
+    grid = grid_of(s)
+    return expert_size_problem(grid.data, grid.context, grid.tensor, grid.expert, grid.expert_tensor)
+
+
+def _expert_width(s: Settings) -> str | None:
+    if s.num_experts is None:
+        return None
+    width, ranks = s.moe_ffn_hidden_size, grid_of(s).expert_tensor
+    if width % ranks:
+        return (
+            f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {ranks}; "
+            f"use {math.ceil(width / ranks) * ranks}, or another size"
+        )
+    return None
+
+
+def _shared_expert_width(s: Settings) -> str | None:
+    width, tp = s.moe_shared_expert_intermediate_size, s.tensor_model_parallel_size
+    if s.num_experts is None or width is None or width % tp == 0:
+        return None
+    return (
+        f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
+        f"use {math.ceil(width / tp) * tp}"
+    )
+
+
+def _shared_gate(s: Settings) -> str | None:
+    if not s.moe_shared_expert_gate or s.moe_shared_expert_intermediate_size is not None:
+        return None
+    return "--moe-shared-expert-gate needs a shared expert; give --moe-shared-expert-intermediate-size"
+
+
+def _layers_with_experts(s: Settings) -> str | None:
+    if s.num_experts is None:
+        return None
+    try:
+        moe_layers(s.moe_layer_freq, s.num_layers)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _tokens_of_a_rank(s: Settings) -> str | None:
+    """Every rank must route tokens of its own; without sequence parallelism tensor ranks all have the same ones."""
+    tp = s.tensor_model_parallel_size
+    if s.num_experts is None or tp == 1 or s.sequence_parallel:
+        return None
+    return (
+        f"experts with --tensor-model-parallel-size {tp} need --sequence-parallel: without it {tp} ranks would route the "
+        f"same tokens; leave --no-sequence-parallel out"
+    )
+
+
+def _groups_of_experts(s: Settings) -> str | None:
+    experts, groups, used, topk = (
+        s.num_experts,
+        s.moe_router_num_groups,
+        s.moe_router_group_topk,
+        s.moe_router_topk,
+    )
+    if experts is None or (groups is None and unset(used)):
+        return None
+    if groups is None or unset(used):
+        return "--moe-router-num-groups and --moe-router-group-topk go together; give both"
+    if experts % groups:
+        return f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; use {either(divisors(experts))}"
+    if used > groups:
+        return f"--moe-router-group-topk {used} is more than --moe-router-num-groups {groups}; use at most {groups}"
+    if topk % used:
+        return f"--moe-router-topk {topk} is not divisible by --moe-router-group-topk {used}; use {either(divisors(topk))}"
+    if topk > used * (experts // groups):
+        most = used * (experts // groups)
+        return (
+            f"--moe-router-topk {topk} is more than the {used} (--moe-router-group-topk) × {experts // groups} (experts of "
+            f"a group) = {most} experts a token may use; use at most {most}"
+        )
+    return None
+
+
+def _expert_bias(s: Settings) -> str | None:
+    if not s.moe_router_enable_expert_bias or s.moe_router_score_function == "sigmoid":
+        return None
+    return "--moe-router-enable-expert-bias goes with scores that do not compete; give --moe-router-score-function sigmoid"
+
+
+def _pre_softmax(s: Settings) -> str | None:
+    softmax = s.moe_router_score_function == "softmax"
+    if s.num_experts is None or not softmax or s.moe_router_topk > 1 or s.moe_router_pre_softmax:
+        return None
+    return (
+        "--moe-router-topk 1 with a softmax over the one chosen expert gives it the weight 1, whatever the router says, which "
+        "teaches the router nothing; give --moe-router-pre-softmax"
+    )
+
+
+def _balancing(s: Settings) -> str | None:
+    kinds, weights = s.moe_router_load_balancing_type, s.moe_aux_loss_coeff
+    if len(set(kinds)) < len(kinds):
+        return f"--moe-router-load-balancing-type {' '.join(kinds)} names one kind twice; name each once"
+    if "none" in kinds and len(kinds) > 1:
+        return (
+            f"--moe-router-load-balancing-type {' '.join(kinds)}: none goes with no other kind; leave it out"
+        )
+    if len(weights) in (1, len(kinds)):
+        return None
+    return f"--moe-aux-loss-coeff has {len(weights)} numbers for {len(kinds)} kinds of balancing; give one for all, or one for each"
+
+
+MOE_RULES = (
+    _experts,
+    _expert_ranks,
+    _expert_width,
+    _shared_expert_width,
+    _shared_gate,
+    _layers_with_experts,
+    _tokens_of_a_rank,
+    _groups_of_experts,
+    _expert_bias,
+    _pre_softmax,
+    _balancing,
+)
+
+
+# Rules about what a token sees: rotary positions, how they are stretched for long sequences, and windows.
+
+
+_SCALING = "--rope-scaling-type"
+
+
+def _scaling(s: Settings) -> str | None:
+    """The kind of scaling that acts; without rope there is none, and a notice says so."""
+    kind: str | None = s.rope_scaling_type if s.position_embedding_type == "rope" else None
+    return kind
+
+
+def _rotary(s: Settings) -> str | None:
+    if s.position_embedding_type != "rope" or int(s.kv_channels * s.rotary_percent) % 2 == 0:
+        return None
+    return (
+        f"the rotated part of a head, {s.kv_channels} × {s.rotary_percent} (--rotary-percent) = "
+        f"{int(s.kv_channels * s.rotary_percent)}, must be even; change --kv-channels or --num-attention-heads"
+    )
+
+
+def _factor(s: Settings) -> str | None:
+    kind = _scaling(s)
+    if kind is None or not unset(s.rope_scaling_factor):
+        return None
+    return f"{_SCALING} {kind} needs to know how far to stretch; give --rope-scaling-factor"
+
+
+def _first_length(s: Settings) -> str | None:
+    if _scaling(s) != "yarn" or not unset(s.rope_scaling_original_max_position_embeddings):
+        return None
+    return (
+        f"{_SCALING} yarn needs the length the model was first trained on; "
+        f"give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5"
+    )
+
+
+def _waves(s: Settings) -> str | None:
+    low, high = s.rope_scaling_low_freq_factor, s.rope_scaling_high_freq_factor
+    if _scaling(s) != "llama3" or low < high:
+        return None
+    return (
+        f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}: what lies between "
+        f"them is stretched in part; lower the first or raise the second"
+    )
+
+
+def _turns(s: Settings) -> str | None:
+    fast, slow = s.yarn_beta_fast, s.yarn_beta_slow
+    if _scaling(s) != "yarn" or slow < fast:
+        return None
+    return (
+        f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: what lies between them is stretched in part; "
+        f"lower the first or raise the second"
+    )
+
+
+def _base(s: Settings) -> str | None:
+    if _scaling(s) != "yarn" or s.rotary_base > 1:
+        return None
+    return f"{_SCALING} yarn needs --rotary-base above 1, not {s.rotary_base}"
+
+
+def _window(s: Settings) -> str | None:
+    window = s.window_size
+    if not window or (len(window) == 2 and window[1] == 0):
+        return None
+    return (
+        f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: a token sees so many tokens "
+        f"before it, and none after it"
+    )
+
+
+def _layers_with_windows(s: Settings) -> str | None:
+    if not s.window_size:
+        return None
+    try:
+        windowed_layers(s.window_attn_skip_freq, s.num_layers)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _window_dropout(s: Settings) -> str | None:
+    if not s.window_size or s.attention_dropout == 0 or s.attention_backend not in ("flash", "cudnn"):
+        return None
+    return (
+        f"--attention-backend {s.attention_backend} cannot drop attention weights within a window; use "
+        f"--attention-backend auto, or --attention-dropout 0"
+    )
+
+
+def _repeatable_attention(s: Settings) -> str | None:
+    if not s.deterministic_mode or s.attention_backend != "cudnn":
+        return None
+    return (
+        "--deterministic-mode: gradients of cuDNN's attention are not the same in every run; use --attention-backend auto, which "
+        "takes another kernel then"
+    )
+
+
+POSITION_RULES: tuple[Rule, ...] = (
+    _rotary,
+    _factor,
+    _first_length,
+    _waves,
+    _turns,
+    _base,
+    _window,
+    _layers_with_windows,
+    _window_dropout,
+    _repeatable_attention,
+)
+
+
+# Rules about number formats and loss scales.
+
+
+def _precision(s: Settings) -> str | None:
+    return "--fp16 and --bf16 exclude each other; choose one" if s.fp16 and s.bf16 else None
+
+
+def _smallest_scale(s: Settings) -> str | None:
+    first, least = s.initial_loss_scale, s.min_loss_scale
+    if first >= least or s.loss_scale:
+        return None
+    return f"--initial-loss-scale {first:g} is below --min-loss-scale {least:g}; raise the first or lower the second"
+
+
+def _beside_fp8(s: Settings) -> str | None:
+    if s.fp8_format is None or s.bf16:
+        return None
+    return f"--fp8 {s.fp8_format} is for matmuls of models in bf16; add --bf16, or leave it out"
+
+
+def _fp8_on_a_cpu(s: Settings) -> str | None:
+    """What is known without a look at the device; whether a GPU has such matmuls is asked where it is (`require_fp8`)."""
+    if s.fp8_format is None or s.device != "cpu":
+        return None
+    return (
+        f"--fp8 {s.fp8_format} needs a GPU with fp8 matmuls, and --device cpu has none; leave one of them out"
+    )
+
+
+def _fp8_tokens(s: Settings) -> str | None:
+    """Gradients of weights are sums over the tokens of a micro-batch."""
+    if s.fp8_format is None:
+        return None
+    length, ranks = s.seq_length, s.context_parallel_size
+    shared = f" / {ranks} context ranks" if ranks > 1 else ""
+    for name in ("micro_batch_size", "eval_micro_batch_size"):
+        size = getattr(s, name) or s.micro_batch_size
+        tokens = size * length // ranks
+        if tokens % FP8_MULTIPLE:
+            fitting = FP8_MULTIPLE // gcd(FP8_MULTIPLE, length // ranks)
+            return (
+                f"--fp8 {s.fp8_format} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{shared} is "
+                f"{tokens}; take a multiple of {fitting} for --{name.replace('_', '-')}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
+            )
+    return None
+
+
+def _fp8_layers(s: Settings) -> str | None:
+    if s.fp8_format is None or not s.first_last_layers_bf16:
+        return None
+    first, last, layers = s.num_layers_at_start_in_bf16, s.num_layers_at_end_in_bf16, s.num_layers
+    if first + last < layers or s.fp8_output_layer:
+        return None
+    return (
+        f"--first-last-layers-bf16 with {first} first and {last} last layers leaves none of {layers} for --fp8; lower "
+        f"--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave --fp8 out"
+    )
+
+
+PRECISION_RULES = (_precision, _smallest_scale, _beside_fp8, _fp8_on_a_cpu, _fp8_tokens, _fp8_layers)

@@ -1,0 +1,217 @@
+"""All cross-field rules. Each returns a sentence with the equation filled in and the fix; all are asked every time."""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from pentatron.errors import UserError
+from pentatron.settings.data_paths import NAMED, Blend, names_files
+from pentatron.settings.decisions import not_recordable, requires_graphs
+from pentatron.settings.declaration import Setting, flag_of
+from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule
+from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES, PRECISION_RULES
+from pentatron.settings.run import table
+from pentatron.settings.settings import Settings, unset
+from pentatron.settings.training_rules import LOOP_RULES, SCHEDULE_RULES, SFT_RULES
+from pentatron.text import divisors, either, meeting_point
+
+
+def problems_of(s: Settings, unsound: Collection[str] = ()) -> list[str]:
+    """Every reason why this run cannot start."""
+    return [*out_of_limits(s).values(), *not_available(s), *broken_rules(s, unsound)]
+
+
+def broken_rules(s: Settings, unsound: Collection[str] = ()) -> list[str]:
+    """The problems that rules report. A rule that reads an unsound value, reported already, has nothing to add."""
+    wrong = out_of_limits(s)
+    stand_ins = {name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong}
+    usable, found = s.changed(**stand_ins), []
+    for rule in RULES:
+        read: set[str] = set()
+        problem = rule(_Recorded(usable, read))
+        if problem is not None and read.isdisjoint((*wrong, *unsound)):
+            found.append(problem)
+    return found
+
+
+class _Recorded(Settings):
+    """Settings that record which of them were read."""
+
+    def __init__(self, settings: Settings, read: set[str]) -> None:
+        self.__dict__.update(settings.__dict__)
+        self.__dict__["_read"] = read
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            object.__getattribute__(self, "__dict__")["_read"].add(name)
+        return object.__getattribute__(self, name)
+
+
+def out_of_limits(s: Settings) -> dict[str, str]:
+    """A sentence for every value that is wrong whatever the others are."""
+    return {
+        name: f"{item.written(getattr(s, name))} must be {item.limit.words}"
+        for name, item in table().items()
+        if item.limit is not None and not item.limit.allows(getattr(s, name))
+    }
+
+
+def not_available(s: Settings) -> list[str]:
+    """One sentence for every feature that was asked for and has not been built."""
+    wanted: dict[str, list[Setting]] = {}
+    for name, item in table().items():
+        if item.refuses(getattr(s, name)):
+            wanted.setdefault(item.not_yet, []).append(item)
+    return [_refusal(feature, items, s) for feature, items in wanted.items()]
+
+
+def _refusal(feature: str, items: list[Setting], s: Settings) -> str:
+    written = ", ".join(i.written(getattr(s, i.name), s.source(i.name)) for i in items)
+    verb = "needs" if len(items) == 1 else "need"
+    return f"{written} {verb} {feature}, which this version does not have yet; {_way_out(items, s)}"
+
+
+def _way_out(items: list[Setting], s: Settings) -> str:
+    inherited = [i for i in items if s.source(i.name).startswith("preset ")]
+    if any(i.default in (None, ()) or i.default is False for i in inherited):
+        return "choose another preset"
+    if inherited:
+        return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to do without"
+    return f"leave {'it' if len(items) == 1 else 'them'} out"
+
+
+def _graphs(s: Settings) -> str | None:
+    if not requires_graphs(s.cuda_graphs):
+        return None
+    reason = "the run is on a CPU" if s.device == "cpu" else not_recordable(s)
+    if not reason:
+        return None
+    return f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
+
+
+def _meeting_point(s: Settings) -> str | None:
+    if s.init_method is None or meeting_point(s.init_method) is not None:
+        return None
+    return f"--init-method {s.init_method} must look like tcp://HOST:PORT, for example tcp://localhost:12345"
+
+
+def _groups(s: Settings) -> str | None:
+    heads, groups = s.num_attention_heads, s.num_query_groups
+    if heads % groups == 0:
+        return None
+    return (
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
+        f"use {either(divisors(heads))} groups"
+    )
+
+
+def _grouping(s: Settings) -> str | None:
+    if s.group_query_attention or s.num_query_groups == s.num_attention_heads:
+        return None
+    return (
+        f"--no-group-query-attention and --num-query-groups {s.num_query_groups} contradict each other; "
+        f"leave one of them out"
+    )
+
+
+def _positions(s: Settings) -> str | None:
+    if s.max_position_embeddings >= s.seq_length:
+        return None
+    return (
+        f"--seq-length {s.seq_length} is longer than --max-position-embeddings {s.max_position_embeddings}; "
+        f"raise the latter or shorten the sequence"
+    )
+
+
+def _vocabulary(s: Settings) -> str | None:
+    # What a vocabulary file holds is read before this.
+    if not unset(s.vocab_size) or s.vocab_file is not None:
+        return None
+    return "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json"
+
+
+def _tokenizer(s: Settings) -> str | None:
+    files = {
+        **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer", "SFTTokenizer"), "tokenizer.json"),
+        **dict.fromkeys(
+            ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "tokenizer.model"
+        ),
+    }
+    kind = s.tokenizer_type
+    if kind not in files or not names_files(s) or s.tokenizer_model is not None:
+        return None
+    return f"--tokenizer-type {kind} needs --tokenizer-model, a folder that has a {files[kind]}"
+
+
+def _spec(s: Settings) -> str | None:
+    words = s.spec
+    if len(words) in (0, 2):
+        return None
+    return f"--spec {' '.join(words)} has {len(words)} word{'s' if len(words) > 1 else ''}; it wants two: MODULE FUNCTION"
+
+
+def _data(s: Settings) -> str | None:
+    sources = [
+        table()[n].flag for n in ("corpus", "data_path", "train_data_path", "mock_data") if getattr(s, n)
+    ]
+    if len(sources) > 1:
+        return f"{' and '.join(sources)} are different sources of data; choose one"
+    if not sources and s.dataset_size is None:
+        return (
+            "no data is named; give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), --corpus python, "
+            "--dataset-size N for synthetic samples, or --mock-data"
+        )
+    return None
+
+
+def _blend(s: Settings) -> str | None:
+    for name in NAMED:
+        if getattr(s, name) and not s.sft:
+            try:
+                Blend.parse(getattr(s, name), flag_of(name))
+            except UserError as error:
+                return str(error)
+    return None
+
+
+def _per_split(s: Settings) -> str | None:
+    named = next((name for name in ("valid_data_path", "test_data_path") if getattr(s, name)), None)
+    if named is None or s.train_data_path:
+        return None
+    flag = flag_of(named)
+    return f"{flag} needs --train-data-path beside it; give both, or --data-path for all splits"
+
+
+def _split(s: Settings) -> str | None:
+    # As the data is split later: no signs, no exponents.
+    written = [part.strip() for part in str(s.split).split(",")]
+    plain = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in written)
+    numbers = [float(part) for part in written] if plain else []
+    sound = 1 <= len(numbers) <= 3
+    if sound and numbers[0] > 0:
+        return None
+    return f"--split {s.split} must be up to three numbers with a training share above 0, such as 969,30,1"
+
+
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES,
+    *MOE_RULES,
+    *ZERO_RULES,
+    *POSITION_RULES,
+    *SFT_RULES,
+    _graphs,
+    *PRECISION_RULES,
+    *LOOP_RULES,
+    _meeting_point,
+    _groups,
+    _grouping,
+    _positions,
+    _vocabulary,
+    _tokenizer,
+    _spec,
+    _data,
+    _blend,
+    _per_split,
+    _split,
+    *SCHEDULE_RULES,
+)

@@ -1,0 +1,220 @@
+"""Rules about batch sizes that change, the length of a run and its schedules."""
+
+import datetime
+from collections.abc import Sequence
+
+from pentatron.errors import UserError
+from pentatron.layout.batch import BatchPlan, batch_problem
+from pentatron.settings.data_paths import counted_by_the_run, names_files, without_epochs
+from pentatron.settings.layout_rules import Rule
+from pentatron.settings.schedule import Spans, plan_of, spans_of
+from pentatron.settings.settings import Settings, unset
+
+# Rules about evaluation, profiles and retained checkpoints.
+
+
+def _eval_batch(s: Settings) -> str | None:
+    if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
+        return None
+    total = s.eval_global_batch_size or s.global_batch_size
+    micro = s.eval_micro_batch_size or s.micro_batch_size
+    if total is None or micro is None:
+        return None
+    problem = batch_problem(total, micro, s.data_parallel_size)
+    return problem and f"of --eval-global-batch-size and --eval-micro-batch-size: {problem}"
+
+
+def _profiled_steps(s: Settings) -> str | None:
+    if not s.profile or s.profile_step_start < s.profile_step_end:
+        return None
+    return (
+        f"--profile-step-start {s.profile_step_start} must be smaller than --profile-step-end {s.profile_step_end}; the steps after the "
+        f"first up to the second are profiled"
+    )
+
+
+def _retained_steps(s: Settings) -> str | None:
+    every, interval = s.save_retain_interval, s.save_interval
+    if every is None or interval is None or every % interval == 0:
+        return None
+    return (
+        f"--save-retain-interval {every} is not a multiple of --save-interval {interval}, so most of these steps would never be saved; "
+        f"make it one, such as {-(-every // interval) * interval}"
+    )
+
+
+LOOP_RULES: tuple[Rule, ...] = (_eval_batch, _profiled_steps, _retained_steps)
+
+
+# Rules about fine-tuning on conversations.
+
+
+_JSON = (".jsonl", ".json", ".ndjson")
+
+
+def is_weight(word: str) -> bool:
+    """Of a blend, as corpora have them."""
+    return word.replace(".", "", 1).isdecimal()
+
+
+def named_text(words: Sequence[str]) -> str | None:
+    """The first that names text, where prepared tokens are read."""
+    return next((word for word in words if word.removesuffix(".gz").endswith(_JSON)), None)
+
+
+def _sft_file(s: Settings) -> str | None:
+    words = s.data_path
+    if not s.sft:
+        text = named_text(words)
+        if text is None:
+            return None
+        return (
+            f"--data-path {text} is text; make tokens of it with pentatron prepare --input {text}, or add --sft if it holds "
+            "conversations"
+        )
+    if s.train_data_path:
+        return "--sft reads files of conversations, which --split divides; give --data-path FILE.jsonl instead of files for each split"
+    if not words:
+        return "--sft reads files of conversations, and none is named; give --data-path FILE.jsonl"
+    weight = next((word for word in words if is_weight(word)), None)
+    if weight is not None:
+        return (
+            f"--sft reads every conversation once in an epoch, so the weight {weight} has nothing to weigh; give --data-path FILES alone "
+            "(a file named twice counts twice)"
+        )
+    return None
+
+
+def _sft_tokenizer(s: Settings) -> str | None:
+    named = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    if not s.sft or any(getattr(s, name) is not None for name in named):
+        return None
+    return "--sft needs a tokenizer to read conversations with; give --tokenizer-model FOLDER, with a chat template in it"
+
+
+def _sft_day(s: Settings) -> str | None:
+    try:
+        datetime.date.fromisoformat(s.sft_date)
+    except ValueError:
+        return f"--sft-date {s.sft_date} is no day; write it as in 2024-07-26"
+    return None
+
+
+SFT_RULES: tuple[Rule, ...] = (_sft_file, _sft_tokenizer, _sft_day)
+
+
+def _plan(s: Settings) -> str | None:
+    if not s.rampup_batch_size and not s.step_batch_size_schedule:
+        return None
+    if unset(s.global_batch_size) and not s.step_batch_size_schedule:
+        return None
+    try:
+        plan_of(s)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _how_long(s: Settings) -> str | None:
+    if not unset(s.train_iters) or s.train_samples is not None:
+        return None
+    if s.epochs is not None:
+        if counted_by_the_run(s) or named_text(s.data_path or ()):
+            # Text that nobody counts is the matter of another rule.
+            return None
+        try:
+            why = without_epochs(s)
+        except UserError:
+            # Another rule is about the words that name data.
+            return None
+        if not why and s.facts.launcher and names_files(s):
+            # The ranks count their files together.
+            return None
+        return f"how many steps --epochs {s.epochs} are is not known: {why or 'no data is read'}; give --train-iters instead"
+    return "the length of the run is unknown; give --train-iters"
+
+
+def _lengths(s: Settings) -> tuple[BatchPlan, Spans] | None:
+    """None where other rules have something to say first."""
+    if unset(s.train_iters) or unset(s.global_batch_size) or _plan(s) is not None:
+        return None
+    if s.lr_decay_iters is None and s.lr_decay_samples is None:
+        return None
+    plan = plan_of(s)
+    return plan, spans_of(s, plan)
+
+
+def _warmup(s: Settings) -> str | None:
+    lengths = _lengths(s)
+    if lengths is None or lengths[1].warmup < lengths[1].decay:
+        return None
+    if s.lr_warmup_samples is None and s.lr_decay_samples is None:
+        return (
+            f"--lr-warmup-iters {s.lr_warmup_iters} must be smaller than the {s.lr_decay_iters} steps of the decay "
+            f"(--lr-decay-iters or --train-iters)"
+        )
+    return (
+        f"a warm-up of {lengths[1].warmup:.0f} samples must be shorter than the {lengths[1].decay} samples of the decay "
+        f"(--lr-decay-samples, --lr-decay-iters or the length of the run)"
+    )
+
+
+def _wsd(s: Settings) -> str | None:
+    if s.lr_decay_style != "WSD":
+        return None
+    if s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
+        return "--lr-decay-style WSD needs to know how long its decay is; give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+    lengths = _lengths(s)
+    if lengths is None:
+        return None
+    plan, spans = lengths
+    if spans.warmup >= spans.decay or spans.warmup + spans.wsd <= spans.decay:
+        return None
+    if s.lr_wsd_decay_samples is not None:
+        return (
+            f"--lr-wsd-decay-samples {spans.wsd} and the warm-up of {spans.warmup:.0f} do not fit into the {spans.decay} "
+            f"samples until the end of the decay; use {spans.decay - int(spans.warmup)} or fewer"
+        )
+    steps = plan.steps_within(spans.decay)
+    return (
+        f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {s.lr_warmup_iters} do not fit into the {steps} "
+        f"steps until the end of the decay; use {steps - s.lr_warmup_iters} or fewer"
+    )
+
+
+def _min_lr(s: Settings) -> str | None:
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(s, name) > s.lr:
+            flag = f"--{name.replace('_', '-')}"
+            return f"{flag} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
+    return None
+
+
+def _weight_decay(s: Settings) -> str | None:
+    ends = [n for n in ("start_weight_decay", "end_weight_decay") if getattr(s, n) is not None]
+    if s.weight_decay_incr_style != "constant" or not ends:
+        return None
+    return (
+        f"--{ends[0].replace('_', '-')} {getattr(s, ends[0])} is for a weight decay that changes; give "
+        f"--weight-decay-incr-style linear or cosine, or --weight-decay instead"
+    )
+
+
+def _whose_schedule(s: Settings) -> str | None:
+    if not (s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler):
+        return None
+    return (
+        "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; "
+        "give one of them"
+    )
+
+
+SCHEDULE_RULES: tuple[Rule, ...] = (
+    _plan,
+    _how_long,
+    _warmup,
+    _wsd,
+    _min_lr,
+    _weight_decay,
+    _whose_schedule,
+)

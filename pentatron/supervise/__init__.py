@@ -1,0 +1,1 @@
+"""Starting worker processes, watching over them and starting them again."""

@@ -1,0 +1,157 @@
+"""A job that is started again when it crashes: how often, from where, and when that is in vain."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pentatron.checkpoint.lock import is_in_use
+from pentatron.monitor.report import FAILED
+from pentatron.monitor.terminal import append_line
+from pentatron.supervise.launcher import Ended
+from pentatron.supervise.processes import Failure, Signals, keep_records
+from pentatron.supervise.signals import signal_name
+
+# Starts the job; the number says how often it was started again before.
+Attempt = Callable[[int], Ended]
+
+# Seconds between two looks at what the launcher was told, while it waits.
+_LOOK = 0.1
+_LONGEST_PAUSE = 30
+
+
+def pause_before(in_vain: int) -> int:
+    """Seconds to wait for a restart after so many in a row that reached no new checkpoint: the first comes at once. Whatever ended those
+    after it, a disk or a network that is away, may need time to come back."""
+    return min(2 ** (in_vain - 1), _LONGEST_PAUSE) if in_vain else 0
+
+
+@dataclass
+class Supervisor:
+    """`limit`: so many restarts in a row may reach no new checkpoint; each that does is counted from 1 again, as a run of weeks meets many
+    crashes that have nothing to do with each other. `resumes`: also the first attempt goes on with what is there. `saved_step`: the last
+    step that can be gone on from. `way_on`: the command that does so.
+
+    `tell` puts a line on the terminal; the same lines go to the log of the run in `folder`.
+    """
+
+    attempt: Attempt
+    ranks: int
+    limit: int
+    folder: Path
+    signals: Signals
+    resumes: bool
+    saved_step: Callable[[], int | None]
+    tell: Callable[[str], None]
+    sleep: Callable[[float], None] = time.sleep
+    way_on: str = "the same command goes on from there"
+    # By another job, which writes there.
+    _in_use: bool = False
+
+    def run(self) -> Ended:
+        # All of them, and those since the last new checkpoint.
+        restarts, in_vain, goes_on = 0, 0, 0
+        furthest = -1
+        while True:
+            ended = self.attempt(goes_on)
+            if not ended.failures:
+                return ended
+            self._in_use = not ended.opened and is_in_use(self.folder)
+            if ended.has_told:
+                self._keep(ended.failures, restarts)
+                return ended
+            self._say_what_happened(ended, restarts)
+            # What lies there may be an earlier run's, which this one has not yet moved aside. To look takes seconds, as it imports torch.
+            is_own = self.resumes or ended.opened or goes_on > 0
+            saved = self.saved_step() if is_own else None
+            if saved is not None and saved > furthest:
+                furthest, in_vain = saved, 0
+            reason = self._why_not_again(ended, restarts, in_vain)
+            if reason is None:
+                self._say(self._again(in_vain, saved, ended.step))
+                self._wait(pause_before(in_vain))
+                reason = self._wished(ended)
+            if reason is not None:
+                self._say(f"{reason}. {self._where_it_stands(saved)}")
+                return ended
+            restarts, in_vain = restarts + 1, in_vain + 1
+            goes_on = restarts if is_own else 0
+            self._record(ended.failures[0], restarts, saved or 0, ended.step)
+
+    def _say_what_happened(self, ended: Ended, restarts: int) -> None:
+        """The traceback on the terminal; the log has the sentence, as the ranks' own files have all of them."""
+        first = ended.failures[0]
+        kept = self._keep(ended.failures, restarts)
+        when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
+        others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(kept) > 1 else ""
+        story = ended.story(self.ranks, when)
+        self.tell(f"{story}\n(rank {first.rank} failed first{others})" if first.text else f"{story}{others}")
+        self._log(f"{FAILED}{first.sentence(self.ranks, when)}")
+
+    def _keep(self, failures: Sequence[Failure], restarts: int) -> list[Path]:
+        try:
+            return [] if self._in_use else keep_records(failures, self.folder / "ranks", restarts)
+        except OSError:
+            return []
+
+    def _why_not_again(self, ended: Ended, restarts: int, in_vain: int) -> str | None:
+        if (wished := self._wished(ended)) is not None:
+            return wished
+        if self.limit == 0:
+            return "not started again (--max-restarts 0)"
+        if restarts == 0 and not ended.advanced and ended.exit_code >= 0:
+            return "not started again: what fails before the first step would fail again"
+        if in_vain >= self.limit:
+            tried = "the restart has" if in_vain == 1 else f"{in_vain} restarts in a row have"
+            return f"not started again: {tried} reached no new checkpoint (--max-restarts {self.limit}), and it failed after step {ended.step}"
+        return None
+
+    def _wished(self, ended: Ended) -> str | None:
+        wished_by = ended.wished_by or self.signals.first
+        return (
+            None if wished_by is None else f"not started again, as {signal_name(wished_by)} asked for an end"
+        )
+
+    def _wait(self, seconds: int) -> None:
+        """No longer than until somebody asks for an end."""
+        for _ in range(round(seconds / _LOOK)):
+            if self.signals.first is not None:
+                return
+            self.sleep(_LOOK)
+
+    def _where_it_stands(self, saved: int | None) -> str:
+        if saved is None:
+            return "No checkpoint had been saved yet"
+        return f"The last checkpoint, step {saved}, is intact: {self.way_on}"
+
+    def _again(self, in_vain: int, saved: int | None, step: int) -> str:
+        lost = max(0, step - (saved or 0))
+        place = f"from step {saved}" if saved is not None else "from the beginning (nothing was saved yet)"
+        again = {0: "no step is lost", 1: "1 step is lost"}.get(lost, f"{lost} steps are lost")
+        pause = f" in {seconds} s" if (seconds := pause_before(in_vain)) else ""
+        return f"restarting {place}{pause} ({in_vain + 1} of {self.limit}); {again}"
+
+    def _say(self, text: str) -> None:
+        self.tell(text)
+        self._log(text)
+
+    def _log(self, text: str) -> None:
+        if not self._in_use:
+            append_line(self.folder / "train.log", text)
+
+    def _record(self, failure: Failure, restarts: int, saved: int, step: int) -> None:
+        """For whoever looks at the run later."""
+        if self._in_use:
+            return
+        row = {
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "restart": restarts,
+            "rank": failure.rank,
+            "how": failure.how,
+            "after_step": step,
+            "from_step": saved,
+            "steps_lost": max(0, step - saved),
+        }
+        append_line(self.folder / "restarts.jsonl", json.dumps(row))

@@ -1,0 +1,410 @@
+"""The folders of a run as it starts: checked, locked, and cleared of an earlier run if this one starts at step 0.
+
+Only what a run made is ever moved. `job.json` records what lay in the folder before a run first used it; that, and whatever has no
+name of a run's files, stays. The folder itself is never renamed, so that its lock holds from before the move to the end of the run.
+"""
+
+import contextlib
+import itertools
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pentatron.checkpoint.format import own_fragments
+from pentatron.checkpoint.lock import FILE_NAME as LOCK
+from pentatron.checkpoint.lock import FolderLock, folder_lock
+from pentatron.checkpoint.state import TrainState
+from pentatron.checkpoint.store import CheckpointStore
+from pentatron.errors import FolderLost, UserError
+from pentatron.files import numbered, rename, sync_folder
+from pentatron.monitor.display import Display
+from pentatron.optim.build import AnyOptimizer
+from pentatron.parallel.collectives import gather_objects, on_some_ranks
+from pentatron.parallel.world import World
+from pentatron.settings.files import places_in_run, saved_values
+from pentatron.settings.run import RunConfig
+from pentatron.settings.settings import Settings, Start, is_inside
+from pentatron.supervise.attempts import FILE_NAME as JOB
+from pentatron.supervise.attempts import Attempt, recorded_foreign, recorded_job, write_job
+from pentatron.text import binary_size
+from pentatron.train.checkpoints import random_state
+from pentatron.train.model import ParallelModel
+from pentatron.train.run_folder import RunFolder, damaged_config, is_config_of_a_run
+
+_STEP = r"(?:step-\d{8,}|iter_\d{7,})"
+# A run overwrites these; one that no run made would be lost.
+_REPLACED = re.compile(
+    r"metrics\.jsonl|app_metrics\.json|loss\.svg|sample\.txt|performance_summary\.json|job\.json|config\.yaml"
+)
+# To these it adds lines, as a launcher does before a run has opened its folder.
+_APPENDED = re.compile(r"train\.log|restarts\.jsonl|progress\.txt|hang-\d+(?:-\d+)?\.txt")
+_OTHER_FILES = re.compile(
+    r"metrics\.\d+\.jsonl|(?:config\.yaml|metrics\.jsonl)\.damaged-\d+|latest|latest_checkpointed_iteration\.txt|began-from\.json|"
+    r"\.lock(?:\.\w+)?|\.latest\.\w+|\.writable"
+)
+# What a process left that was killed while it wrote.
+_HALF = re.compile(r"(?:config\.yaml|metrics\.jsonl|job\.json|began-from\.json)\.\d+\.tmp")
+_STEPS = re.compile(rf"(?:\.|\.replaced-)?{_STEP}.*")
+_UNFINISHED = re.compile(rf"\.(?:replaced-)?{_STEP}.*|\.huggingface\.[0-9a-f]{{8}}")
+# A file that only this package puts into a step.
+_OF_OUR_STEPS = ("manifest.json", "rank-*.safetensors", "weights-*.safetensors")
+# What lies in the folders that a run makes beside its steps.
+_INSIDE = {
+    "ranks": re.compile(r"rank-\d+.*|hang-.*"),
+    "memory": re.compile(r"rank-\d+\.csv"),
+    "profile": re.compile(r"rank-\d+\.json"),
+    "data": re.compile(
+        r"\.lock|order|tokenizer\.json|corpus\.json|python_text_document.*|sft-[0-9a-f]{16}.*|\..*"
+    ),
+    "huggingface": re.compile(
+        r"(?:config|generation_config|tokenizer|vocab|merges|special_tokens|added_tokens|chat_template).*|.*\.(?:model|tiktoken)"
+    ),
+}
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass
+class OpenFolders:
+    """The folders that a run holds. Only the first rank has any."""
+
+    locks: list[FolderLock] = field(default_factory=list)
+
+    def require(self, thorough: bool = True) -> None:
+        """Raises `FolderLost` if one of them is not the run's any more; to be called before anything is written."""
+        for lock in self.locks:
+            lock.require(thorough)
+
+    def are_ours(self) -> bool:
+        """The same as an answer, for what the first rank writes by itself: all ranks stop together, a little later."""
+        try:
+            self.require(thorough=False)
+        except FolderLost:
+            return False
+        return True
+
+
+def open_folders(
+    config: RunConfig,
+    folder: RunFolder,
+    start: Start,
+    attempt: Attempt,
+    display: Display,
+    cleanup: contextlib.ExitStack,
+) -> OpenFolders:
+    """Makes the run's folder, and the one of its checkpoints, this run's until the end of the run."""
+    run, save = folder.path.resolve(), Path(config.checkpoint.save).resolve()
+    if save != run and start is not Start.ANEW and CheckpointStore(folder.path, keep=None).steps():
+        # Of a run that was given --save alone: its log is here, and so are its checkpoints.
+        raise UserError(
+            f"{folder.path} holds checkpoints itself, of a run with --save {folder.path}; name it like that to go on, or choose "
+            f"another --run-dir"
+        )
+    if start is Start.ANEW:
+        _require_harmless(run, save)
+    _look(run, save, start, _inputs(config))
+    writes_steps = config.checkpoint.save_checkpoints or save.exists()
+    folder.create()
+    if writes_steps and save != run:
+        RunFolder(Path(config.checkpoint.save)).create()
+    held = OpenFolders()
+    places = [run, *([save] if writes_steps and save != run else [])]
+    beside = run / _CHECKPOINTS
+    if start is Start.ANEW and beside.is_dir() and beside.resolve() not in places:
+        # Another job may save there, though this one does not.
+        places.append(beside.resolve())
+    try:
+        for place in places:
+            flag = "--run-dir" if place == run else "--save"
+            lock = folder_lock(place, display.say, f"stop it, or choose another {flag}")
+            held.locks.append(cleanup.enter_context(lock))
+        # Once more, as another job may have used the folders until now.
+        found = _look(run, save, start, _inputs(config))
+    except UserError:
+        for taken in held.locks:
+            taken.withdraw()
+        raise
+    theirs = recorded_foreign(run)
+    for entry in [entry for entry in found[0].others if _HALF.fullmatch(entry.name)]:
+        if found[0].holds_run and entry.name not in theirs and entry.parent == run:
+            entry.unlink()
+    if start is Start.ANEW:
+        for line in _move_aside(found):
+            display.say(line)
+    if (damage := damaged_config(folder.config)) is not None:
+        kept = numbered(folder.config, ".damaged-")
+        rename(folder.config, kept)
+        display.say(
+            f"note: {folder.config} is damaged ({damage}); it was renamed to {kept.name}, and is written again"
+        )
+    if not config.train.skip_train or not (run / JOB).exists():
+        foreign = [str(path.relative_to(run)) for path in found[0].others if path.exists()]
+        write_job(run, None if config.train.skip_train else attempt, foreign)
+    return held
+
+
+def leave_to_earlier_runs(config: RunConfig) -> None:
+    """From the first moment on: a restart before the first save must not take an earlier run's steps for this one's."""
+    store = CheckpointStore(Path(config.checkpoint.save), keep=None)
+    if store.steps():
+        store.begin_again()
+
+
+def _inputs(config: RunConfig) -> list[str]:
+    """What the run reads, as far as it is named."""
+    data = config.data
+    named = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
+    return [path for path in (*named, data.tokenizer_model, data.vocab_file, data.merge_file) if path]
+
+
+# --- what lies in a folder ---
+
+
+@dataclass(frozen=True)
+class Contents:
+    """`holds_run`: a run used the folder. `made`: what it made, steps first, also in folders below; `others`: entries that no run made."""
+
+    folder: Path
+    holds_run: bool
+    made: tuple[Path, ...]
+    others: tuple[Path, ...]
+
+
+def contents_of(folder: Path, save: Path | None = None) -> Contents:
+    """`save`: a folder of checkpoints, which counts where it lies inside."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    below = [folder / _CHECKPOINTS, *([save] if save is not None and save.is_relative_to(folder) else [])]
+    inner = {place: _entries_below(place, folder) for place in below if place != folder}
+    every = [*(path for paths in inner.values() for path in paths), *entries]
+    if not _holds_run(folder, every):
+        return Contents(folder, False, (), tuple(entry for entry in entries if entry.name != LOCK))
+    foreign = {folder / name for name in recorded_foreign(folder)}
+    made = [path for path in every if path not in foreign and _is_of_a_run(path)]
+    made += [path for path in _written_to(folder) if not foreign.intersection((path, *path.parents))]
+    made = [path for path in dict.fromkeys(made) if path.name != LOCK]
+    # Folders whose contents were looked at one by one.
+    seen = {*made, *(parent for path in (*made, *inner) for parent in (path, *path.parents))}
+    others = [path for path in dict.fromkeys(every) if path not in seen and path.name != LOCK]
+    steps_first = sorted(made, key=lambda path: not _STEPS.fullmatch(path.name))
+    return Contents(folder, True, tuple(steps_first), tuple(others))
+
+
+def _entries_below(place: Path, folder: Path) -> list[Path]:
+    """What is in a folder of checkpoints inside that of its run. What a link leads to lies elsewhere."""
+    if place.is_symlink() or not place.is_dir() or not place.resolve().is_relative_to(folder):
+        return []
+    return sorted(place.iterdir())
+
+
+def _holds_run(folder: Path, entries: Iterable[Path]) -> bool:
+    """Whether a run used the folder: a name alone, such as `data` or `train.log`, does not say so."""
+    if is_config_of_a_run(folder / "config.yaml") or recorded_job(folder) is not None:
+        return True
+    return any(_is_our_step(entry) or entry.name == "began-from.json" for entry in entries)
+
+
+def _is_our_step(entry: Path) -> bool:
+    """Others have steps called iter_0000100 as well. One that is being saved or removed may be empty."""
+    if not _STEPS.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
+        return False
+    return any(next(entry.glob(name), None) for name in _OF_OUR_STEPS)
+
+
+def _is_of_a_run(entry: Path) -> bool:
+    """By its name and by what is in it. Links are not followed, nor does a run make any."""
+    name = entry.name
+    if entry.is_symlink():
+        return False
+    if name == "config.yaml":
+        return is_config_of_a_run(entry) or damaged_config(entry) is not None
+    if not entry.is_dir():
+        return any(names.fullmatch(name) for names in (_REPLACED, _APPENDED, _OTHER_FILES))
+    if name in _INSIDE:
+        inner = list(entry.iterdir())
+        return bool(inner) and all(_INSIDE[name].fullmatch(path.name) for path in inner)
+    # Those that begin with a point were being written, or removed.
+    return _is_our_step(entry) or (name.startswith(".") and bool(_UNFINISHED.fullmatch(name)))
+
+
+def _written_to(folder: Path) -> list[Path]:
+    """Further folders, such as that of TensorBoard, which the run of this configuration kept in its own."""
+    config = folder / "config.yaml"
+    if not is_config_of_a_run(config):
+        return []
+    values = saved_values(config.read_text(encoding="utf-8", errors="replace"))
+    places = [folder / place for place in places_in_run(str(config), values).values() if place != "."]
+    places += [folder / "wandb"] if Settings.defaults(**values).wandb_project else []
+    return [place for place in places if place.exists() and not place.is_symlink()]
+
+
+# --- what may be done with it ---
+
+
+def _require_harmless(*places: Path) -> None:
+    """Folders that hold everything of a user, or of a machine, are not the folders of runs."""
+    for place in places:
+        with contextlib.suppress(RuntimeError):
+            if Path.home().resolve().is_relative_to(place):
+                raise UserError(
+                    f"{place} is {'your home folder' if place == Path.home().resolve() else 'a folder around your home folder'}, and a new run "
+                    f"would move an earlier one in it aside; choose a folder of its own with --run-dir or --save"
+                )
+
+
+def _look(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list[Contents]:
+    """What the folders hold; refuses where a new run would overwrite, move or mix with what no run made."""
+    found = [contents_of(run, save)]
+    if not save.is_relative_to(run):
+        found.append(contents_of(save))
+    mine = found[0]
+    lost = [entry for entry in mine.others if _REPLACED.fullmatch(entry.name) and not entry.is_dir()]
+    if lost and not mine.holds_run:
+        raise UserError(
+            f"{lost[0]} is not the file of a run, and a run would overwrite it; choose another folder with --run-dir"
+        )
+    if start is not Start.ANEW:
+        return found
+    for contents in found:
+        names = [entry.name for entry in contents.others if _would_mix(entry)]
+        if names and not contents.holds_run:
+            raise UserError(
+                f"{contents.folder} holds {_few(names)}, which no run made, and a new run would write there; choose another --save or --run-dir"
+            )
+        for path in inputs:
+            if is_inside(path, *map(str, contents.made)):
+                raise UserError(
+                    f"{path} is a file of the earlier run in {contents.folder}, which would be moved aside; choose another --save or --run-dir"
+                )
+        if contents.made and Path.cwd().is_relative_to(contents.folder):
+            raise UserError(
+                f"{contents.folder} is {'the current folder' if Path.cwd() == contents.folder else 'around the current folder'}, and the run in it "
+                f"would have to be moved aside; choose another --save or --run-dir, or move it yourself"
+            )
+    return found
+
+
+def _would_mix(entry: Path) -> bool:
+    """Whether a new run would write into it."""
+    if entry.name == _CHECKPOINTS:
+        return not entry.is_dir() or any(inner.name != LOCK for inner in entry.iterdir())
+    if entry.name in _INSIDE:
+        # A launcher makes this one before a run has opened its folder.
+        return entry.name != "ranks"
+    return bool(_OTHER_FILES.fullmatch(entry.name) or _STEPS.fullmatch(entry.name))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def _move_aside(found: Iterable[Contents]) -> Iterable[str]:
+    """Keeps an earlier run under a new name: nothing is ever overwritten, and what no run made stays where it is."""
+    for contents in found:
+        if not contents.made:
+            continue
+        aside = numbered(contents.folder, ".")
+        moved: list[tuple[Path, Path]] = []
+        try:
+            aside.mkdir()
+            for path in contents.made:
+                target = aside / path.relative_to(contents.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                rename(path, target)
+                moved.append((path, target))
+            for place in {aside.parent, *(side.parent for pair in moved for side in pair)}:
+                sync_folder(place)
+        except OSError as error:
+            for path, target in reversed(moved):
+                rename(target, path)
+            with contextlib.suppress(OSError):
+                aside.rmdir()
+            raise UserError(
+                f"the earlier run {contents.folder} cannot be moved to {aside} ({error.strerror}); move it yourself, or choose another "
+                f"--save or --run-dir"
+            ) from None
+        stayed = [str(path.relative_to(contents.folder)) for path in contents.others]
+        rest = f"; {_few(stayed)}, which no run made, stayed" if stayed else ""
+        yield f"the earlier run was moved to {aside}{rest}"
+
+
+# Whether the disk has room for the checkpoints of a run: said before its first step, rather than by a save
+# that fails at night.
+
+
+def disk_notes(
+    config: RunConfig,
+    world: World,
+    model: ParallelModel,
+    optimizer: AnyOptimizer,
+    store: CheckpointStore,
+    state: TrainState,
+) -> list[str]:
+    """Refuses a run of which not even one checkpoint fits, and tells if those it keeps will not. Every rank must ask."""
+    left = saves_left(config, state.step)
+    if left == 0:
+        if world.is_first and config.checkpoint.save_checkpoints and not config.train.skip_train:
+            # A run that was killed after its last step: no save follows that would remove what it left.
+            with contextlib.suppress(OSError):
+                store.remove_leftovers()
+        return []
+    size = checkpoint_bytes(world, model, optimizer, store)
+
+    def judge() -> list[str]:
+        return _judge(config, store, size, left, state.step)
+
+    return on_some_ranks(world.is_first, judge, world.everyone) or []
+
+
+def checkpoint_bytes(
+    world: World, model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore
+) -> int:
+    """What one takes, all files of all ranks together; the manifest is not worth counting."""
+    parts = itertools.chain(
+        optimizer.fragments(owned_only=True),
+        model.routers.fragments(owned_only=True),
+        own_fragments(random_state(world)),
+    )
+    return sum(gather_objects(sum(map(store.bytes_of, parts)), world.everyone))
+
+
+def saves_left(config: RunConfig, step: int) -> int:
+    """How many checkpoints a run that stands at this step will still save."""
+    last, interval = config.train.train_iters, config.checkpoint.save_interval
+    if config.train.skip_train or not config.checkpoint.save_checkpoints or (step >= last > 0):
+        return 0
+    return last // interval - step // interval + (last % interval > 0 or last == 0)
+
+
+def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int, step: int) -> list[str]:
+    # A save begins with that too: a run that was killed while it saved must not be refused for what it left.
+    store.remove_leftovers()
+    free = free_bytes(store.folder)
+    if free < size:
+        raise UserError(
+            f"a checkpoint takes {binary_size(size)} and {store.folder} has {binary_size(free)} free, so nothing could be saved; make room, "
+            f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
+        )
+    keep, retained = config.checkpoint.keep_checkpoints, _retained(config, step)
+    # A new one is whole before the oldest goes.
+    at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())) + retained)
+    if free >= at_once * size:
+        return []
+    kept = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
+    kept += f", and {retained} for good" if retained else ""
+    return [
+        f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({kept}): {binary_size(at_once * size)}, of "
+        f"which {binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
+    ]
+
+
+def _retained(config: RunConfig, step: int) -> int:
+    """How many will be kept for good from here on."""
+    every, last = config.checkpoint.save_retain_interval, config.train.train_iters
+    return 0 if every is None or last is None else last // every - step // every
+
+
+def free_bytes(folder: Path) -> int:
+    """For this user, on the disk where the folder is, or will be."""
+    existing = next(p for p in (folder, *folder.resolve().parents) if p.exists())
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,191 @@
+"""What is done beside the steps, at chosen ones: profiler traces, memory snapshots, collecting garbage, comparing replicas."""
+
+import errno
+import gc
+import hashlib
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pentatron.errors import AgreedError
+from pentatron.optim.build import AnyOptimizer
+from pentatron.parallel.collectives import gather_objects
+from pentatron.parallel.shards import Shape
+from pentatron.parallel.world import World
+from pentatron.settings.decision_types import Decisions
+from pentatron.settings.run import RunConfig
+from pentatron.train.output import Output
+
+# Whether ranks that must hold the same weights do.
+
+
+# A rectangle of a logical tensor.
+_Held = tuple[str, Shape, Shape]
+
+
+def require_equal_weights(optimizer: AnyOptimizer, world: World, step: int) -> int:
+    """Compares the weights that ranks compute with, wherever two hold the same ones. Every rank must ask.
+
+    Returns how many comparisons there were. Whoever holds the same rectangle of a tensor is compared: copies for other data, and norms
+    that tensor ranks share.
+    """
+    own = {
+        (f.tensor, tuple(f.start), tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
+    }
+    first: dict[_Held, tuple[int, str]] = {}
+    compared, different = 0, []
+    for rank, held in enumerate(gather_objects(own, world.everyone)):
+        for key, value in held.items():
+            holder, expected = first.setdefault(key, (rank, value))
+            compared += holder != rank
+            if value != expected:
+                different.append((key[0], holder, rank))
+    if different:
+        name, holder, rank = different[0]
+        more = f" (and {len(different) - 1} more differ)" if len(different) > 1 else ""
+        raise AgreedError(
+            f"after step {step} the weights of ranks {holder} and {rank} are not the same: {name} differs{more}; one of them computes or "
+            f"communicates wrongly. Check the machine of rank {rank}, and go on from a checkpoint before the last step at which this was checked"
+        )
+    return compared
+
+
+def digest(values: Tensor) -> str:
+    flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+T = TypeVar("T")
+_MEMORY_EVENTS = 100_000
+
+
+class BesideTheSteps:
+    """To be told when each step begins and ends, and of the end of the loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        decisions: Decisions,
+        world: World,
+        optimizer: AnyOptimizer,
+        folder: Path,
+        output: Output,
+    ) -> None:
+        self.config, self.world, self.optimizer, self.output = config, world, optimizer, output
+        self.decisions = decisions
+        self.folder = folder
+        self._trace: Any = None
+        self._in_cuda_range = False
+        if config.loop.manual_gc:
+            gc.disable()
+            gc.collect()
+        if decisions.allocations_recorded.on:
+            torch.cuda.memory._record_memory_history(
+                enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS
+            )
+
+    def before(self, step: int) -> None:
+        """`step` counts from 1."""
+        log = self.config.log
+        if log.profile and step == log.profile_step_start + 1 and self._is_profiled:
+            self._start_profile()
+
+    @property
+    def _is_profiled(self) -> bool:
+        return self.world.everyone.rank in self.config.log.profile_ranks
+
+    def _start_profile(self) -> None:
+        on_gpu = self.world.device.type == "cuda"
+        if not self.decisions.torch_profiler.on:
+            # For `nsys profile --capture-range=cudaProfilerApi`.
+            torch.cuda.cudart().cudaProfilerStart()
+            self._in_cuda_range = True
+            return
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if on_gpu:
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._trace = torch.profiler.profile(activities=kinds, record_shapes=True)
+        self._trace.start()
+
+    def after(self, step: int) -> None:
+        """Every rank must tell, at the same step."""
+        loop = self.config.loop
+        if self.config.log.profile and step == self.config.log.profile_step_end:
+            self._end_profile()
+        interval = loop.check_weight_hash_across_dp_replicas_interval
+        if interval and step % interval == 0:
+            compared = require_equal_weights(self.optimizer, self.world, step)
+            self.output.note(
+                f"weights of replicas are the same after iteration {step} ({compared} comparisons)"
+            )
+        if loop.manual_gc and loop.manual_gc_interval and step % loop.manual_gc_interval == 0:
+            gc.collect()
+
+    def around_evaluation(self, evaluate: Callable[[], T]) -> T:
+        """Evaluation makes other objects than training: their garbage is not left to a step."""
+        collects = self.config.loop.manual_gc and self.config.loop.manual_gc_eval
+        if collects:
+            gc.collect()
+        found = evaluate()
+        if collects:
+            gc.collect(0)
+        return found
+
+    def _end_profile(self) -> None:
+        if self._in_cuda_range:
+            torch.cuda.cudart().cudaProfilerStop()
+            self._in_cuda_range = False
+        if self._trace is None:
+            return
+        trace, self._trace = self._trace, None
+        trace.stop()
+        path = self.folder / "profile" / f"rank-{self.world.everyone.rank:05d}.json"
+        self._write(
+            "profile", path, partial(_export, trace), "open it at ui.perfetto.dev or chrome://tracing"
+        )
+
+    def _write(self, what: str, path: Path, write: Callable[[str], object], hint: str) -> None:
+        """What a disk has no room for ends no training."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+        except (OSError, RuntimeError) as error:
+            reason = (
+                getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+            )
+            self.output.say(
+                f"warning: the {what} {path} cannot be written ({reason}); the run does without it"
+            )
+        else:
+            self.output.say(f"{what}: {path} ({hint})")
+
+    def close(self) -> None:
+        """Also after an error: what was recorded up to it is what one wants to see."""
+        self._end_profile()
+        if self.config.loop.manual_gc:
+            gc.enable()
+        if self.decisions.allocations_recorded.on:
+            path, dump = self._snapshot_path(), torch.cuda.memory._dump_snapshot
+            self._write("memory history", path, dump, "open it at pytorch.org/memory_viz")
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _snapshot_path(self) -> Path:
+        """One for each rank, beside each other."""
+        named = Path(self.config.memory.memory_snapshot_path)
+        path = named if named.is_absolute() else self.folder / named
+        return path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")
+
+
+def _export(trace: Any, path: str) -> None:
+    """The profiler is silent about a file that it could not write, or not to its end."""
+    trace.export_chrome_trace(path)
+    with Path(path).open("rb") as written:
+        size = written.seek(0, os.SEEK_END)
+        written.seek(max(0, size - 16))
+        if not size or not written.read().rstrip().endswith(b"}"):
+            raise OSError(errno.EIO, "it is not whole: is the disk full?", path)
