@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentatron.ops.split_backward import DeferredGradients, DenseProduct, linear
+from pentatron.ops.linear import DeferredGradients, DenseProduct, linear
 
 REPEATS = 15
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from pentatron.ops.matmul import Groups
+from pentatron.ops.linear import Groups
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -29,7 +29,7 @@ from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.compiled import Compile
 from pentatron.nn.options import Axes
 from pentatron.ops.fp8_linear import WeightScales
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.world import single_process
 from pentatron.settings.decisions import decide
 from pentatron.settings.entry import TRAIN

@@ -28,7 +28,7 @@ from pentatron.cli.train import joined_run
 from pentatron.data.loader import Batch
 from pentatron.settings.entry import TRAIN
 from pentatron.train.batches import micro_batches
-from pentatron.train.program import CONFIGURED
+from pentatron.train.model import CONFIGURED
 from pentatron.train.session import Session, open_session
 
 # The shapes as settings. What is not said here has the default of `pentatron train`.

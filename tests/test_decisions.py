@@ -19,7 +19,7 @@ from pentatron.nn import compiled
 from pentatron.nn.experts import Experts
 from pentatron.nn.linear import WeightedModule
 from pentatron.nn.mlp import MLP
-from pentatron.ops.matmul import one_kernel_can
+from pentatron.ops.linear import one_kernel_can
 from pentatron.optim import update_rules
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer

@@ -130,8 +130,9 @@ def _convert(
 
 def run_import(source: str, out: Path, options: ImportOptions) -> int:
     from pentatron.checkpoint.find import find_step
+    from pentatron.compare.logits import compare_logits, require_transformers
     from pentatron.hf.convert import ImportOptions as Chosen
-    from pentatron.hf.convert import compare_logits, import_folder, require_transformers
+    from pentatron.hf.convert import import_folder
     from pentatron.hf.hub import resolve_folder
     from pentatron.hf.small_files import tokenizer_files
     from pentatron.monitor.display import open_display
@@ -165,7 +166,8 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
 def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     from pentatron.checkpoint.find import find_step, followed, is_step, megatron_step, steps_at
     from pentatron.checkpoint.format import DamagedCheckpoint, Manifest
-    from pentatron.hf.convert import DamagedStep, require_transformers
+    from pentatron.compare.logits import require_transformers
+    from pentatron.hf.convert import DamagedStep
     from pentatron.hf.convert import ExportOptions as Chosen
     from pentatron.hf.small_files import tokenizer_files
     from pentatron.interchange.reading import read_megatron
@@ -205,8 +207,9 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
 def _export_found(
     found: "Found", notes: Sequence[str], out: Path, chosen: "Chosen", options: ExportOptions
 ) -> int:
+    from pentatron.compare.logits import compare_logits
     from pentatron.generate.source import tokenizer_place
-    from pentatron.hf.convert import compare_logits, export_step, trained_dtype
+    from pentatron.hf.convert import export_step, trained_dtype
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
     from pentatron.monitor.display import open_display
 

@@ -21,7 +21,7 @@ from pentatron.supervise.processes import SAFE_PATH
 from pentatron.supervise.signals import StoppedEarly
 
 if TYPE_CHECKING:
-    from pentatron.train.program import Program
+    from pentatron.train.model import Program
 
 USAGE = """usage: pentatron COMMAND [...]
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from pentatron.parallel.world import World
     from pentatron.supervise.launcher import Ended
-    from pentatron.train.program import Program
+    from pentatron.train.model import Program
 
 # Memory of the host that steps ask for, free, and ask for again.
 #
@@ -225,7 +225,7 @@ def launching_agent() -> int | None:
 def _work(
     prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
 ) -> int:
-    from pentatron.train.program import CONFIGURED
+    from pentatron.train.model import CONFIGURED
     from pentatron.train.session import run_training
 
     config = prepared.resolved.config

@@ -16,10 +16,6 @@ from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import FileTokenizer, identify, train_bpe
 from pentatron.errors import UserError
 from pentatron.files import TEMPORARY_SUFFIX, write_file
-from pentatron.monitor.display import Display
-from pentatron.parallel.collectives import on_some_ranks
-from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
 from pentatron.text import parse_json
 
 Progress = Callable[[str, int, int], None]
@@ -231,17 +227,3 @@ def _tokenizer_path(folder: Path) -> Path:
 
 def _manifest_path(folder: Path) -> Path:
     return folder / "corpus.json"
-
-
-# The corpus that a configuration with `--corpus` asks for.
-
-
-def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
-    """The first rank of every machine prepares; the others wait and then find it ready."""
-    vocabulary = config.model.vocab_size
-
-    def prepare(progress: Progress | None = None) -> PreparedCorpus:
-        return prepare_python_corpus(folder, vocabulary, config.data.corpus_bytes, progress)
-
-    first_here = world.local_rank == 0
-    return on_some_ranks(first_here, lambda: prepare(display.work), world.everyone) or prepare()

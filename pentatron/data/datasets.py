@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.data.blending import Member, SampleRecipe, build_blend
-from pentatron.data.corpus import prepare_corpus
+from pentatron.data.corpus import PreparedCorpus, prepare_python_corpus
 from pentatron.data.gpt_dataset import (
     SyntheticDataset,
     documents_of,
@@ -458,3 +458,14 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
         else trained_files(config.data)
     )
     return samples_of_files(prefixes, split, config.model.seq_length)
+
+
+def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
+    """The first rank of every machine prepares; the others wait and then find it ready."""
+    vocabulary = config.model.vocab_size
+
+    def prepare(progress: Callable[[str, int, int], None] | None = None) -> PreparedCorpus:
+        return prepare_python_corpus(folder, vocabulary, config.data.corpus_bytes, progress)
+
+    first_here = world.local_rank == 0
+    return on_some_ranks(first_here, lambda: prepare(display.work), world.everyone) or prepare()

@@ -32,9 +32,9 @@ from pentatron.hf.architecture import config_of, model_type_of, settings_in
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE, HuggingFaceFolder, open_folder
 from pentatron.hf.names import check_covered, links_of
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, doubts_of, new_folder, small_files
-from pentatron.models.causal_lm import CausalLM, build_model, logical_shapes
+from pentatron.models.causal_lm import logical_shapes
 from pentatron.monitor.display import Display
-from pentatron.parallel.shards import Shape, fragments_of, held_parameters
+from pentatron.parallel.shards import Shape
 from pentatron.settings.entry import EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run import RunConfig
@@ -307,75 +307,3 @@ def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, sha
 
 def _json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-# Whether a Hugging Face folder and a checkpoint are the same model: the logits of both, side by side.
-
-
-_CPU = torch.device("cpu")
-_SEQUENCES, _TOKENS = 2, 32
-# Both compute in fp32, in another order.
-_TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The largest difference of two logits, and the largest logit."""
-
-    difference: float
-    largest: float
-
-    def sentence(self) -> str:
-        return (
-            f"the logits of {_SEQUENCES} × {_TOKENS} random tokens differ from those of transformers by at most "
-            f"{self.difference:.2e} (the largest is {self.largest:.2f})"
-        )
-
-
-def require_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "--verify compares with the transformers library, which is missing: pip install transformers, or leave it out"
-        ) from None
-    return transformers
-
-
-def compare_logits(found: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
-    """Raises if they are not the same model. `rounded`: the type that one of them was rounded to, and so both must be."""
-    model, _ = architecture_of(found)
-    length = min(_TOKENS, model.max_position_embeddings)
-    generator = torch.Generator().manual_seed(1)
-    tokens_BS = torch.randint(0, model.vocab_size, (_SEQUENCES, length), generator=generator)
-    with torch.no_grad():
-        # One after the other, so that one model at a time is in memory.
-        expected = _theirs(folder, rounded)(tokens_BS).logits
-        positions_BS = torch.arange(length).expand(_SEQUENCES, length)
-        logits = _ours(found, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
-    result = Comparison(float((logits - expected).abs().max()), float(expected.abs().max()))
-    if not result.difference <= _TOLERANCE * result.largest:
-        raise UserError(
-            f"{result.sentence()}, so they are not the same model and nothing was kept; please report it"
-        )
-    return result
-
-
-def _theirs(folder: Path, rounded: torch.dtype | None) -> Any:
-    model = require_transformers().AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    for parameter in model.parameters():
-        # Not the buffers: they are computed, as ours are.
-        parameter.data = (parameter.data if rounded is None else parameter.data.to(rounded)).float()
-    return model.float().eval()
-
-
-def _ours(found: Found, rounded: torch.dtype | None) -> CausalLM:
-    config, moe = architecture_of(found)
-    model = build_model(config, seed=0, device=_CPU, moe=moe).eval()
-    with StepReader(found.folder, found.manifest) as step:
-        for held in held_parameters(model):
-            for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
-                size = tuple(fragment.values.shape)
-                values = step.read(f"{WEIGHTS}{fragment.tensor}", fragment.start, size)
-                fragment.values.copy_(values if rounded is None else values.to(rounded))
-    return model

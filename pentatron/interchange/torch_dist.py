@@ -30,7 +30,7 @@ from pentatron.parallel.shards import Shape
 # Starts the program that reads pickled files, and understands what it says.
 
 
-_PROGRAM = Path(__file__).with_name("apart.py")
+_PROGRAM = Path(__file__).with_name("unpickle_sandbox.py")
 # CPU time of the reader: a base, and what each second must read at least.
 _SECONDS, _BYTES_A_SECOND = 30, 2**20
 # By the clock, for each of those: a file may lie on a slow disk, and the machine may be busy.

@@ -1,6 +1,6 @@
 """Reads what is pickled in Megatron-LM's checkpoints, as a program of its own that can do nothing else.
 
-    python -I -S apart.py FILE SECONDS
+    python -I -S unpickle_sandbox.py FILE SECONDS
 
 Prints JSON. A pickle is a program that may call what it names. Here every name is answered with a stand-in that only keeps what it
 is given, so nothing of the file runs and nothing is imported for it; names outside the list end the reading. `reading.py` starts

@@ -17,7 +17,7 @@ from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.shards import Held, held_parameters
 from pentatron.parallel.world import World
-from pentatron.train.program import Objective
+from pentatron.train.model import Objective
 
 LossFunction = Callable[[Tensor], Any]
 

@@ -29,7 +29,7 @@ from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
-from pentatron.train.program import Program, ReportedNames, StageCall
+from pentatron.train.model import Program, ReportedNames, StageCall
 
 # Micro-batches at the beginning of a run whose numbers of tokens are compared.
 _COMPARED = 8

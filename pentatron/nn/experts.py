@@ -13,8 +13,16 @@ from pentatron.nn.options import Axes
 from pentatron.nn.router import Routing
 from pentatron.ops.activation import deal_rows, sum_rows, weighted_activation, weighted_activation_backward
 from pentatron.ops.fp8_linear import PLAIN, LinearOptions
-from pentatron.ops.matmul import GroupedRows, Groups, GroupsOnDevice, one_kernel_can
-from pentatron.ops.split_backward import DeferredGradients, GroupedProduct, grouped_linear, now_or_later
+from pentatron.ops.linear import (
+    DeferredGradients,
+    GroupedProduct,
+    GroupedRows,
+    Groups,
+    GroupsOnDevice,
+    grouped_linear,
+    now_or_later,
+    one_kernel_can,
+)
 from pentatron.parallel.shards import Declared, Initial, Piece, Shape
 from pentatron.settings.decisions import wants_grouped_experts
 from pentatron.settings.model import MoEConfig, TransformerConfig

@@ -18,7 +18,7 @@ from pentatron.ops.fp8_linear import (
     can_be_scaled,
     scaled_linear,
 )
-from pentatron.ops.split_backward import linear
+from pentatron.ops.linear import linear
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.shards import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
 

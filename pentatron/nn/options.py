@@ -16,7 +16,7 @@ from pentatron.nn.kv_cache import CacheInUse
 from pentatron.nn.loss import CrossEntropy
 from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
 from pentatron.ops.fp8_linear import Fp8Format, LinearOptions, WeightScales
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.axes import (
     NO_EXPERTS_ELSEWHERE,
     WHOLE_LAYERS,

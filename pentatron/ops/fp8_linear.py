@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.ops.activation import gate_backward, gated
 from pentatron.ops.fp8 import E4M3, E5M2, Scaled, product, scale_of, scaled, scaled_by, scales_of
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 
 
 @dataclass(frozen=True)

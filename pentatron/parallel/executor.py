@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pentatron.layout.actions import Action, Kind, Schedule
-from pentatron.ops.split_backward import Cell, DeferredGradients
+from pentatron.ops.linear import Cell, DeferredGradients
 from pentatron.parallel.messages import Announced, Arrival, Messages, Parcel, announced, deliveries
 from pentatron.parallel.shards import Shape
 from pentatron.parallel.timers import Timers

@@ -27,11 +27,10 @@ from pentatron.supervise.attempts import FIRST, Attempt
 from pentatron.supervise.signals import StopRequest, stop_on_signals
 from pentatron.train.checkpoints import seed_generators
 from pentatron.train.introduction import introduce
-from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
+from pentatron.train.model import CONFIGURED, ParallelModel, Program, build_parallel_model, model_dtype
 from pentatron.train.open_folders import OpenFolders, disk_notes, leave_to_earlier_runs, open_folders
 from pentatron.train.output import Output, open_recorders, refuse_pipes
 from pentatron.train.preflight import require_fitting_batches, require_fitting_start, settle_environment
-from pentatron.train.program import CONFIGURED, Program
 from pentatron.train.results import WITHOUT_IT, describe, describe_pipeline, draw_curve, finish
 from pentatron.train.resume import Beginning, first_data, starting_point, take_data
 from pentatron.train.run_folder import Moments, RunFolder, Sentence, sentence_of, write_last_words

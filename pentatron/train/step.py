@@ -15,8 +15,7 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.world import World
-from pentatron.train.model import MicroBatches, ParallelModel
-from pentatron.train.program import Objective, Total, ratio_on_device
+from pentatron.train.model import MicroBatches, Objective, ParallelModel, Total, ratio_on_device
 
 # Numbers on their way from a device to the host.
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import pentatron.checkpoint.store as stages_module
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.save import Saver
@@ -30,13 +29,13 @@ def test_every_so_many_steps_stay_for_good(tmp_path: Path) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the steps that are read after they were saved."""
     found: list[str] = []
-    honest = stages_module.problem_of_share
+    honest = store_module.problem_of_share
 
     def counting(folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool) -> Obstacle | None:
         found.append(folder.name)
         return honest(folder, manifest, rank, ranks, cold)
 
-    monkeypatch.setattr(stages_module, "problem_of_share", counting)
+    monkeypatch.setattr(store_module, "problem_of_share", counting)
     return found
 
 

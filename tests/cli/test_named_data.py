@@ -8,7 +8,7 @@ from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
 from pentatron.megatron.program import UserProgram
 from pentatron.settings.entry import TRAIN
-from pentatron.train.program import CONFIGURED
+from pentatron.train.model import CONFIGURED
 
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --device cpu --nproc-per-node 2"

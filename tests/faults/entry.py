@@ -10,7 +10,7 @@ from pentatron.settings.entry import TRAIN
 from tests.faults.injection import ALONE, Fault, Injector
 
 if TYPE_CHECKING:
-    from pentatron.train.program import Program
+    from pentatron.train.model import Program
 
 RESTART = ("-m", "tests.faults.entry")
 

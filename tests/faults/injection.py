@@ -130,7 +130,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _forward() -> tuple[Any, str]:
-    from pentatron.train.program import Program
+    from pentatron.train.model import Program
 
     return Program, "forward"
 

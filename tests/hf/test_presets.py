@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pentatron.hf.architecture import config_of, settings_of
 from pentatron.settings.presets import presets
 from pentatron.settings.run import RunConfig
-from tests.config.test_presets import PUBLISHED, completed, parameters
+from tests.settings.test_presets import PUBLISHED, completed, parameters
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from pentatron.checkpoint import tensor_file
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.format import verify_files
+from pentatron.compare.logits import compare_logits
 from pentatron.errors import UserError
 from pentatron.generate.source import find_weights
-from pentatron.hf.convert import ExportOptions, ImportOptions, compare_logits, export_step, import_folder
+from pentatron.hf.convert import ExportOptions, ImportOptions, export_step, import_folder
 from pentatron.hf.folder import CONFIG, INDEX
 from pentatron.hf.small_files import new_folder
 from pentatron.monitor.display import Silent

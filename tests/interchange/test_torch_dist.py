@@ -18,7 +18,7 @@ from torch import Tensor
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import Found
-from pentatron.hf.convert import _ours
+from pentatron.compare.logits import _ours
 from pentatron.interchange.reading import read_megatron
 from pentatron.interchange.torch_dist import open_torch_dist
 from pentatron.models.router_load import kept_by_routers, loads_of

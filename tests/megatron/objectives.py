@@ -27,8 +27,7 @@ from pentatron.optim.build import build_optimizer
 from pentatron.parallel.shards import held_parameters
 from pentatron.parallel.world import World, connect, single_process
 from pentatron.settings.resolve import Resolved
-from pentatron.train.model import build_parallel_model, model_dtype
-from pentatron.train.program import Objective
+from pentatron.train.model import Objective, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from tests.support import LLAMA, resolved
 

@@ -26,7 +26,7 @@ from pentatron.megatron.training.training import (
     setup_model_and_optimizer,
     train_step,
 )
-from pentatron.train.program import Program
+from pentatron.train.model import Program
 from tests.harness import run_distributed
 from tests.megatron.test_programs import GUIDE_CODE, RUN, guide_module, train, write_corpus
 from tests.support import DEFAULT

@@ -10,7 +10,7 @@ from torch import Tensor
 from pentatron.errors import UserError
 from pentatron.megatron.losses import returned_by, share_of
 from pentatron.parallel.world import ALONE
-from pentatron.train.program import Objective
+from pentatron.train.model import Objective
 
 MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
 

@@ -27,8 +27,7 @@ from pentatron.monitor.display import Silent
 from pentatron.nn.options import Axes
 from pentatron.nn.recompute import NOTHING
 from pentatron.parallel.world import connect
-from pentatron.train.model import build_parallel_model
-from pentatron.train.program import Program
+from pentatron.train.model import Program, build_parallel_model
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved

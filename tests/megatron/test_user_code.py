@@ -36,7 +36,7 @@ from pentatron.megatron.training.checkpointing import BasicLocalCheckpointManage
 from pentatron.megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from pentatron.parallel.world import connect, single_process
 from pentatron.settings.entry import PRETRAIN_GPT
-from pentatron.train.program import Program
+from pentatron.train.model import Program
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.megatron.test_programs import RUN, outcome, write_corpus

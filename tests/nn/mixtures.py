@@ -9,7 +9,7 @@ from pentatron.nn.options import Axes, LayerOptions
 from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
 from pentatron.nn.router import Router
 from pentatron.ops.fp8_linear import LinearOptions
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.axes import NO_EXPERTS_ELSEWHERE, WHOLE_SEQUENCES, ContextAxis, ExpertAxis
 from pentatron.parallel.shards import held_parameters
 from pentatron.settings.core import CoreTransformerConfig

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pentatron.nn.attention_blocks as blocks_module
-import pentatron.nn.attention_blocks as whole_module
 import pentatron.nn.context_attention as attention_module
 from pentatron.layout.documents import DocumentStarts, Piece, alike, pieces
 from pentatron.nn.attention_blocks import Block, hidden, in_documents
@@ -85,7 +84,7 @@ def shared(exchange: str) -> ContextAxis:
 @pytest.mark.parametrize("together", [0, 4, 12, LENGTH])
 def test_one_rank(kernel: SDPBackend, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents one by one, short ones together, all of a sequence together."""
-    monkeypatch.setattr(whole_module, "TOGETHER", together)
+    monkeypatch.setattr(blocks_module, "TOGETHER", together)
     with sdpa_kernel([kernel]):
         for window in WINDOWS:
             assert distance(WHOLE_SEQUENCES, window) < 1e-5, window
@@ -115,13 +114,13 @@ def test_blocks_in_plain_operations() -> None:
 
 
 def join_up_to(together: int) -> None:
-    blocks_module.pieces = lambda *given: pieces(*given, together)
-    whole_module.TOGETHER = together
+    blocks_module.pieces = lambda starts, begin, end, *_: pieces(starts, begin, end, together)
+    blocks_module.TOGETHER = together
 
 
 def documents_ignored() -> None:
     attention_module.in_documents = lambda documents, *given: in_documents(((0,),) * len(documents), *given)
-    whole_module.pieces = lambda starts, begin, end, together: [Piece(begin, end)]
+    blocks_module.pieces = lambda starts, begin, end, *_: [Piece(begin, end)]
 
 
 def cuts_ignored() -> None:
@@ -133,12 +132,12 @@ def cuts_ignored() -> None:
     def uncut(*given: object) -> list[Piece]:
         return [Piece(piece.begin, piece.end) for piece in pieces(*given)]  # type: ignore[arg-type]
 
-    attention_module.in_documents, whole_module.pieces = without, uncut
+    attention_module.in_documents, blocks_module.pieces = without, uncut
 
 
 def documents_of_the_first_sample() -> None:
     attention_module.in_documents = lambda documents, *given: in_documents(documents[1:2], *given)
-    whole_module.alike = lambda documents: alike(documents[1:2] * len(documents))
+    blocks_module.alike = lambda documents: alike(documents[1:2] * len(documents))
 
 
 def documents_end_with_chunks() -> None:

@@ -12,7 +12,7 @@ from pentatron.nn.experts import Experts
 from pentatron.nn.moe import SharedExpert
 from pentatron.nn.options import ONE_PROCESS, Axes, ModelOptions
 from pentatron.nn.recompute import NOTHING, recompute_of
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.settings.parallel import MemoryConfig
 from tests.nn.mixtures import HIDDEN, axes_with, config_of, drawn, layer, stream
 from tests.support import resolved

@@ -9,7 +9,7 @@ from pentatron.nn.experts import sorted_by_expert
 from pentatron.nn.moe import MoE, _by_own_expert
 from pentatron.nn.recompute import Recompute
 from pentatron.ops.activation import weighted_activation, weighted_activation_backward
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.buckets import _runs
 from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 

@@ -13,7 +13,7 @@ from pentatron.nn.linear import VocabularyHead
 from pentatron.nn.loss import CrossEntropy
 from pentatron.ops import cross_entropy
 from pentatron.ops.fp8_linear import LinearOptions
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.axes import TensorAxis
 from tests.harness import distributed
 from tests.nn.test_tensor_parallel import axis, drawn, stream

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pentatron.parallel.executor as executor_module
 from pentatron.layout.actions import Kind, Schedule
 from pentatron.layout.ranks import Grid
-from pentatron.ops.split_backward import DeferredGradients, linear
+from pentatron.ops.linear import DeferredGradients, linear
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World, connect
 

@@ -12,7 +12,7 @@ import pentatron.parallel.executor as executor_module
 from pentatron.layout.actions import Kind
 from pentatron.layout.check import check
 from pentatron.layout.schedules import training_schedule
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.messages import Messages, open_messages
 from tests.harness import run_distributed
 from tests.harness.report import RanksFailed

@@ -25,7 +25,7 @@ import pentatron.parallel.executor as executor_module
 from pentatron.layout.actions import Kind
 from pentatron.layout.check import check
 from pentatron.layout.schedules import HALVING, Computation, lower, placement_for, training_schedule
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World
 from tests.harness import run_distributed

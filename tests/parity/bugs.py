@@ -17,7 +17,7 @@ import pentatron.nn.context_attention as context_module
 import pentatron.nn.loss as loss_module
 import pentatron.nn.transformer_layer as layer_module
 import pentatron.ops.cross_entropy as fused_module
-import pentatron.ops.split_backward as deferral_module
+import pentatron.ops.linear as deferral_module
 import pentatron.parallel.axes as axis_module
 import pentatron.parallel.buckets as gathering_module
 import pentatron.parallel.reduction as reduction_module
@@ -37,7 +37,7 @@ from pentatron.nn.linear import (
 )
 from pentatron.nn.loss import _SplitCrossEntropy
 from pentatron.nn.norm import LayerNorm, RMSNorm
-from pentatron.ops.split_backward import DeferredGradients, DenseProduct
+from pentatron.ops.linear import DeferredGradients, DenseProduct
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group, Passing

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pentatron.compare.trial import micro_batches
-from pentatron.ops.split_backward import DeferredGradients, Product
+from pentatron.ops.linear import DeferredGradients, Product
 from pentatron.optim.build import build_optimizer
 from pentatron.train import model as model_module
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype

@@ -11,8 +11,8 @@ from pentatron.compare.verify import alone, fewest_replicas, in_words, judge
 from pentatron.parallel.world import single_process
 from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Settings
+from tests.compare.test_verify import on_a_rank, twin, verdict
 from tests.harness import run_distributed
-from tests.train.test_verify import on_a_rank, twin, verdict
 
 QWEN3 = "--preset qwen3-30b-a3b"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"

@@ -12,8 +12,8 @@ from pentatron.checkpoint.lock import folder_lock
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.settings.files import HEADER
+from pentatron.train.model import CONFIGURED
 from pentatron.train.open_folders import contents_of
-from pentatron.train.program import CONFIGURED
 from pentatron.train.session import Session, open_session, run_training
 from tests.support import LLAMA, resolved
 

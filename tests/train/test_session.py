@@ -25,7 +25,7 @@ from pentatron.settings.entry import PRETRAIN_GPT
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.settings import Facts
 from pentatron.supervise.signals import StoppedEarly
-from pentatron.train.program import Program
+from pentatron.train.model import Program
 from pentatron.train.session import Outcome, run_training
 from pentatron.train.step import StepResult
 from tests.harness import distributed

@@ -14,7 +14,7 @@ from pentatron.models.causal_lm import CausalLM
 from pentatron.models.gpt_model import ProcessGroups
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
 from pentatron.settings.model import TransformerConfig as OwnConfig
-from pentatron.train.program import StageCall
+from pentatron.train.model import StageCall
 
 
 class GPTModel(gpt_model.GPTModel):

@@ -14,7 +14,7 @@ from pentatron.settings.entry import (
 )
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
-from tests.config.builders import LEAST, problems, values
+from tests.settings.builders import LEAST, problems, values
 
 NAMES = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 FACTORS = ("loss_scale_growth_factor", "loss_scale_backoff_factor")

@@ -13,9 +13,9 @@ from pentatron.settings.derive import derive
 from pentatron.settings.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Assigned, Draft, Facts
-from tests.config.builders import not_built, problems
-from tests.config.guide_blocks import BLOCKS
-from tests.config.guide_flags import FLAGS
+from tests.settings.builders import not_built, problems
+from tests.settings.guide_blocks import BLOCKS
+from tests.settings.guide_flags import FLAGS
 
 ROOT = Path(__file__).parents[2]
 ITEMS = ROOT / "docs/contract/items.yaml"

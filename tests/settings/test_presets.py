@@ -7,7 +7,7 @@ import pytest
 from pentatron.settings.derive import derive
 from pentatron.settings.presets import presets
 from pentatron.settings.settings import Facts, Settings
-from tests.config.builders import draft, problems, resolved, values
+from tests.settings.builders import draft, problems, resolved, values
 
 # Billions of parameters, to the digits in which they are published; "total/active" for mixtures of experts.
 PUBLISHED = {

@@ -3,7 +3,7 @@
 import pytest
 
 from pentatron.settings.settings import Facts
-from tests.config.builders import LEAST, about, problems
+from tests.settings.builders import LEAST, about, problems
 
 # setting, words it is idle with, words it acts with
 CASES: list[tuple[str, str, str]] = [

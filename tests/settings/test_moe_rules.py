@@ -4,7 +4,7 @@ import pytest
 
 from pentatron.settings.model_rules import MOE_RULES
 from pentatron.settings.settings import Facts
-from tests.config.builders import notices, problems, resolved, values
+from tests.settings.builders import notices, problems, resolved, values
 
 ONE = Facts(1)
 TWO = Facts(2, 2)

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from pentatron.ops import matmul
-from pentatron.ops.matmul import Groups
-from pentatron.ops.split_backward import linear
+from pentatron.ops import linear as linear_module
+from pentatron.ops.linear import Groups, linear
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16])
 def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    monkeypatch.setattr(matmul, "_HAS_INSTRUCTIONS", False)
+    monkeypatch.setattr(linear_module, "_HAS_INSTRUCTIONS", False)
     torch.manual_seed(1)
     return request.param  # type: ignore[no-any-return]
 
@@ -32,7 +31,7 @@ def test_products_and_gradients_are_those_of_half_precision(
 ) -> None:
     found = made(half)
     torch.manual_seed(1)
-    monkeypatch.setattr(matmul, "_HAS_INSTRUCTIONS", True)
+    monkeypatch.setattr(linear_module, "_HAS_INSTRUCTIONS", True)
     for tensor, expected in zip(found, made(half), strict=True):
         assert tensor.dtype is half
         # Additions in another order may round to the neighbour, not further, and rarely do.
@@ -43,7 +42,7 @@ def test_products_and_gradients_are_those_of_half_precision(
 def test_products_are_rounded_once(half: torch.dtype) -> None:
     left, right = torch.randn(32, 300).to(half), torch.randn(300, 40).to(half)
     exact = left.double() @ right.double()
-    off = (matmul.product(left, right).double() - exact).abs()
+    off = (linear_module.product(left, right).double() - exact).abs()
     assert bool((off <= exact.abs() * torch.finfo(half).eps / 2 + 1e-4).all())
     twice = left[:, :150] @ right[:150] + left[:, 150:] @ right[150:]
     assert not bool(((twice.double() - exact).abs() <= exact.abs() * torch.finfo(half).eps / 2 + 1e-4).all())
@@ -58,17 +57,17 @@ def test_groups_of_rows_are_multiplied_alike(half: torch.dtype) -> None:
 
 def test_what_is_quick_is_left_to_torch(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     many, few = torch.randn(64, 8).to(half), torch.randn(3, 8).to(half)
-    assert matmul.through_fp32(many)
-    assert not matmul.through_fp32(few) and not matmul.through_fp32(many.float())
-    assert not matmul.through_fp32(torch.empty(64, 8, dtype=half, device="meta"))
-    monkeypatch.setattr(matmul, "_HAS_INSTRUCTIONS", True)
-    assert not matmul.through_fp32(many)
+    assert linear_module.through_fp32(many)
+    assert not linear_module.through_fp32(few) and not linear_module.through_fp32(many.float())
+    assert not linear_module.through_fp32(torch.empty(64, 8, dtype=half, device="meta"))
+    monkeypatch.setattr(linear_module, "_HAS_INSTRUCTIONS", True)
+    assert not linear_module.through_fp32(many)
 
 
 @pytest.fixture
 def by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each product had that went there."""
-    real = matmul._ONEDNN
+    real = linear_module._ONEDNN
     if real is None:
         pytest.skip("torch was built without oneDNN")
     seen: list[int] = []
@@ -77,9 +76,9 @@ def by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(rows.shape[:-1].numel())
         return real(rows, *rest)
 
-    monkeypatch.setattr(matmul, "_ONEDNN", counted)
-    monkeypatch.setattr(matmul, "_LARGE", 1024)
-    monkeypatch.setattr(matmul, "_IS_NEGLECTED", False)
+    monkeypatch.setattr(linear_module, "_ONEDNN", counted)
+    monkeypatch.setattr(linear_module, "_LARGE", 1024)
+    monkeypatch.setattr(linear_module, "_IS_NEGLECTED", False)
     return seen
 
 
@@ -124,12 +123,12 @@ def of_many_rows(bias: torch.Tensor | None, dtype: torch.dtype = torch.float32) 
 def test_many_rows_where_the_processor_is_neglected(
     biased: bool, by_onednn: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "_WORTH_IT", 1024)
+    monkeypatch.setattr(linear_module, "_WORTH_IT", 1024)
     bias = torch.linspace(-3, 3, 40).requires_grad_() if biased else None
-    monkeypatch.setattr(matmul, "_IS_NEGLECTED", False)
+    monkeypatch.setattr(linear_module, "_IS_NEGLECTED", False)
     expected = of_many_rows(bias)
     assert by_onednn == []
-    monkeypatch.setattr(matmul, "_IS_NEGLECTED", True)
+    monkeypatch.setattr(linear_module, "_IS_NEGLECTED", True)
     for found, of_torch in zip(of_many_rows(bias), expected, strict=True):
         torch.testing.assert_close(found, of_torch, rtol=1e-5, atol=1e-4)
     # Forward and the gradient of the rows; not that of the matrix.

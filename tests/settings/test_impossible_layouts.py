@@ -10,7 +10,7 @@ import pytest
 from pentatron.errors import ConfigError
 from pentatron.settings.settings import Facts
 from tests import support
-from tests.config.builders import problems
+from tests.settings.builders import problems
 
 ROOT = Path(__file__).parents[2]
 

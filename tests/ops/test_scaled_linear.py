@@ -13,7 +13,7 @@ import pentatron.ops.fp8_linear as module
 from pentatron.ops.fp8 import E4M3, Scaled
 from pentatron.ops.fp8 import scaled as plainly_scaled
 from pentatron.ops.fp8_linear import FORMATS, can_be_scaled, scaled_linear
-from pentatron.ops.split_backward import DeferredGradients
+from pentatron.ops.linear import DeferredGradients
 
 FOLLOWS = torch.linspace(-1, 1, 48)
 BY_ROWS = replace(FORMATS["hybrid"], by_rows=True)

@@ -12,8 +12,8 @@ from pentatron.settings.presets import presets
 from pentatron.settings.rules import problems_of
 from pentatron.settings.run import RunConfig, sections, table
 from pentatron.settings.settings import Assigned, Settings
-from tests.config.builders import all_settings, other_value, resolved
-from tests.config.usage import settings_read, settings_read_anywhere
+from tests.settings.builders import all_settings, other_value, resolved
+from tests.settings.usage import settings_read, settings_read_anywhere
 
 # A rule compares it with the real number of processes, and that is all it is for.
 ONLY_CHECKED = {"world_size"}

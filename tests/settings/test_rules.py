@@ -8,7 +8,7 @@ from pentatron.settings.rules import RULES, not_available, out_of_limits, proble
 from pentatron.settings.run import table
 from pentatron.settings.settings import Facts
 from pentatron.settings.training_rules import LOOP_RULES, SFT_RULES
-from tests.config.builders import not_built, problems, resolved
+from tests.settings.builders import not_built, problems, resolved
 
 ONE = Facts(1)
 

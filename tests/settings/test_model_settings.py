@@ -5,7 +5,7 @@ import pytest
 from pentatron.settings.layers import window_of, windowed_layers
 from pentatron.settings.model_rules import POSITION_RULES
 from pentatron.settings.settings import Facts
-from tests.config.builders import LEAST, about, notices, problems, values
+from tests.settings.builders import LEAST, about, notices, problems, values
 
 ONE = Facts(1)
 ROPE = "--position-embedding-type rope"

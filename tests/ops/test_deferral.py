@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from pentatron.ops.split_backward import DeferredGradients, linear
+from pentatron.ops.linear import DeferredGradients, linear
 
 
 def layer(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Parameter, nn.Parameter]:

@@ -7,7 +7,7 @@ from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved, notices_of_device
 from pentatron.settings.run import table
 from pentatron.settings.settings import Facts
-from tests.config.builders import LEAST, about, resolved
+from tests.settings.builders import LEAST, about, resolved
 
 ONE, TWO = Facts(1), Facts(2, 2)
 EXPERTS = "--swiglu --num-experts 4 --moe-ffn-hidden-size 32 --no-bias-swiglu-fusion"

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pentatron.ops.matmul import Groups
-from pentatron.ops.split_backward import grouped_linear
+from pentatron.ops.linear import Groups, grouped_linear
 
 COUNTS = [(3, 0, 5, 8), (0, 0, 0, 0), (16, 0, 0, 0), (0, 0, 0, 16), (4,)]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a GPU")

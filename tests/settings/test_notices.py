@@ -10,10 +10,10 @@ from pentatron.settings.entry import TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run import table
 from pentatron.settings.settings import Facts
-from tests.config.builders import LEAST, about, notices, other_value, resolved
-from tests.config.test_device_notices import ON_A_GPU
-from tests.config.test_loop_settings import CASES as OF_THE_LOOP
-from tests.config.test_model_settings import IDLE as OF_THE_MODEL
+from tests.settings.builders import LEAST, about, notices, other_value, resolved
+from tests.settings.test_device_notices import ON_A_GPU
+from tests.settings.test_loop_settings import CASES as OF_THE_LOOP
+from tests.settings.test_model_settings import IDLE as OF_THE_MODEL
 
 ONE = Facts(1)
 TWO = Facts(2, 2)

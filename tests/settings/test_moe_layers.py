@@ -4,7 +4,7 @@ import pytest
 
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import costs_of
-from tests.config.builders import resolved
+from tests.settings.builders import resolved
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pentatron.supervise.hang import Hang, JobWatch, Limits, Standing
 from pentatron.supervise.launcher import Ended, run_workers
 from pentatron.supervise.processes import Failure, Process, Signals, failures_of
 from pentatron.supervise.supervisor import Supervisor
-from tests.launch.test_hang import beat
+from tests.supervise.test_hang import beat
 from tests.support import resolved
 
 _SCRIPT = """

@@ -8,7 +8,7 @@ from pentatron.errors import ConfigError
 from pentatron.settings.loaded import adopt
 from pentatron.settings.resolve import resolve
 from pentatron.settings.settings import Draft, Facts
-from tests.config.builders import draft, values
+from tests.settings.builders import draft, values
 
 SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear")
 

@@ -11,7 +11,7 @@ from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDAR
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run import table
 from pentatron.settings.settings import Facts
-from tests.config.builders import draft, notices, problems, resolved, values
+from tests.settings.builders import draft, notices, problems, resolved, values
 
 
 def chosen(found: dict[str, Any], names: str) -> dict[str, Any]:
