@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    "README.md",
-    "README.zh.md",
+    "docs/use/layouts.md",
+    "docs/zh/use/layouts.md",
     "docs/how-it-works/parallelism.md",
     "docs/zh/how-it-works/parallelism.md",
 )

@@ -18,6 +18,8 @@ PAGES = [
     *READMES,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/use/*.md")),
     *sorted(ROOT.glob("docs/how-it-works/*.md")),
     *sorted(ROOT.glob("docs/guides/*.md")),
     *sorted(ROOT.glob("docs/zh/*/*.md")),
@@ -63,7 +65,7 @@ def test_layouts_are_drawn_as_the_command_draws_them(
 
 
 def launch_commands() -> list[str]:
-    pages = {page: page.read_text(encoding="utf-8") for page in READMES} | {ROOT: USAGE}
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES} | {ROOT: USAGE}
     return [line.strip() for text in pages.values() for line in text.splitlines() if _LAUNCH.match(line)]
 
 
@@ -76,9 +78,10 @@ def test_launch_commands_write_a_script(command: str, capsys: pytest.CaptureFixt
 
 def test_there_are_drawings() -> None:
     assert {page for page, _ in shown_outputs()} == {
-        *READMES,
         PARALLELISM,
         ROOT / "docs/zh/how-it-works/parallelism.md",
+        ROOT / "docs/use/layouts.md",
+        ROOT / "docs/zh/use/layouts.md",
     }
 
 
@@ -141,7 +144,11 @@ def train_commands() -> list[str]:
 @pytest.mark.parametrize("command", train_commands())
 def test_training_commands_name_data_and_length(command: str) -> None:
     """Or leave both to the demo: without them nothing would start."""
-    draft = gather(shlex.split(command, comments=True)[2:], TRAIN)
+    words = [
+        str(ROOT / word) if word.startswith("configs/") else word
+        for word in shlex.split(command, comments=True)
+    ]
+    draft = gather(words[2:], TRAIN)
     assert not draft.wrong
     assert any((draft.data_path, draft.corpus, draft.mock_data, draft.dataset_size)), "no data"
     assert draft.train_iters is not None, "no length"

@@ -19,7 +19,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from draw_pictures import pictures  # noqa: E402  (scripts/ is not a package)
 from pictures.zero import bytes_kept  # noqa: E402
 
-PAGES = [*sorted(ROOT.glob("docs/how-it-works/*.md")), *sorted(ROOT.glob("docs/guides/0*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("docs/use/*.md")),
+    *sorted(ROOT.glob("docs/how-it-works/*.md")),
+    *sorted(ROOT.glob("docs/guides/0*.md")),
+]
 # `train/step.py: train_step, ValidTokens`, or a file alone.
 NAMED = re.compile(r"`((?:\w+/)+\w+\.py)(?:: ([\w., ]+))?`")
 
@@ -73,7 +77,10 @@ def test_pictures_are_what_the_code_draws() -> None:
 
 
 def test_every_picture_is_shown_somewhere() -> None:
-    shown = "".join(page.read_text(encoding="utf-8") for page in (*PAGES, ROOT / "README.md"))
+    shown = "".join(
+        page.read_text(encoding="utf-8")
+        for page in (*PAGES, ROOT / "README.md", ROOT / "docs/performance.md")
+    )
     assert [name for name, _ in pictures() if f"images/{name}" not in shown] == []
 
 
@@ -129,7 +136,9 @@ def test_the_questions_of_the_guides_are_answered(heading: str) -> None:
 OTHERS = set(
     "batch-size draw gpus gpu gpu-memory host-memory efficiency allow-narrowing checkpoint-type dtype load-dir loader loader-transformer-impl max-shard-size model-size "
     "append-eod input interval local-dir master-addr model-path nnodes node-rank num-gpus output-prefix prompt "
-    "target-pipeline-parallel-size workers model-type no-check save-dir saver target-tensor-parallel-size tokenizer verify".split()
+    "target-pipeline-parallel-size workers model-type no-check save-dir saver target-tensor-parallel-size tokenizer verify "
+    "cpus-per-task extra-index-url families find-micro-batch flag gpus-per-node grace greedy help index json largest nodes only prompt-file "
+    "standalone submit temperature time tokens top-p".split()
 )
 
 
