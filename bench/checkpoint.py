@@ -1,4 +1,4 @@
-"""Saving and loading a checkpoint against the disk and against torch.distributed.checkpoint.
+"""Measures saving and loading a checkpoint against the disk and against torch.distributed.checkpoint.
 
 One state, weights and two moments of a Llama-like model in fp32 as two tensor-parallel ranks would hold it, is saved and loaded in turns,
 in a temporary folder. The disk of the machine is what varies most: many take the first GB several times as fast as what follows, and are that fast again

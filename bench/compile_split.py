@@ -1,4 +1,4 @@
-"""What torch.compile makes of linear layers that may leave their weight gradients for later, on a CPU.
+"""Measures torch.compile on linear layers with split backward, on a CPU.
 
     python bench/compile_split.py [--width 128] [--tokens 256] [--backend inductor]
 

@@ -1,4 +1,4 @@
-"""Import and export against a plain copy of the same folder.
+"""Measures import and export against a plain copy of the same folder.
 
 Makes a Llama-like model of random bf16 weights in a temporary folder, then measures, one after the other: a copy of its
 files, each flushed to disk; `pentatron import`; `pentatron export`. Each runs in a process of its own, whose anonymous memory

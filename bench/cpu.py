@@ -1,4 +1,4 @@
-"""A training step on the CPU: our model against the same one in transformers (eager), each in a process of its own, in turns.
+"""Measures a training step on the CPU against the same model in transformers (eager), each in its own process, in turns.
 
 Ours goes the way of `pentatron train` (its session, optimizer and trainer); the other is a Qwen2 model of the same sizes, whose weights are in the
 same precision, with fp32 state and clipping at 1.0. A round times each of them for some steps, and every other round begins with the other

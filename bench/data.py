@@ -1,4 +1,4 @@
-"""Preparing data: its rate against the tokenizers library alone on the same cores, and its memory at two sizes.
+"""Measures `pentatron prepare` against the tokenizers library on the same cores, and its memory at two sizes.
 
 The text is the source of Python's standard library, repeated up to the asked size; the vocabulary is trained on it. The library's rate is
 that of one `encode_batch_fast` over texts that are in memory already, with as many threads as prepare has workers; reading, parsing,

@@ -1,4 +1,4 @@
-"""How far apart the losses of equal runs drift: rounding errors, and how training magnifies them.
+"""Measures how far the losses of equal runs drift apart: rounding errors, and how training amplifies them.
 
 Trains the demo's model in several ways that compute the same numbers up to rounding, and prints the relative gap of their
 losses to the first one's. Accumulation on one process is the yardstick: what a layout adds must be no more than that.

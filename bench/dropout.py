@@ -1,4 +1,4 @@
-"""What dropout by counter costs: `hidden_dropout` against torch's own `F.dropout`, forward and backward, in turns in one run.
+"""Measures dropout by counter against torch's `F.dropout`, forward and backward, in turns in one run.
 
 python bench/dropout.py --repeats 50
 """

@@ -1,4 +1,4 @@
-"""What an exchange of small Python values between ranks costs, beside torch's own, which pickles: `python bench/exchange.py [RANKS]`."""
+"""Measures exchanges of small Python values between ranks against torch's, which pickle."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""One layer of experts, forward and backward: the host counting tokens against the device by itself, and against dense products.
+"""Measures one layer of experts, forward and backward: token counts on the host, on the device, and dense products.
 
     python bench/experts.py [--experts 128] [--topk 8] [--hidden 2048] [--inner 768] [--tokens 16384] [--kernels]
 

@@ -1,4 +1,4 @@
-"""Greedy generation against `transformers`: the same tokens, and how many a second.
+"""Measures greedy generation against `transformers`: same tokens, tokens per second.
 
 A model of a preset's shape with random weights is saved by `transformers`, loaded by both, and continues the same prompts of
 different lengths. In fp32 the tokens must be the same; in bf16 a tie may fall either way, so the first difference is shown.

@@ -1,4 +1,4 @@
-"""Training steps on one GPU: our trainer's own, and beside it what a user would pick instead.
+"""Measures training steps on one GPU: our trainer beside torchtitan and transformers.
 
     python bench/gpu.py --shape qwen2.5-1.5b qwen3-8b-8l --micro-batch 4 --breakdown
     python bench/gpu.py --compare ours titan:compile hf:liger --shape qwen3-8b-8l --micro-batch 4 8 --peers FOLDER --json bench/results

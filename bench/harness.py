@@ -1,4 +1,4 @@
-"""What an empty distributed test costs: ranks forked from the zygote against fresh processes.
+"""Measures an empty distributed test: ranks forked from the zygote against new processes.
 
 Both ways do the same: start the ranks, form a gloo process group, pass one barrier, end the ranks.
 

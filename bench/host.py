@@ -1,4 +1,4 @@
-"""What the host takes for a training step: ours against transformers (eager), with tensors so small that a step is little else.
+"""Measures the host time of a training step against transformers (eager), with tiny tensors.
 
 Twelve layers of a GPT-2 of hidden size 16, one sequence of eight tokens, fp32 (in bf16 the small products of a CPU take longer than everything around them), one
 thread. Ours goes the way of `pentatron train`; the other is the least that one could write: clipping at 1.0 and torch's fused AdamW. A round times each of them for some steps, and

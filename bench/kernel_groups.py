@@ -1,4 +1,4 @@
-"""Where the GPU's time of a step goes: its kernels by group, from torch's profiler."""
+"""Groups the GPU time of a step by kernel, from torch's profiler."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the host takes to start one operation, in microseconds: of torch's, and of ours, as a compiled layer calls them.
+"""Measures the host time to launch one operation, in microseconds: torch's and ours, as a compiled layer calls them.
 
     python bench/launches.py                   # on a GPU; nobody waits for its results
     python bench/launches.py --device cpu      # the operations themselves included, on matrices of 16 × 16

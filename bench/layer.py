@@ -1,4 +1,4 @@
-"""One layer of a model on one GPU, forward and backward: eager and compiled, with each kernel of attention, and what else a compiler can be told.
+"""Measures one layer on one GPU, forward and backward: eager and compiled, with each attention kernel.
 
     python bench/layer.py [--shape qwen2.5-1.5b] [--micro-batch 4] [--sequence 4096] [--options] [--fp8] [--kernels]
 

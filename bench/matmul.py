@@ -1,4 +1,4 @@
-"""What one GPU gives for the matrix products of a training step, product by product: the floor under the step's time.
+"""Measures the matrix products of a training step on one GPU: the lower bound of the step time.
 
     python bench/matmul.py [--shape qwen3-8b-8l qwen2.5-1.5b] [--tokens 16384]
     python bench/matmul.py --parts 1 2 4      # the rows of every weight in so many products: the library's choice of kernel depends on sizes

@@ -1,4 +1,4 @@
-"""The order of samples: building it against megatron-core's compiled helper, finding it again, and reading in it.
+"""Measures the order of samples: building it against megatron-core's compiled helper, loading it from the cache, reading samples.
 
 All three indices (documents, samples, shuffle) of a corpus of a million documents and a billion tokens, in turns with theirs where
 megatron-core is installed, in processor time of one core; then the same from a file, the order of a blend, and a loader's rate.

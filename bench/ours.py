@@ -1,4 +1,4 @@
-"""The step of `pentatron train` on its own: the same settings, session, model, optimizer and trainer, with one batch again and again.
+"""Runs the step of `pentatron train` alone: same settings, session, model, optimizer and trainer, with one batch repeated.
 
 Started by bench/gpu.py, which says when to compute:
 

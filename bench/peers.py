@@ -1,4 +1,4 @@
-"""Steps of what a user would pick instead, measured by the same clock as ours: transformers, transformers with liger-kernel, torchtitan.
+"""Defines steps of other libraries, measured by the same clock: transformers, transformers with liger-kernel, torchtitan.
 
 Started by bench/gpu.py, which says when to compute. Nothing of Pentatron is in these steps. torchtitan and liger-kernel are looked for on the
 Python path (`pip install`, or wheels unpacked in a folder that bench/gpu.py is given as --peers).

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, made of results that bench/gpu.py and the other commands of bench/whole_page.py kept."""
+"""Writes the tables of docs/performance.md from results that bench/gpu.py and other commands of bench/whole_page.py kept."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the pipeline itself costs: our executor against torch.distributed.pipelining, with stages that compute nothing.
+"""Measures the overhead of the pipeline executor against torch.distributed.pipelining, with stages that compute nothing.
 
 Both run the same schedule over the same process group in the same processes, in turns. A stage multiplies by one
 number, so that what is measured is messages, bookkeeping and autograd's own overhead.

@@ -1,4 +1,4 @@
-"""What is measured of a training step, the same for ours and for others: shapes, arithmetic, timed blocks, and a process that takes turns.
+"""Defines what is measured of a training step: shapes, FLOPs, timed blocks, and a process that answers a driver.
 
 Imports nothing of the package, so that others are measured by it as well.
 """

@@ -1,4 +1,4 @@
-"""`pentatron train` as a user runs it, from `.bin/.idx` files and with its log, against the bare step."""
+"""Measures `pentatron train` from `.bin/.idx` files, log included, against the bare step."""
 
 import statistics
 import subprocess

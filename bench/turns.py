@@ -1,5 +1,7 @@
-"""Processes that share one GPU in turns: each keeps its weights there and computes when it is asked, so that whatever changes
-with time (clocks, heat) falls on all alike, and everything is compiled once."""
+"""Runs processes that share one GPU in turns: each keeps its weights there and computes when asked.
+
+Drift of clocks and heat affects all of them alike, and everything is compiled once.
+"""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""The gradient norm and the update of AdamW on a GPU: milliseconds and bytes a second, one pass against torch's operators.
+"""Measures the gradient norm and the AdamW update on a GPU: one pass against torch's operators.
 
     python bench/update.py [--layers 8] [--width 4096] [--inner 12288] [--vocabulary 151936] [--blocks 1024:4 8192:16]
 

@@ -1,4 +1,4 @@
-"""All that docs/performance.md shows, one command after the other, then the page. For a GPU that nobody else uses.
+"""Runs every command behind docs/performance.md, then writes the page. Needs an idle GPU.
 
     python bench/whole_page.py --list
     python bench/whole_page.py --only gpt2        # the commands that contain this; the tables of the others stay as their files are

@@ -1,4 +1,4 @@
-"""Hostile disks, power cuts, damaged folders, hostile files and lost output, drawn from a seed.
+"""Runs trials drawn from a seed: failing disks, power cuts, damaged folders, hostile files, lost output.
 
 Prints a line for each group, each defect with the command that repeats it, and a table; writes the table into docs/faults.md, and ends
 with code 1 if there was a defect.

@@ -1,4 +1,4 @@
-"""Random kills over one TP2×PP2×DP2 run: any rank at any moment, in saves and starts too, and the launcher itself.
+"""Kills random ranks and the launcher of one TP2×PP2×DP2 run and compares the final state with an undisturbed run.
 
 The run must come to its end with the state of an undisturbed one, bit for bit, and leave no process behind. What the kills cost is
 printed. Ends with code 1 if anything of that does not hold.

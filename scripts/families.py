@@ -1,4 +1,4 @@
-"""Every family against `transformers`: families × layouts, trained side by side from the same folder.
+"""Compares every model family with `transformers`, layout by layout, trained from the same folder.
 
 Prints, for each cell, how far logits, gradients and twenty steps are apart, as a share of what is allowed; writes
 docs/families.md, and ends with code 1 if any cell is out of tolerance.

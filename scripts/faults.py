@@ -1,4 +1,4 @@
-"""The fault matrix: real processes and real files are hurt, and it is judged what the product makes of it.
+"""Runs the fault matrix: injects faults into real processes and files and judges the outcome.
 
 Prints the table, writes docs/faults.md, and ends with code 1 if a case does not hold or a fault was accepted in silence.
 

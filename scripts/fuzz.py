@@ -1,4 +1,4 @@
-"""Random models in random layouts, each against the same model on one process.
+"""Compares random models in random layouts with the same model on one process.
 
 A case that disagrees, raises or hangs is made smaller and printed as one command that runs exactly it. Ends with code 1
 if there was one. Every whole run is added to docs/fuzz.csv and counted in docs/parity.md.

@@ -1,4 +1,4 @@
-"""Damages many random .bin/.idx/.meta files: no wrong token may be read where there is a sidecar, no error may lack its sentence.
+"""Damages random .bin/.idx/.meta files and checks that no wrong token is read.
 
 python scripts/fuzz_data.py --cases 10000 [--seed N]
 """

@@ -1,5 +1,6 @@
-"""Whether the numbers are right on a GPU: models against the CPU, against plain layers and against transformers; layouts of several
-processes that share the GPU; runs that are stopped and go on; texts.
+"""Checks the numbers on a GPU: models, layouts over NCCL and gloo, runs that stop and resume, generated text.
+
+References are the CPU, plain layers and transformers. Processes of a layout share the GPU.
 
 Prints a line for every comparison, the largest gap as a share of what is allowed and what the smallest planted mistake makes of it, and
 ends with code 1 if one fails. With --write the tables become docs/cuda.md, with what was not run.

@@ -1,4 +1,4 @@
-"""The parity table: families × layouts, each against the same model on one process.
+"""Writes the parity table: families × layouts, each against the same model on one process.
 
 Five training steps per cell: losses, gradient norms, every gradient at steps 1 and 5, every weight at the end, and the
 validation loss. Prints the table, writes docs/parity.md, and ends with code 1 if any cell is out of tolerance.

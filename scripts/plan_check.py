@@ -1,4 +1,4 @@
-"""A plan against a real step, layout by layout: bytes of weights, gradients, optimizer state and activations.
+"""Compares a plan with a real step, layout by layout: bytes of weights, gradients, optimizer state and activations.
 
 Weights, gradients and optimizer state are the memory behind the tensors a rank holds; activations the most memory behind what
 autograd saves between forward and backward. Prints the table and ends with code 1 if a number is off by more than 5 %.

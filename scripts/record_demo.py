@@ -1,4 +1,4 @@
-"""Records the pictures of the README: runs the demo in a pseudo-terminal and draws what it printed.
+"""Records the pictures of the README: runs the demo in a pseudo-terminal and draws its output.
 
     python scripts/record_demo.py                       the demo as `make demo` runs it
     python scripts/record_demo.py --train-iters 40      further words go to `pentatron train` (but --run-dir: the run is

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, in a folder of its own, as any user; gone when it is closed."""
+"""Starts a Slurm cluster of two nodes on this machine, as any user, in its own folder."""
 
 from __future__ import annotations
 

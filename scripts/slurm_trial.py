@@ -1,4 +1,4 @@
-"""Written batch scripts under a real Slurm: two nodes on this machine, each with its torchrun, TP 2 × PP 2.
+"""Tests the written batch scripts under a real Slurm: two nodes on this machine, each with torchrun, TP 2 × PP 2.
 
 A run is warned of its end, another makes room for a job of higher priority, a third is cancelled: each must save, the
 first two go back into the queue and end with the losses of a run that nobody disturbed. Then the guides' templates run.
