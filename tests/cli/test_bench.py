@@ -141,7 +141,7 @@ def test_what_a_benchmark_decides_itself_is_refused(
     flag: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--list", "--device", "cpu", flag, "7"]) == 2
-    assert f"{flag} is not the user's to say in a benchmark; use {instead}" in capsys.readouterr().err
+    assert f"{flag} cannot be set in a benchmark; use {instead}" in capsys.readouterr().err
 
 
 def test_where_no_layout_can_run_no_pictures_are_named(

@@ -85,7 +85,7 @@ def peak_of_an_evaluation(config: RunConfig) -> int:
 )
 def test_an_evaluation_has_no_more_than_planned(words: str, least: float) -> None:
     config = resolved(f"{SHAPE} {words} --eval-interval 1").config
-    found = peak_of_an_evaluation(config) / memory._in_evaluation(Shape(config))
+    found = peak_of_an_evaluation(config) / memory._evaluation_peak(Shape(config))
     assert least < found <= 1.0, found
 
 
