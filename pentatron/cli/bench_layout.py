@@ -101,10 +101,10 @@ def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progres
     )
     row = dataclasses.replace(row, config=config, device=sweep.device)
     if not outcome.is_good:
-        timeout = f"no result after {sweep.timeout:.0f} s (--layout-timeout)" if outcome.timed_out else None
-        reason = timeout or outcome.killed() or reason_of_failure(job, outcome.killed(or_aborted=True))
-        reason = reason or f"exit codes {list(outcome.exit_codes)}"
-        return dataclasses.replace(row, status="failed", reason=f"{reason}; see {output}")
+        late = f"no result after {sweep.timeout:.0f} s (--layout-timeout)" if outcome.timed_out else None
+        cause = late or outcome.killed() or reason_of_failure(job, outcome.killed(or_aborted=True))
+        cause = cause or f"exit codes {list(outcome.exit_codes)}"
+        return dataclasses.replace(row, status="failed", reason=f"{cause}; see {output}")
     try:
         measured = measure(metrics, sweep.warmup, config.train.global_batch_size)
     except UserError as error:

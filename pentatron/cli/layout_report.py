@@ -1,4 +1,4 @@
-"""What `pentatron layout` shows, as text to read and as data for machines."""
+"""Report of `pentatron layout` as text and as JSON, and the table of batch sizes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,45 +7,43 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.layout.actions import Placement
-from pentatron.layout.batch import Stretch
 from pentatron.layout.check import Checked, check
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.settings.parameters import costs_of, is_tied
 from pentatron.settings.run import RunConfig, size_problem
 from pentatron.text import plural
 
-# The batch sizes of a run as a short table.
-
-
+# Rows of a long table of batch sizes that are printed at its start and end.
 _FIRST, _LAST = 5, 3
 
 
 def batch_sizes(config: RunConfig, steps: int | None = None) -> list[dict[str, Any]]:
-    """Every size the batch has in so many steps (in all of the plan, if nobody says), and from which step on."""
-    return [_row(config, stretch) for stretch in config.batch_plan.sizes(steps)]
-
-
-def _row(config: RunConfig, stretch: Stretch) -> dict[str, Any]:
-    problem = size_problem(config, stretch.size)
-    return {
-        "iteration": stretch.first_step,
-        "samples": stretch.first_sample,
-        "batch_size": stretch.size,
-        "micro_batches": None if problem is not None else config.accumulation_of(stretch.size),
-        "problem": problem,
-    }
+    """Returns every batch size within `steps` (default: the whole plan) and the iteration at which it begins."""
+    rows = []
+    for stretch in config.batch_plan.sizes(steps):
+        problem = size_problem(config, stretch.size)
+        rows.append(
+            {
+                "iteration": stretch.first_step,
+                "samples": stretch.first_sample,
+                "batch_size": stretch.size,
+                "micro_batches": None if problem is not None else config.accumulation_of(stretch.size),
+                "problem": problem,
+            }
+        )
+    return rows
 
 
 def batch_table(config: RunConfig, steps: int | None = None) -> str:
-    """Empty where every step has the same size."""
+    """Formats the batch sizes as a table; empty if the batch size is constant."""
     rows = batch_sizes(config, steps)
     if config.batch_plan.is_constant:
         return ""
-    cut = len(rows) > _FIRST + _LAST + 1
+    shortened = len(rows) > _FIRST + _LAST + 1
     lines = ["Batch sizes, and after which iteration they begin", ""]
     lines.append("  iteration       samples  batch size  micro-batches")
-    lines += [_line(row) for row in (rows[:_FIRST] if cut else rows)]
-    if cut:
+    lines += [_line(row) for row in (rows[:_FIRST] if shortened else rows)]
+    if shortened:
         lines.append(f"        ...  {len(rows) - _FIRST - _LAST} more sizes")
         lines += [_line(row) for row in rows[-_LAST:]]
     return "\n".join(lines)
@@ -77,7 +75,7 @@ _MEANINGS: dict[Axis, str] = {
 }
 _DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 _SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data")
-# What the stages of ZeRO divide.
+# What each ZeRO stage shards.
 _DIVIDED = {
     1: "optimizer state",
     2: "optimizer state and gradients",
@@ -89,7 +87,7 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class Report:
-    """A layout with what follows from it. `stands_in`: the model's shape is made up, as none was named."""
+    """A layout and what follows from it. `stands_in`: no model was named, so that its shape is assumed."""
 
     config: RunConfig
     per_machine: int | None
@@ -114,27 +112,27 @@ class Report:
 
     @property
     def axes(self) -> list[Axis]:
-        """The axes along which any rank has company."""
+        """The axes that have groups of more than one rank."""
         grid = self.grid
-        found: list[Axis] = [axis for axis in _DENSE if getattr(grid, axis) > 1]
+        axes: list[Axis] = [axis for axis in _DENSE if getattr(grid, axis) > 1]
         if self.has_experts:
-            found += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
+            axes += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
         if grid.kv_copies > 1:
-            found.append("kv")
-        ends_apart = self.placement.rank_of[0] != self.placement.rank_of[-1]
-        if ends_apart and is_tied(self.config.model):
-            found.append("embedding")
+            axes.append("kv")
+        split_ends = self.placement.rank_of[0] != self.placement.rank_of[-1]
+        if split_ends and is_tied(self.config.model):
+            axes.append("embedding")
         if grid.instances > 1:
-            found += ["shards", "instances"]
-            found += ["expert_shards", "expert_instances"] if self.has_experts else []
-        return [axis for axis in found if any(len(members) > 1 for members in grid.groups(axis))]
+            axes += ["shards", "instances"]
+            axes += ["expert_shards", "expert_instances"] if self.has_experts else []
+        return [axis for axis in axes if any(len(members) > 1 for members in grid.groups(axis))]
 
     @property
     def shares(self) -> list[float]:
-        """What part of the computation each stage does."""
+        """The share of the computation of each stage."""
         costs = costs_of(self.config.settings)
-        each = [costs.of(part) for part in self.config.stages]
-        return [cost / sum(each) for cost in each]
+        stage_costs = [costs.of(part) for part in self.config.stages]
+        return [cost / sum(stage_costs) for cost in stage_costs]
 
     @property
     def kind(self) -> str:
@@ -151,9 +149,6 @@ class Report:
 
     def machine(self, rank: int) -> int | None:
         return None if self.per_machine is None else rank // self.per_machine
-
-
-# --- text ---
 
 
 def as_text(report: Report, everything: bool) -> str:
@@ -187,13 +182,13 @@ def _ranks(report: Report, everything: bool) -> str:
     if report.per_machine is not None:
         columns.insert(0, "machine")
     shown = range(grid.world_size)
-    cut = grid.world_size > _MOST_ROWS and not everything
-    if cut:
+    shortened = grid.world_size > _MOST_ROWS and not everything
+    if shortened:
         shown = range(_MOST_ROWS // 2)
     lines = ["Ranks: tensor neighbours are numbered first, then context, data and pipeline", ""]
     lines.append("  rank" + "".join(f"  {column:>8}" for column in columns))
     lines += [_rank(report, rank, columns) for rank in shown]
-    if cut:
+    if shortened:
         hidden = grid.world_size - 2 * len(shown)
         lines.append(f"   ...  {hidden} more ranks (--all shows them)")
         lines += [
@@ -223,7 +218,7 @@ def _groups(report: Report, everything: bool) -> str:
 
 
 def _members(ranks: Sequence[int], everything: bool) -> str:
-    """`0-3` for neighbours, `0,4,8` or `0,4,...,60` for others."""
+    """Formats a group: `0-3` if contiguous, otherwise `0,4,8` or `0,4,...,60`."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) > 4 and not everything:
@@ -254,7 +249,7 @@ def _layers(numbers: Sequence[int]) -> str:
 
 
 def _recompute(report: Report) -> list[str]:
-    """What runs again in backward, and what a micro-batch therefore keeps until then."""
+    """Describes what is recomputed in backward, and what a micro-batch keeps for it."""
     memory = report.config.memory
     if memory.recompute_granularity is None:
         return []
@@ -271,11 +266,11 @@ def _recompute(report: Report) -> list[str]:
         ]
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
-            again = "  ".join(_layers(run) for run in runs) or "none"
-            rest = len(part.layers) - sum(map(len, runs))
+            recomputed = "  ".join(_layers(run) for run in runs) or "none"
+            kept = len(part.layers) - sum(map(len, runs))
             inputs = f"keeps {len(runs)} {plural(len(runs), 'input')}"
-            whole = f" and all of {rest} {plural(rest, 'layer')}" if rest else ""
-            lines.append(f"    stage {stage:>2}  {again}: {inputs}{whole}")
+            kept_text = f" and all of {kept} {plural(kept, 'layer')}" if kept else ""
+            lines.append(f"    stage {stage:>2}  {recomputed}: {inputs}{kept_text}")
     if any(report.checked.deferred):
         lines.append(
             "  that holds up to the first half of its backward; what weight gradients need is kept to the second"
@@ -297,8 +292,8 @@ def _schedule(report: Report) -> str:
         for rank, alive in enumerate(checked.alive)
     ]
     if any(checked.deferred):
-        held = ", ".join(map(str, checked.deferred))
-        lines.append(f"  of them between the halves of their backward, at most, by rank: {held}")
+        deferred = ", ".join(map(str, checked.deferred))
+        lines.append(f"  of them between the halves of their backward, at most, by rank: {deferred}")
     lines.append("")
     backward = "each half of a backward as 1" if any(checked.deferred) else "a backward as 2"
     lines.append(
@@ -308,15 +303,12 @@ def _schedule(report: Report) -> str:
         lines.append(
             "  more micro-batches (a smaller --micro-batch-size or a larger --global-batch-size) or virtual stages help"
         )
-    of_rank = [sum(report.shares[s] for s in report.placement.stages_of(rank)) for rank in range(ranks)]
-    # The most expensive rank sets the pace; the others are done sooner.
-    idle = 1 - (1 - checked.bubble) / (ranks * max(of_rank))
+    rank_shares = [sum(report.shares[s] for s in report.placement.stages_of(rank)) for rank in range(ranks)]
+    # The rank with the largest share sets the pace; the others wait for it.
+    idle = 1 - (1 - checked.bubble) / (ranks * max(rank_shares))
     if idle > checked.bubble + 0.01:
         lines.append(f"  with the stages as unequal as they are here: about {idle:.0%}")
     return "\n".join(lines)
-
-
-# --- data ---
 
 
 def as_data(report: Report) -> dict[str, Any]:

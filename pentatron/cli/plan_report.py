@@ -1,4 +1,4 @@
-"""What `pentatron plan` shows, as text to read."""
+"""Report of `pentatron plan` as text, and the training command of a layout."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,7 @@ from pentatron.settings.command_line import is_flag
 from pentatron.settings.run import table
 from pentatron.text import binary_size, parameter_count, seconds_text
 
-# The command to copy from a plan: the user's own words, and the settings of the layout.
-
-
-# Settings of this command, or of what is not trained here: they are no part of the command to copy.
+# Settings of the planner itself, which the training command does not have.
 _NOT_COPIED = ("world_size", "nproc_per_node", "dataset_size", "train_iters")
 _DATA = (
     *("data_path", "train_data_path", "data_path_config", "data_args_path", "per_split_data_args_path"),
@@ -27,117 +24,6 @@ _DATA = (
 )
 _STEPS = 100
 _WIDTH = 105
-
-
-def command_block(search: Search, layout: Layout, which: str) -> str:
-    lines = [f"To train {which}", "", *(f"  {line}" for line in command(search, layout))]
-    if not names_data(search):
-        lines.append("  (with data of yours: --data-path PREFIX instead of --mock-data)")
-    if search.world > search.per_machine:
-        machines = search.world // search.per_machine
-        lines.append(
-            f"  on each of {machines} machines, with MASTER the name of the first; `pentatron launch slurm` writes a job"
-        )
-    return "\n".join(lines)
-
-
-def command(search: Search, layout: Layout) -> list[str]:
-    """The words to copy, in lines."""
-    parts = [_phrases(part) for part in _settings(search, layout)]
-    lines = [_launcher(search), *(line for part in parts for line in _filled(part))]
-    return [
-        f"{'    ' if i else ''}{line}{' ' + chr(92) if i < len(lines) - 1 else ''}"
-        for i, line in enumerate(lines)
-    ]
-
-
-def _phrases(words: Sequence[str]) -> list[str]:
-    """Every flag with its values."""
-    found: list[list[str]] = []
-    for word in words:
-        if is_flag(word) or not found:
-            found.append([])
-        found[-1].append(word)
-    return [shlex.join(phrase) for phrase in found]
-
-
-def _filled(phrases: Sequence[str]) -> list[str]:
-    """In lines of a terminal's width."""
-    lines: list[str] = []
-    for phrase in phrases:
-        if lines and len(lines[-1]) + len(phrase) < _WIDTH:
-            lines[-1] += f" {phrase}"
-        else:
-            lines.append(phrase)
-    return lines
-
-
-def settings_words(search: Search, layout: Layout) -> list[str]:
-    """What `pentatron train` is given, beside the number of processes."""
-    return [word for part in _settings(search, layout) for word in part]
-
-
-def names_data(search: Search) -> bool:
-    draft = search.draft
-    return any(draft.given(name) or draft.source(name).startswith("preset") for name in _DATA)
-
-
-def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
-    """Of the layout, and of everything else."""
-    draft = search.draft
-    of_layout = [
-        word
-        for name, value in layout.settings.items()
-        if value != table()[name].default
-        for word in words_of(name, value)
-    ]
-    of_layout += [
-        word for name, value in _against_a_file(search, layout).items() for word in words_of(name, value)
-    ]
-    if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        of_layout += words_of("micro_batch_size", draft.micro_batch_size)
-    rest = [
-        word
-        for name in table()
-        if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
-        for word in words_of(name, getattr(draft, name))
-    ]
-    if not names_data(search):
-        rest.append("--mock-data")
-    rest += words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
-    if search.device.name == "CPU process" and not draft.given("device"):
-        rest += ["--device", "cpu"]
-    return of_layout, rest
-
-
-def _against_a_file(search: Search, layout: Layout) -> dict[str, Any]:
-    """Sizes of this layout that are not written because they are usual, and others in a file that the command names."""
-    draft, parallel = search.draft, layout.config.parallel
-    in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
-    own = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
-    return {
-        name: value for name, value in own.items() if isinstance(value, int) and value != getattr(draft, name)
-    }
-
-
-def words_of(name: str, value: Any) -> list[str]:
-    item = table()[name]
-    if isinstance(value, bool):
-        return [item.written(value)]
-    values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-    return [item.flag, *map(str, values)]
-
-
-def _launcher(search: Search) -> str:
-    if search.world <= search.per_machine:
-        return f"pentatron train --nproc-per-node {search.world}"
-    machines = -(-search.world // search.per_machine)
-    return (
-        f"torchrun --nnodes {machines} --nproc_per_node {search.per_machine} --rdzv_backend c10d "
-        f"--rdzv_endpoint $MASTER:29500 -m pentatron train"
-    )
-
-
 _BAR = 20
 _MOST_RANKS = 8
 _PARTS = {
@@ -155,7 +41,8 @@ _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "exper
 
 @dataclass(frozen=True)
 class Report:
-    """`given` is the layout the user wrote, if any; `layouts` are those that were found, the best first."""
+    """Result of a search. `given` is the layout the user wrote, if any; `layouts` are those found, the best
+    first."""
 
     search: Search
     given: Layout | None
@@ -167,7 +54,7 @@ class Report:
 
     @property
     def shown(self) -> Layout:
-        """Whose memory is shown in full."""
+        """The layout whose memory is shown in full."""
         return self.given or self.layouts[0]
 
     @property
@@ -176,14 +63,14 @@ class Report:
 
     @property
     def chosen(self) -> tuple[Layout, str] | None:
-        """The layout of the command to copy, and which it is."""
+        """The layout of the training command, and its description."""
         if self.given is not None and self.given.fits:
             return self.given, "the layout as given"
         return None if self.best is None else (self.best, "the first of the list")
 
     @property
     def varied(self) -> list[str]:
-        """Sizes that the user gave, other than which the list tries too."""
+        """Given sizes that the list varies nevertheless."""
         return [name for name in SIZES if self.search.draft.given(name)]
 
     @cached_property
@@ -202,7 +89,7 @@ def as_text(report: Report) -> str:
         _list(report),
         _detail(report),
         _experts(report),
-        _command(report),
+        "" if report.chosen is None else command_block(report.search, *report.chosen),
     ]
     blocks += [_assumptions(report), "\n".join(f"note: {notice}" for notice in report.notices)]
     return "\n\n".join(block for block in blocks if block)
@@ -251,20 +138,20 @@ def _list(report: Report) -> str:
         title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)} divisions), the fastest first"
     else:
         host = report.search.host_memory
-        own = "" if host is None else f", and a machine {binary_size(host)} of its own"
-        title = f"No layout fits: a GPU has room for {room}{own}. The smallest are"
+        host_text = "" if host is None else f", and a machine {binary_size(host)} of its own"
+        title = f"No layout fits: a GPU has room for {room}{host_text}. The smallest are"
     if not report.layouts:
         return f"No other layout of {report.search.world} GPUs is possible with {_flags(report.search.kept)}"
     lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
     if report.varied or report.search.kept:
-        lines += ["", f"  {_what_varied(report)}"]
+        lines += ["", f"  {_varied_text(report)}"]
     if not fitting:
         lines += ["", f"  {_remedies(report)}"]
     return "\n".join(lines)
 
 
-def _what_varied(report: Report) -> str:
-    """Which of the settings the user gave the list does not keep to, and which it does."""
+def _varied_text(report: Report) -> str:
+    """Describes which given settings the list varies and which it keeps."""
     kept, draft = report.search.kept, report.search.draft
     parts = []
     if report.varied:
@@ -293,33 +180,24 @@ def _rows(report: Report, layouts: Sequence[Layout]) -> Iterator[str]:
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
     width = 8 if any(layout.shape.decisions.offload.on for layout in layouts) else 5
     yield (
-        "      "
-        + "".join(f"{head:>5}" for head in heads)
-        + (
-            f"{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
-        )
+        f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  "
+        f"{'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
     )
     for number, layout in enumerate(layouts, 1):
         yield _row(report, number, layout, split, sparse, width)
 
 
 def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool, width: int) -> str:
-    """`width`: of the column ZeRO."""
+    """Formats a row of the list; `width` is that of the ZeRO column."""
     grid, config = layout.shape.grid, layout.config
     stages = f"{grid.pipeline}×{config.virtual_stages}" if config.virtual_stages > 1 else f"{grid.pipeline}"
-    sizes = [
-        f"{grid.tensor}",
-        stages,
-        *([f"{grid.context}"] if split else []),
-        *([f"{grid.expert}"] if sparse else []),
-    ]
-    sizes.append(f"{grid.data}")
+    sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
     zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
     total = layout.largest.total
     speed, utilisation = speed_of(layout)
     return (
         f"  {number:>3} "
-        + "".join(f"{size:>5}" for size in sizes)
+        + "".join(f"{size:>5}" for size in [*sizes, grid.data])
         + f"{zero:>{width}}  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {binary_size(total):>12}  "
         + f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  {seconds_text(layout.estimate.seconds):>7}  "
         + f"{speed:>12,.0f}  {utilisation:>3.0%}"
@@ -327,7 +205,7 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool,
 
 
 def speed_of(layout: Layout) -> tuple[float, float]:
-    """Tokens a second on each device, and the share of its peak that is used."""
+    """Returns tokens per second per device, and the MFU."""
     config, estimate = layout.config, layout.estimate
     devices, seconds = layout.shape.grid.world_size, estimate.seconds
     tokens = config.train.global_batch_size * config.model.seq_length / seconds / devices
@@ -335,7 +213,7 @@ def speed_of(layout: Layout) -> tuple[float, float]:
 
 
 def _bar(share: float) -> str:
-    """Of a device's memory; a full bar ends in an arrow where there is more."""
+    """Draws a share of a device's memory; the bar ends in an arrow if it exceeds 1."""
     filled = round(_BAR * min(1.0, share))
     return ("█" * filled + "·" * (_BAR - filled)) if share <= 1 else "█" * (_BAR - 1) + "▶"
 
@@ -397,8 +275,8 @@ def _memory(layout: Layout) -> Iterator[str]:
             )
     spared = [ranks[rank].spared for rank in shown]
     if any(spared):
-        minus = "".join(f"{f'-{binary_size(count)}' if count else '':>10}" for count in spared)
-        yield f"  {'not at once':<16}{minus}  gradients come while activations go"
+        reductions = "".join(f"{f'-{binary_size(count)}' if count else '':>10}" for count in spared)
+        yield f"  {'not at once':<16}{reductions}  gradients come while activations go"
     totals = [ranks[rank].total for rank in shown]
     yield (
         f"  {'together':<16}"
@@ -414,42 +292,36 @@ def _memory(layout: Layout) -> Iterator[str]:
         )
     if layout.memory.host:
         machine = binary_size(layout.host_of_a_machine)
-        compared = (
+        comparison = (
             f"of {binary_size(layout.host_memory)}"
             if layout.host_memory is not None
             else "not compared with what it has: --host-memory GB"
         )
         what = _in_host(layout)
-        yield f"  in host memory  {binary_size(layout.memory.host):>10}  {what} of each GPU, {machine} in a machine ({compared})"
+        yield f"  in host memory  {binary_size(layout.memory.host):>10}  {what} of each GPU, {machine} in a machine ({comparison})"
 
 
 def _in_host(layout: Layout) -> str:
     held = layout.largest.held
-    what = ["the optimizer"] if held.host else []
-    return " and ".join([*what, *(["the copy that is saved in the background"] if held.saving else [])])
+    parts = {"the optimizer": held.host, "the copy that is saved in the background": held.saving}
+    return " and ".join(name for name, count in parts.items() if count)
 
 
 def _optimizer(layout: Layout) -> str:
-    remembered = "Adam's moments" if layout.config.optim.optimizer == "adam" else "momentum"
-    return (
-        " and ".join(
-            [
-                *(["master weights"] if layout.largest.held.master else []),
-                *([remembered] if layout.largest.held.moments else []),
-            ]
-        )
-        + ", in fp32"
-    )
+    held = layout.largest.held
+    state = "Adam's moments" if layout.config.optim.optimizer == "adam" else "momentum"
+    parts = {"master weights": held.master, state: held.moments}
+    return " and ".join(name for name, count in parts.items() if count) + ", in fp32"
 
 
 def _traffic(layout: Layout) -> Iterator[str]:
     traffic, sending = layout.estimate.traffic, layout.estimate.sending
-    found = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
-    if not found:
+    sent = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
+    if not sent:
         yield "  nothing is sent: there is one GPU"
         return
     yield f"  {'sent in a step':<16}{'bytes':>10}{'not hidden':>12}"
-    for axis, count in found.items():
+    for axis, count in sent.items():
         stage = layout.config.parallel.zero_stage
         meaning = TRADE_OFFS[f"ZeRO {stage}" if axis == "data" and stage else axis]
         yield f"  {_AXES[axis]:<16}{binary_size(count):>10}{seconds_text(getattr(sending, axis)):>12}  {meaning}"
@@ -477,14 +349,10 @@ def _experts(report: Report) -> str:
         return ""
     lines = ["Expert parallelism in this layout, all else equal", ""]
     lines += [
-        f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(own)}"
-        for size, total, own in rows
+        f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
+        for size, total, weights in rows
     ]
     return "\n".join(lines)
-
-
-def _command(report: Report) -> str:
-    return "" if report.chosen is None else command_block(report.search, *report.chosen)
 
 
 def _assumptions(report: Report) -> str:
@@ -503,3 +371,107 @@ def _assumptions(report: Report) -> str:
         "with pentatron bench",
     ]
     return "\n".join(lines)
+
+
+def command_block(search: Search, layout: Layout, which: str) -> str:
+    lines = [f"To train {which}", "", *(f"  {line}" for line in command(search, layout))]
+    if not names_data(search):
+        lines.append("  (with data of yours: --data-path PREFIX instead of --mock-data)")
+    if search.world > search.per_machine:
+        machines = search.world // search.per_machine
+        lines.append(
+            f"  on each of {machines} machines, with MASTER the name of the first; `pentatron launch slurm` writes a job"
+        )
+    return "\n".join(lines)
+
+
+def command(search: Search, layout: Layout) -> list[str]:
+    """Returns the lines of the training command."""
+    lines = [_launcher(search), *(line for part in _settings(search, layout) for line in _wrapped(part))]
+    continued = [f"{line} {chr(92)}" for line in lines[:-1]] + lines[-1:]
+    return [f"{'    ' if i else ''}{line}" for i, line in enumerate(continued)]
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """Wraps words to lines of the terminal's width, keeping flags together with their values."""
+    phrases: list[list[str]] = []
+    for word in words:
+        if is_flag(word) or not phrases:
+            phrases.append([])
+        phrases[-1].append(word)
+    lines: list[str] = []
+    for phrase in map(shlex.join, phrases):
+        if lines and len(lines[-1]) + len(phrase) < _WIDTH:
+            lines[-1] += f" {phrase}"
+        else:
+            lines.append(phrase)
+    return lines
+
+
+def settings_words(search: Search, layout: Layout) -> list[str]:
+    """Returns the arguments of `pentatron train`, without the number of processes."""
+    return [word for part in _settings(search, layout) for word in part]
+
+
+def names_data(search: Search) -> bool:
+    draft = search.draft
+    return any(draft.given(name) or draft.source(name).startswith("preset") for name in _DATA)
+
+
+def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
+    """Returns the flags of the layout, and all others."""
+    draft = search.draft
+    layout_words = [
+        word
+        for name, value in layout.settings.items()
+        if value != table()[name].default
+        for word in words_of(name, value)
+    ]
+    layout_words += [
+        word for name, value in _overrides_of_files(search, layout).items() for word in words_of(name, value)
+    ]
+    if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
+        layout_words += words_of("micro_batch_size", draft.micro_batch_size)
+    other_words = [
+        word
+        for name in table()
+        if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
+        for word in words_of(name, getattr(draft, name))
+    ]
+    if not names_data(search):
+        other_words.append("--mock-data")
+    other_words += words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
+    if search.device.name == "CPU process" and not draft.given("device"):
+        other_words += ["--device", "cpu"]
+    return layout_words, other_words
+
+
+def _overrides_of_files(search: Search, layout: Layout) -> dict[str, Any]:
+    """Returns sizes of the layout that equal the defaults but must be written, because a file that the
+    command names sets them differently."""
+    draft, parallel = search.draft, layout.config.parallel
+    in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
+    sizes = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
+    return {
+        name: value
+        for name, value in sizes.items()
+        if isinstance(value, int) and value != getattr(draft, name)
+    }
+
+
+def words_of(name: str, value: Any) -> list[str]:
+    item = table()[name]
+    if isinstance(value, bool):
+        return [item.written(value)]
+    values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
+    return [item.flag, *map(str, values)]
+
+
+def _launcher(search: Search) -> str:
+    if search.world <= search.per_machine:
+        return f"pentatron train --nproc-per-node {search.world}"
+    machines = -(-search.world // search.per_machine)
+    return (
+        f"torchrun --nnodes {machines} --nproc_per_node {search.per_machine} --rdzv_backend c10d "
+        f"--rdzv_endpoint $MASTER:29500 -m pentatron train"
+    )
