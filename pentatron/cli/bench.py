@@ -133,7 +133,11 @@ def bench_command(words: Sequence[str]) -> int:
     options, settings = read_among(BenchOptions, words, _BENCH)
     sweep, experts, fixed = _sweep(settings, options)
     if options.find_micro_batch:
-        return find_micro_batch(sweep, _batch_is_given(settings))
+        draft = gather(settings, _BENCH)
+        if draft.given("micro_batch_size"):
+            raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
+        batch_is_given = any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
+        return find_micro_batch(sweep, batch_is_given)
     variants = [name for word in options.variants for name in word.split(",") if name]
     layouts = candidates(sweep.processes, experts, fixed, variants)
     if not layouts:
@@ -143,13 +147,6 @@ def bench_command(words: Sequence[str]) -> int:
     if options.list:
         return _list_layouts(sweep, layouts)
     return _run(sweep, layouts)
-
-
-def _batch_is_given(settings: Sequence[str]) -> bool:
-    draft = gather(settings, _BENCH)
-    if draft.given("micro_batch_size"):
-        raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
-    return any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
 
 
 def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[Sweep, int | None, dict[str, int]]:
@@ -354,7 +351,11 @@ class _MicroBatchSearch:
         self.grid, self.rows = config.grid, list[Row]()
         total = config.train.global_batch_size
         self.sizes: Sequence[int] = range(smallest, LARGEST + 1, smallest)
-        if batch_is_given and not self._follows_micro_batch(smallest, total):
+        double = MicroBatch(1, size=2 * smallest, global_batch=None)
+        prepared = prepared_layout(sweep, double)[1] if batch_is_given else None
+        # With a given number of micro-batches the global batch size grows with the micro-batch, and any size is possible.
+        grows = prepared is not None and prepared.resolved.config.train.global_batch_size != total
+        if batch_is_given and not grows:
             self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]
 
     def _smallest(self) -> tuple[int, RunConfig]:
@@ -372,11 +373,6 @@ class _MicroBatchSearch:
                 return size, prepared.resolved.config
             reasons.append(reason)
         raise UserError(reasons[0])
-
-    def _follows_micro_batch(self, size: int, total: int) -> bool:
-        """Whether the global batch size grows with the micro-batch, as with a given number of micro-batches."""
-        _, prepared, _ = prepared_layout(self.sweep, MicroBatch(1, size=2 * size, global_batch=None))
-        return prepared is not None and prepared.resolved.config.train.global_batch_size != total
 
     def introduction(self) -> str:
         sweep = self.sweep

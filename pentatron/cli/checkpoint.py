@@ -1,5 +1,6 @@
 """`pentatron checkpoint`: inspects, verifies, compares, reshards and prunes checkpoint steps."""
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -82,11 +83,7 @@ class PruneOptions(Options):
         missing="say how many of the newest steps stay, one at least: pentatron checkpoint prune PATH --keep N",
     )
     keep_every: int | None = option(
-        None,
-        "also keep every such step",
-        value="M",
-        unlisted="--save-retain-interval",
-        limit=ZERO_OR_MORE,
+        None, "also keep every such step", value="M", unlisted="--save-retain-interval", limit=ZERO_OR_MORE
     )
     dry_run: bool = option(False, "remove nothing")
     json: bool = option(False, "print JSON")
@@ -174,9 +171,8 @@ def _verify(words: Sequence[str]) -> int:
 
     folders = [folder for path in paths for folder in step_folders(Path(path))]
     threads = options.threads or min(8, os.cpu_count() or 1)
-    display = Silent() if options.json else open_display(options.progress_bar)
     verdicts: list[dict[str, Any]] = []
-    try:
+    with contextlib.closing(Silent() if options.json else open_display(options.progress_bar)) as display:
         for folder in folders:
             manifest, problems = open_manifest(folder)
             if manifest is not None:
@@ -195,8 +191,6 @@ def _verify(words: Sequence[str]) -> int:
             for problem in problems if not options.json else ():
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")
             verdicts.append(_verdict(folder, problems))
-    finally:
-        display.close()
     if options.json:
         say_json(verdicts)
     return 1 if any(not verdict["ok"] for verdict in verdicts) else 0
@@ -307,11 +301,8 @@ def _run_reshard(source: Path, out: Path, words: Sequence[str], options: Reshard
     config = layout_for(step, words)
     for complaint in complaints:
         say(f"note: {complaint}; {step.folder.name} is taken")
-    display = open_display(options.progress_bar)
-    try:
+    with contextlib.closing(open_display(options.progress_bar)) as display:
         summary = reshard(step, out, config, display)
-    finally:
-        display.close()
     before, after = layout_words(step.manifest.config), layout_words(config.nested())
     say(
         f"{summary.step}: {before} as {after}, {counted(summary.tensors, 'tensor')} in {counted(summary.files, 'file')}, {decimal_size(summary.bytes)} in "

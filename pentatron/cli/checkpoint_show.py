@@ -1,5 +1,6 @@
 """`pentatron checkpoint inspect`: lists the steps of a run in a table, or shows one step in full."""
 
+import contextlib
 import fnmatch
 import math
 from collections import Counter
@@ -80,12 +81,17 @@ def _table(steps: "Sequence[StepFacts]") -> list[str]:
 
 def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> Iterator[str]:
     from pentatron.checkpoint.find import is_resumable, layout_words
+    from pentatron.train.preflight import told
 
     yield f"{facts.folder}: {facts.state}"
     if facts.manifest is None:
         yield f"  {facts.problem}"
         return
     manifest = facts.manifest
+    environment = manifest.run_state.get("environment") or ""
+    # An edited manifest may have anything here, which is then shown as it is.
+    with contextlib.suppress(TypeError, AttributeError):
+        environment = environment and told(environment)
     rows = {
         "step": str(manifest.step),
         "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {counted(len(manifest.files), 'file')}",
@@ -96,7 +102,7 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
         "per dataset": _pairs(manifest.run_state.get("drawn")),
         "learning rate": _learning_rate(manifest),
         "loss scale": _pairs(manifest.run_state.get("loss_scaling")),
-        "environment": _environment(manifest.run_state),
+        "environment": environment,
     }
     for name, text in rows.items():
         if text:
@@ -164,18 +170,6 @@ def _learning_rate(manifest: "Manifest") -> str:
         return _pairs(saved)
     style, decay = schedule.learning_rate, schedule.weight_decay
     return f"{rate:.3e} ({style.style} from {style.peak:g} to {style.floor:g}), weight decay {decay.end:g}"
-
-
-def _environment(state: Mapping[str, Any]) -> str:
-    """Formats the software environment, if it is recorded."""
-    from pentatron.train.preflight import told
-
-    saved = state.get("environment")
-    try:
-        return told(saved) if saved else ""
-    except (TypeError, AttributeError):
-        # The manifest was edited.
-        return str(saved)
 
 
 def _pairs(table: Any) -> str:

@@ -1,5 +1,6 @@
 """`pentatron import` and `pentatron export`: convert between Hugging Face folders and checkpoints."""
 
+import contextlib
 import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -108,12 +109,7 @@ def export_command(words: Sequence[str]) -> int:
 
 
 def _convert(
-    words: Sequence[str],
-    usage: str,
-    cls: type[T],
-    call: str,
-    what: str,
-    run: Callable[[str, Path, T], int],
+    words: Sequence[str], usage: str, cls: type[T], call: str, what: str, run: Callable[[str, Path, T], int]
 ) -> int:
     if "--help" in words or "-h" in words:
         say(usage)
@@ -146,17 +142,9 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
         display.work("comparing with transformers", 0, 1)
         lines.append(compare_logits(find_step(checkpoint)[0], folder, dtype).sentence())
 
-    display = open_display(options.progress_bar)
-    try:
-        summary = import_folder(
-            folder,
-            out,
-            HfImportOptions(dtype, options.allow_narrowing, tokenizer),
-            display,
-            compare if options.verify else None,
-        )
-    finally:
-        display.close()
+    with contextlib.closing(open_display(options.progress_bar)) as display:
+        chosen = HfImportOptions(dtype, options.allow_narrowing, tokenizer)
+        summary = import_folder(folder, out, chosen, display, compare if options.verify else None)
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
     return 0
 
@@ -182,8 +170,8 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     )
     path = followed(Path(checkpoint))
     if options.ckpt_format and megatron_step(path) and not steps_at(path):
-        found, remarks = read_megatron(path)
-        return _export_found(found, [f"note: {remark}" for remark in remarks], out, export, options)
+        step, remarks = read_megatron(path)
+        return _export_step(step, [f"note: {remark}" for remark in remarks], out, export, options)
     damaged: dict[Path, str] = {}
 
     def refuse_damaged(folder: Path, manifest: Manifest) -> None:
@@ -191,19 +179,19 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
             raise DamagedCheckpoint(damaged[folder])
 
     while True:
-        found, complaints = find_step(path, refuse_damaged)
-        notes = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
+        step, complaints = find_step(path, refuse_damaged)
+        notes = [f"note: {complaint}; {step.folder.name} is exported" for complaint in complaints]
         try:
-            return _export_found(found, notes, out, export, options)
+            return _export_step(step, notes, out, export, options)
         except DamagedStep as error:
             if is_step(path):
                 raise
             # Checksums are compared while writing. As in training, the previous step is taken instead.
-            damaged[found.folder] = str(error.__cause__)
+            damaged[step.folder] = str(error.__cause__)
 
 
-def _export_found(
-    found: "Found", notes: Sequence[str], out: Path, export: "HfExportOptions", options: ExportOptions
+def _export_step(
+    step: "Found", notes: Sequence[str], out: Path, export: "HfExportOptions", options: ExportOptions
 ) -> int:
     from pentatron.compare.logits import compare_logits
     from pentatron.generate.source import tokenizer_place
@@ -211,40 +199,33 @@ def _export_found(
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
     from pentatron.monitor.display import open_display
 
-    lines = [*notes, *_about_dtype(found, export.dtype)]
-    if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, export.tokenizer)):
-        tokenizer = tokenizer_place(found.folder, found.manifest.config)
-        adds = (
-            f"--tokenizer {tokenizer} adds the one it was trained with"
-            if tokenizer
-            else "--tokenizer DIR adds one"
-        )
-        lines.append(f"note: no tokenizer came with this model, so the folder has none; {adds}")
+    lines = [*notes, *_dtype_notes(step, export.dtype)]
+    if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, export.tokenizer)):
+        tokenizer = tokenizer_place(step.folder, step.manifest.config)
+        flag = f"{tokenizer} adds the one it was trained with" if tokenizer else "DIR adds one"
+        lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
 
     def compare(folder: Path) -> None:
         display.work("comparing with transformers", 0, 1)
-        lines.append(compare_logits(found, folder, export.dtype or trained_dtype(found.manifest)).sentence())
+        lines.append(compare_logits(step, folder, export.dtype or trained_dtype(step.manifest)).sentence())
 
-    display = open_display(options.progress_bar)
-    try:
-        summary = export_step(found, out, export, display, compare if options.verify else None)
-    finally:
-        display.close()
+    with contextlib.closing(open_display(options.progress_bar)) as display:
+        summary = export_step(step, out, export, display, compare if options.verify else None)
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
     return 0
 
 
-def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
+def _dtype_notes(step: "Found", dtype: "torch.dtype | None") -> list[str]:
     """Returns a note if the run stored its weights in another type than it computed with."""
     from pentatron.checkpoint.links import dtype_name
     from pentatron.hf.convert import stored_dtypes, trained_dtype
 
-    trained, stored = trained_dtype(found.manifest), stored_dtypes(found.manifest)
+    trained, stored = trained_dtype(step.manifest), stored_dtypes(step.manifest)
     if dtype is not None or trained is None or stored == {trained}:
         return []
-    kept = ", ".join(sorted(map(dtype_name, stored)))
+    names = ", ".join(sorted(map(dtype_name, stored)))
     return [
-        f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {kept} writes its master "
+        f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {names} writes its master "
         f"weights)"
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pentatron.cli.configure import find_tokenizer, learn_epoch, learn_vocabulary
 from pentatron.cli.loaded import learn_from_named
@@ -116,12 +116,12 @@ def show_samples(words: Sequence[str]) -> int:
         source = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options.part]
         if source is None:
             raise UserError(_empty_part(config.data, options.part, datasets.untested))
-        available = _available(source, config.spans.total if options.part == "train" else None)
-        if available is not None and options.index is not None and options.index.stop > available.number:
-            raise UserError(
-                f"{available.sentence}, so --index can go from 0 to {available.number - 1}, not '{_range_text(options.index)}'"
-            )
-        samples = {i: source[i] for i in indices if available is None or i < available.number}
+        count = config.spans.total if options.part == "train" else None
+        number, sentence = _available(source, count) or (indices.stop, "")
+        if options.index is not None and options.index.stop > number:
+            given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"
+            raise UserError(f"{sentence}, so --index can go from 0 to {number - 1}, not '{given}'")
+        samples = {i: source[i] for i in indices if i < number}
     if options.json:
         # Masks are 0 or 1, so that the conversion to integers is exact.
         rows = [
@@ -145,10 +145,6 @@ def _empty_part(data: "DataConfig", part: str, untested: str) -> str:
     return f"there is nothing to {purpose} with; give --split {data.split} a {share} share"
 
 
-def _range_text(samples: range) -> str:
-    return str(samples.start) if len(samples) == 1 else f"{samples.start}:{samples.stop}"
-
-
 def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
     draft, facts = gather(words, SHOW), Facts(1)
     for name, item in table().items():
@@ -168,20 +164,12 @@ def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
     return resolve(draft, facts)
 
 
-class _Available(NamedTuple):
-    number: int
-    sentence: str
-
-
-def _available(source: "SampleSource", read: int | None) -> _Available | None:
-    """Returns how many samples can be shown, with a sentence; None for endless data. `read` is the number the
-    whole run reads."""
+def _available(source: "SampleSource", read: int | None) -> tuple[int, str] | None:
+    """Returns how many samples can be shown, with a sentence; None for endless data. `read` is the number the whole run reads."""
     known = len(source) if isinstance(source, Sized) else None
     if read is not None and (known is None or read < known):
-        return _Available(
-            read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
-        )
-    return None if known is None else _Available(known, f"there are {known} samples")
+        return read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
+    return None if known is None else (known, f"there are {known} samples")
 
 
 def _sample_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str:
@@ -190,7 +178,9 @@ def _sample_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") ->
     lines = [f"sample {index}: {len(tokens)} tokens, {sum(mask)} labels in the loss"]
     if tokenizer is not None:
         text = "".join(_pieces(tokens, labels, mask, tokenizer))
-        lines += [f"  | {_printable(line)}" for line in text.split("\n")]
+        # Control characters would be interpreted by the terminal.
+        text = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+        lines += [f"  | {line}" for line in text.split("\n")]
     for title, values in (("tokens", tokens), ("labels", labels)):
         lines += _wrapped(title, " ".join(map(str, values)))
     lines += _wrapped("loss mask", ", ".join(f"{value} × {len(list(run))}" for value, run in groupby(mask)))
@@ -220,11 +210,6 @@ def _shortened(ids: Sequence[int], tokenizer: "Tokenizer") -> str:
     if repeated <= _MOST_REPEATED:
         return tokenizer.decode(ids)
     return f"{tokenizer.decode(ids[: len(ids) - repeated])} token {last} × {repeated} "
-
-
-def _printable(line: str) -> str:
-    """Replaces control characters, which a terminal would interpret."""
-    return "".join(c if c.isprintable() or c == "\t" else "·" for c in line)
 
 
 def _ranges(positions: Sequence[int]) -> Iterator[str]:

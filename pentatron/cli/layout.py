@@ -90,15 +90,12 @@ def layout_command(words: Sequence[str]) -> int:
     if file is not None:
         say(f"\nthe schedule is drawn in {file}: open it in any browser")
     elif options.draw is not None:
+        colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         width = max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
-        paint("\n" + "\n".join(rows(report.checked, report.placement, width, _has_colours())))
+        paint("\n" + "\n".join(rows(report.checked, report.placement, width, colours)))
     elif report.placement.stages > 1:
         say("\nadd --draw to see the schedule")
     return 0
-
-
-def _has_colours() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:

@@ -74,22 +74,18 @@ def monitor_command(words: Sequence[str]) -> int:
             )
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
-        _watch(folder, follower, options.interval, options.once)
+        seen = follower.poll()
+        run = look(folder, seen)
+        if options.once or run.state in _ENDED:
+            paint("\n".join(view(run, seen, _screen())))
+        elif sys.stdout.isatty():
+            _redraw_until_end(folder, follower, options.interval)
+        else:
+            _print_until_end(folder, follower, options.interval)
     except KeyboardInterrupt:
         # Ctrl-C ends the monitor, not the run.
         say("")
     return 0
-
-
-def _watch(folder: Path, follower: Follower, interval: float, once: bool) -> None:
-    seen = follower.poll()
-    run = look(folder, seen)
-    if once or run.state in _ENDED:
-        paint("\n".join(view(run, seen, _screen())))
-    elif sys.stdout.isatty():
-        _redraw_until_end(folder, follower, interval)
-    else:
-        _print_until_end(folder, follower, interval)
 
 
 def _redraw_until_end(folder: Path, follower: Follower, interval: float) -> None:
@@ -277,13 +273,10 @@ def _checkpoint(folder: Path, saved: Settings) -> str:
     folders = [Path(str(saved.save))] if saved.save else []
     for parent in [*folders, folder / "checkpoints"]:
         pointer = parent / "latest"
-        if pointer.is_file() and (name := _pointed_step(pointer)):
-            age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
-            return f"{parent / name}, saved {age} ago"
+        if not pointer.is_file():
+            continue
+        with contextlib.suppress(OSError):
+            if name := pointer.read_text(encoding="utf-8", errors="replace").strip().replace("\0", ""):
+                age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
+                return f"{parent / name}, saved {age} ago"
     return "none yet"
-
-
-def _pointed_step(pointer: Path) -> str:
-    with contextlib.suppress(OSError):
-        return pointer.read_text(encoding="utf-8", errors="replace").strip().replace("\0", "")
-    return ""

@@ -4,10 +4,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.options import Options, idle, option, options_help, read
@@ -56,9 +55,7 @@ class TokenizerOptions(Options):
         "", ", ".join(TOKENIZER_TYPES), value="TYPE", missing=f"it is one of {', '.join(TOKENIZER_TYPES)}"
     )
     tokenizer_model: str | None = option(
-        None,
-        "tokenizer.json, a .model file, the folder that holds it, or a model of the hub",
-        value="PATH",
+        None, "tokenizer.json, a .model file, the folder that holds it, or a model of the hub", value="PATH"
     )
     vocab_file: str | None = option(None, "one of GPT-2's two files", value="PATH")
     merge_file: str | None = option(None, "the other one", value="PATH")
@@ -129,7 +126,7 @@ def prepare_command(words: Sequence[str]) -> int:
     job, log_interval = _read(words)
     # Threads of the tokenizer in every worker process would oversubscribe the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with _open_progress(log_interval) as progress:
+    with closing(_open_progress(log_interval)) as progress:
         try:
             outcome = prepare(job, progress.report, progress.say)
         except KeyboardInterrupt:
@@ -148,6 +145,7 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
     options, _ = read(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
     for notice in idle(options):
         say(f"note: {notice}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     choice = TokenizerChoice(
         options.tokenizer_type,
         _resolve_tokenizer(options.tokenizer_model),
@@ -160,7 +158,7 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
         expand_inputs(options.input),
         Path(options.output_prefix),
         recipe,
-        options.workers or _cores(),
+        options.workers or cores,
         options.text_documents,
         options.skip_bad_lines,
         options.overwrite,
@@ -182,10 +180,6 @@ def _resolve_tokenizer(name: str | None) -> str | None:
         raise UserError(f"Tokenizer not found: {error}; check --tokenizer-model") from error
     say(f"note: {name} is in {folder}")
     return str(folder)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _print_summary(job: "Job", outcome: "Outcome") -> None:
@@ -224,7 +218,7 @@ def _print_summary(job: "Job", outcome: "Outcome") -> None:
         say("\n".join(lengths.lines()))
 
 
-class _LineProgress(AbstractContextManager["_LineProgress"]):
+class _LineProgress:
     """Progress as lines at intervals, for logs."""
 
     def __init__(self, every_documents: int) -> None:
@@ -247,20 +241,13 @@ class _LineProgress(AbstractContextManager["_LineProgress"]):
             due = now - self._last >= _SECONDS_BETWEEN_LINES
         if due:
             self._last = now
-            say(
-                f"{100 * counts.read / max(1, total):.0f} %  {_facts(counts, self._before, now - self._started)}"
-            )
+            text = f"{100 * counts.read / max(1, total):.0f} %  {counts.documents:,} documents, {counts.tokens:,} tokens"
+            if new_tokens := counts.tokens - self._before:
+                text += f", {new_tokens / max(now - self._started, 1e-9):,.0f} tokens/s"
+            say(text)
 
     def close(self) -> None:
         pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _BarProgress(_LineProgress):
@@ -294,12 +281,6 @@ class _BarProgress(_LineProgress):
 
     def close(self) -> None:
         self._progress.stop()
-
-
-def _facts(counts: "Counts", tokens_before: int, seconds: float) -> str:
-    shown = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
-    since = counts.tokens - tokens_before
-    return f"{shown}, {since / max(seconds, 1e-9):,.0f} tokens/s" if since else shown
 
 
 def _open_progress(log_interval: int) -> _LineProgress:

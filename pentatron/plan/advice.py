@@ -143,7 +143,13 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
         ),
     )
     best = next((layout for layout in layouts if layout.fits), None)
-    return Advice(tree, _combination(best), _tables(parameters))
+    tables = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
+    tables += [
+        f"suggested sets, {name}: {row.in_words()}" for name, row in SETS.items() if row.covers(parameters)
+    ]
+    size = parameters / BILLION
+    tables += [f"table by model: {text}" for low, high, text in BY_FAMILY if low <= size < high]
+    return Advice(tree, _combination(best), tuple(tables))
 
 
 def _alone(search: Search, shape: Shape) -> Shape:
@@ -206,14 +212,3 @@ def _combination(best: Layout | None) -> str:
     grid = best.shape.grid
     sizes = {"DP": grid.data, "TP": grid.tensor, "PP": grid.pipeline, "CP": grid.context, "EP": grid.expert}
     return " + ".join(name for name, size in sizes.items() if size > 1) or "one GPU"
-
-
-def _tables(parameters: float) -> tuple[str, ...]:
-    """Returns the rows of the guides' tables for this number of parameters."""
-    rows = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
-    rows += [
-        f"suggested sets, {name}: {row.in_words()}" for name, row in SETS.items() if row.covers(parameters)
-    ]
-    size = parameters / BILLION
-    rows += [f"table by model: {text}" for low, high, text in BY_FAMILY if low <= size < high]
-    return tuple(rows)

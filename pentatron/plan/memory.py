@@ -114,7 +114,7 @@ def _rank_states(shape: Shape, rank: int) -> frozenset[State]:
         return frozenset({((1, 0),)})
     if shape.config.parallel.pipeline_schedule == "gpipe":
         return frozenset({((shape.accumulation, 0),)})
-    return _states(*_shortened_schedule(shape), rank)
+    return _walk(*_shortened_schedule(shape), rank)[0]
 
 
 def _shortened_schedule(shape: Shape) -> tuple[str, int, int, int, int | None]:
@@ -131,28 +131,11 @@ def _shortened_schedule(shape: Shape) -> tuple[str, int, int, int, int | None]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _received_ahead(
+def _walk(
     kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None, rank: int
-) -> int:
-    """Returns the largest number of messages a rank has receive buffers for before it computes with them."""
-    schedule = schedules.training_schedule(kind, ranks, virtual, micro_batches, group)
-    largest = 0
-    waiting: set[tuple[bool, int, int]] = set()
-    for action in schedule.actions[rank]:
-        forward = action.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
-        if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
-            waiting.add((forward, action.stage, action.micro_batch))
-        elif action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
-            waiting.discard((forward, action.stage + (-1 if forward else 1), action.micro_batch))
-        largest = max(largest, len(waiting))
-    return largest
-
-
-@functools.lru_cache(maxsize=1024)
-def _states(
-    kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None, rank: int
-) -> frozenset[State]:
-    """Returns all combinations of micro-batches that a rank keeps at some time.
+) -> tuple[frozenset[State], int]:
+    """Walks through a schedule: returns all combinations of micro-batches that a rank keeps at some time, and the
+    largest number of received messages that wait for their computation.
 
     A micro-batch of a stage is kept from its forward to its backward; if its backward is split, the inputs of
     its weight gradients are kept to the second half.
@@ -162,12 +145,20 @@ def _states(
     counts = [[0, 0] for _ in indices]
     changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT: (-1, 1), Kind.WEIGHT: (0, -1)}
     states: set[State] = set()
+    waiting: set[tuple[bool, int, int]] = set()
+    most_waiting = 0
     for action in schedule.actions[rank]:
+        forward = action.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
+        if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
+            waiting.add((forward, action.stage, action.micro_batch))
+        elif action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
+            waiting.discard((forward, action.stage + (-1 if forward else 1), action.micro_batch))
+        most_waiting = max(most_waiting, len(waiting))
         if action.kind in changes:
             count = counts[indices[action.stage]]
             count[0], count[1] = count[0] + changes[action.kind][0], count[1] + changes[action.kind][1]
             states.add(tuple((n, m) for n, m in counts))
-    return frozenset(states)
+    return frozenset(states), most_waiting
 
 
 def _rank_memory(shape: Shape, rank: int) -> RankMemory:
@@ -180,8 +171,10 @@ def _rank_memory(shape: Shape, rank: int) -> RankMemory:
         (part,) = parts.values()
         new_gradients = static.gradients - _accumulated_gradients(shape, static.gradients)
         if shape.recorded:
-            # The memory pool of a graph is not reused by what runs outside it.
-            first_gradients = _first_gradients(shape, static.gradients)
+            # The memory pool of a graph is not reused outside it. The fp32 sums cannot reuse the first gradients either, which
+            # are in the model's precision.
+            rounded = shape.accumulation > 1 and shape.width != _FP32
+            first_gradients = static.gradients * shape.width // _FP32 if rounded else 0
             new_gradients += first_gradients if shape.accumulation == 2 else 0
             graphs = first_gradients + max(_update_copies(shape, part), _evaluation_peak(shape))
         spared = new_gradients + working - _backward_peak(shape, part, new_gradients)
@@ -204,12 +197,6 @@ def _accumulated_gradients(shape: Shape, gradients: int) -> int:
         return 0
     rounded = shape.accumulation == 2 and shape.ranks("replicas") == 1
     return gradients * shape.width // _FP32 if rounded else gradients
-
-
-def _first_gradients(shape: Shape, gradients: int) -> int:
-    """Returns the bytes of the first gradients of a step in the model's precision; the fp32 sums cannot reuse
-    their memory inside a graph."""
-    return gradients * shape.width // _FP32 if shape.accumulation > 1 and shape.width != _FP32 else 0
 
 
 def _evaluation_peak(shape: Shape) -> int:
@@ -297,7 +284,7 @@ def _messages(shape: Shape, rank: int) -> int:
     receive more messages ahead of their use."""
     if shape.grid.pipeline == 1:
         return 0
-    prefetched = max(0, _received_ahead(*_shortened_schedule(shape), rank) - _MESSAGES)
+    prefetched = max(0, _walk(*_shortened_schedule(shape), rank)[1] - _MESSAGES)
     return (2 * _MESSAGES + prefetched) * shape.width * shape.in_stream * shape.hidden
 
 

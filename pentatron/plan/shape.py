@@ -12,14 +12,7 @@ from pentatron.settings.parameters import ModelParameters, halves_of, is_tied
 from pentatron.settings.run import RunConfig
 
 # Cached properties that depend only on the division of the model over ranks.
-_DIVISION_PROPERTIES = (
-    "grid",
-    "stages",
-    "placement",
-    "sparse_layers",
-    "telling_ranks",
-    "parameters",
-)
+_DIVISION_PROPERTIES = ("grid", "stages", "placement", "sparse_layers", "telling_ranks", "parameters")
 
 
 @dataclass(frozen=True)

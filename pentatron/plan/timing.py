@@ -234,17 +234,14 @@ def estimate(shape: Shape, device: Device, per_machine: int, efficiency: float =
     """Estimates the time of a step."""
     config, grid = shape.config, shape.grid
     flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
-    rate = device.peak(shape.width) * efficiency * _matmul_efficiency(shape)
+    # Matmuls of one rank's micro-batch are smaller than those that `efficiency` is about.
+    matmuls = shape.tokens / (shape.tokens + _FEW_TOKENS) * shape.queries / (shape.queries + _NARROW)
+    rate = device.peak(shape.width) * efficiency * matmuls
     computing = flops * _recompute_factor(shape) * _imbalance(shape) / (grid.world_size * rate)
     traffic = traffic_of(shape)
     return Estimate(
         computing, bubble_of(shape), _exposed(shape, traffic, computing, device, per_machine), flops, traffic
     )
-
-
-def _matmul_efficiency(shape: Shape) -> float:
-    """Returns the efficiency of a rank's matmuls relative to large ones."""
-    return shape.tokens / (shape.tokens + _FEW_TOKENS) * shape.queries / (shape.queries + _NARROW)
 
 
 def _recompute_factor(shape: Shape) -> float:
@@ -292,16 +289,13 @@ def _exposed(shape: Shape, traffic: Traffic, computing: float, device: Device, p
     hideable = backward * passes / shape.accumulation
     context = traffic.context / rate(grid.tensor * grid.context)
     if parallel.cp_comm_type == "p2p":
-        context = max(0.0, context - computing * _attention_share(shape))
+        # The ring overlaps with the attention scores.
+        model, costs = shape.config.model, costs_of(shape.config.settings)
+        scores = model.seq_length * shape.heads * grid.tensor * shape.head
+        context = max(0.0, context - computing * (scores / (costs.layer + costs.head / model.num_layers)))
     return Traffic(
         tensor=traffic.tensor / rate(grid.tensor),
         context=context,
         data=max(0.0, data - hideable) if shape.decisions.grad_overlap.on else data,
         expert=traffic.expert / rate(grid.expert * grid.expert_tensor),
     )
-
-
-def _attention_share(shape: Shape) -> float:
-    model, costs = shape.config.model, costs_of(shape.config.settings)
-    scores = model.seq_length * shape.heads * shape.grid.tensor * shape.head
-    return scores / (costs.layer + costs.head / model.num_layers)
