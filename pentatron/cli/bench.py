@@ -189,7 +189,8 @@ def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[Sweep, int |
 
 
 def _query_gpu(code: str) -> str:
-    """Runs Python code in a subprocess that exits, so that this process does not keep a CUDA context on a measured GPU."""
+    """Runs Python code in a subprocess that exits, so that this process does not keep a CUDA context on a
+    measured GPU."""
     queried = subprocess.run(
         [sys.executable, "-P", "-c", f"import torch; {code}"], capture_output=True, text=True
     )
@@ -353,7 +354,8 @@ class _MicroBatchSearch:
         self.sizes: Sequence[int] = range(smallest, LARGEST + 1, smallest)
         double = MicroBatch(1, size=2 * smallest, global_batch=None)
         prepared = prepared_layout(sweep, double)[1] if batch_is_given else None
-        # With a given number of micro-batches the global batch size grows with the micro-batch, and any size is possible.
+        # With a given number of micro-batches the global batch size grows with the micro-batch, and any size
+        # is possible.
         grows = prepared is not None and prepared.resolved.config.train.global_batch_size != total
         if batch_is_given and not grows:
             self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]

@@ -21,7 +21,8 @@ HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Settings of a benchmark. `settings` are the user's words, `words` those and the ones of the benchmark."""
+    """Settings of a benchmark. `settings` are the user's words, `words` those and the ones of the
+    benchmark."""
 
     settings: Sequence[str]
     words: Sequence[str]

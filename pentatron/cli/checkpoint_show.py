@@ -88,10 +88,10 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
         yield f"  {facts.problem}"
         return
     manifest = facts.manifest
-    environment = manifest.run_state.get("environment") or ""
+    environment: Any = manifest.run_state.get("environment") or ""
     # An edited manifest may have anything here, which is then shown as it is.
     with contextlib.suppress(TypeError, AttributeError):
-        environment = environment and told(environment)
+        environment = told(environment) if environment else ""
     rows = {
         "step": str(manifest.step),
         "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {counted(len(manifest.files), 'file')}",

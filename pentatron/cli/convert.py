@@ -143,8 +143,8 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
         lines.append(compare_logits(find_step(checkpoint)[0], folder, dtype).sentence())
 
     with contextlib.closing(open_display(options.progress_bar)) as display:
-        chosen = HfImportOptions(dtype, options.allow_narrowing, tokenizer)
-        summary = import_folder(folder, out, chosen, display, compare if options.verify else None)
+        conversion = HfImportOptions(dtype, options.allow_narrowing, tokenizer)
+        summary = import_folder(folder, out, conversion, display, compare if options.verify else None)
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
     return 0
 
@@ -161,7 +161,7 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     if options.verify:
         require_transformers()
     tokenizer = tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
-    export = HfExportOptions(
+    conversion = HfExportOptions(
         _dtype(options.dtype),
         options.allow_narrowing,
         tokenizer,
@@ -171,7 +171,7 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     path = followed(Path(checkpoint))
     if options.ckpt_format and megatron_step(path) and not steps_at(path):
         step, remarks = read_megatron(path)
-        return _export_step(step, [f"note: {remark}" for remark in remarks], out, export, options)
+        return _export_step(step, [f"note: {remark}" for remark in remarks], out, conversion, options)
     damaged: dict[Path, str] = {}
 
     def refuse_damaged(folder: Path, manifest: Manifest) -> None:
@@ -182,7 +182,7 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
         step, complaints = find_step(path, refuse_damaged)
         notes = [f"note: {complaint}; {step.folder.name} is exported" for complaint in complaints]
         try:
-            return _export_step(step, notes, out, export, options)
+            return _export_step(step, notes, out, conversion, options)
         except DamagedStep as error:
             if is_step(path):
                 raise
@@ -191,7 +191,7 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
 
 
 def _export_step(
-    step: "Found", notes: Sequence[str], out: Path, export: "HfExportOptions", options: ExportOptions
+    step: "Found", notes: Sequence[str], out: Path, conversion: "HfExportOptions", options: ExportOptions
 ) -> int:
     from pentatron.compare.logits import compare_logits
     from pentatron.generate.source import tokenizer_place
@@ -199,18 +199,20 @@ def _export_step(
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
     from pentatron.monitor.display import open_display
 
-    lines = [*notes, *_dtype_notes(step, export.dtype)]
-    if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, export.tokenizer)):
+    lines = [*notes, *_dtype_notes(step, conversion.dtype)]
+    if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, conversion.tokenizer)):
         tokenizer = tokenizer_place(step.folder, step.manifest.config)
         flag = f"{tokenizer} adds the one it was trained with" if tokenizer else "DIR adds one"
         lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
 
     def compare(folder: Path) -> None:
         display.work("comparing with transformers", 0, 1)
-        lines.append(compare_logits(step, folder, export.dtype or trained_dtype(step.manifest)).sentence())
+        lines.append(
+            compare_logits(step, folder, conversion.dtype or trained_dtype(step.manifest)).sentence()
+        )
 
     with contextlib.closing(open_display(options.progress_bar)) as display:
-        summary = export_step(step, out, export, display, compare if options.verify else None)
+        summary = export_step(step, out, conversion, display, compare if options.verify else None)
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
     return 0
 

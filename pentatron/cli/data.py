@@ -165,11 +165,12 @@ def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
 
 
 def _available(source: "SampleSource", read: int | None) -> tuple[int, str] | None:
-    """Returns how many samples can be shown, with a sentence; None for endless data. `read` is the number the whole run reads."""
-    known = len(source) if isinstance(source, Sized) else None
-    if read is not None and (known is None or read < known):
+    """Returns how many samples can be shown, with a sentence; None for endless data. `read` is the number the
+    whole run reads."""
+    length = len(source) if isinstance(source, Sized) else None
+    if read is not None and (length is None or read < length):
         return read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
-    return None if known is None else (known, f"there are {known} samples")
+    return None if length is None else (length, f"there are {length} samples")
 
 
 def _sample_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str:

@@ -52,7 +52,8 @@ def doctor_command(words: Sequence[str]) -> int:
 def _trials() -> list[Finding]:
     import torch
 
-    # The same environment as the workers of a run: gloo uses the loopback interface, whatever the host name resolves to.
+    # The same environment as the workers of a run: gloo uses the loopback interface, whatever the host name
+    # resolves to.
     environment = dict(os.environ)
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

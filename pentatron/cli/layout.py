@@ -1,4 +1,5 @@
-"""`pentatron layout`: shows the role of every rank and draws the pipeline schedule, without starting a run."""
+"""`pentatron layout`: shows the role of every rank and draws the pipeline schedule, without starting a
+run."""
 
 import dataclasses
 import os
@@ -102,8 +103,8 @@ def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:
     """Resolves the layout of the words; raises all problems at once."""
     draft = gather(words, entry)
     facts = _facts(draft)
-    known = learn_from_named(draft, facts) or draft.preset is not None
-    stands_in = not known and _stand_in(draft)
+    is_named = learn_from_named(draft, facts) or draft.preset is not None
+    stands_in = not is_named and _stand_in(draft)
     _settle_batch(draft)
     resolved = resolve(draft, facts, built_only=False)
     per_machine = facts.local_processes if draft.given("nproc_per_node") else None

@@ -18,7 +18,8 @@ _FIRST, _LAST = 5, 3
 
 
 def batch_sizes(config: RunConfig, steps: int | None = None) -> list[dict[str, Any]]:
-    """Returns every batch size within `steps` (default: the whole plan) and the iteration at which it begins."""
+    """Returns every batch size within `steps` (default: the whole plan) and the iteration at which it
+    begins."""
     rows = []
     for stretch in config.batch_plan.sizes(steps):
         problem = size_problem(config, stretch.size)
@@ -141,11 +142,11 @@ class Report:
     @property
     def schedule_in_words(self) -> str:
         stages = self.placement.stages
-        where = f"{self.grid.pipeline} {plural(self.grid.pipeline, 'pipeline rank')}"
+        ranks = f"{self.grid.pipeline} {plural(self.grid.pipeline, 'pipeline rank')}"
         if stages > self.grid.pipeline:
-            where += f" with {self.config.virtual_stages} stages each"
+            ranks += f" with {self.config.virtual_stages} stages each"
         count = self.config.accumulation
-        return f"{self.kind}: {count} {plural(count, 'micro-batch')} on {where}"
+        return f"{self.kind}: {count} {plural(count, 'micro-batch')} on {ranks}"
 
     def machine(self, rank: int) -> int | None:
         return None if self.per_machine is None else rank // self.per_machine
@@ -234,7 +235,7 @@ def _stages(report: Report) -> str:
     for stage, part in enumerate(report.config.stages):
         layers = _layers(part.layers)
         holds = " ".join(
-            word for word, there in (("embedding", part.embedding), ("head", part.head)) if there
+            word for word, present in (("embedding", part.embedding), ("head", part.head)) if present
         )
         bar = "█" * max(1, round(_BAR * shares[stage] / max(shares)))
         lines.append(

@@ -211,8 +211,8 @@ def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
         return _end_state(folder, seen)
     timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_a_step(seen)) if seen.recent else math.inf
     if silence > timeout:
-        where = "its process is there" if alive else "whether its process is there cannot be seen from here"
-        return "silent", f"no step for {duration(silence)}; {where}"
+        process = "its process is there" if alive else "whether its process is there cannot be seen from here"
+        return "silent", f"no step for {duration(silence)}; {process}"
     return (
         "running",
         "all steps are done; what follows them (checkpoint, evaluation) is not yet" if is_done else "",

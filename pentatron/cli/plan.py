@@ -228,10 +228,10 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):
-        known = (
+        longest = (
             foreseen(draft, Facts(world)).max_position_embeddings if draft.max_position_embeddings else None
         )
-        length = min(_DEFAULT_LENGTH, known or _DEFAULT_LENGTH)
+        length = min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
         draft.assign("flag --seq-length", seq_length=length)
         assumed.append(f"sequences of {length} tokens (--seq-length)")
     if all(getattr(draft, name) is None for name in _BATCH):

@@ -246,11 +246,11 @@ def _verdict(layout: Layout) -> str:
 
 
 def parts_of(rank: RankMemory) -> dict[str, int]:
-    held = rank.held
+    static = rank.held
     return {
-        "weights": held.weights,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
+        "weights": static.weights,
+        "gradients": static.gradients,
+        "optimizer": static.optimizer,
         "activations": rank.activations,
         "logits": rank.logits,
         "buffers": rank.buffers,
@@ -302,15 +302,15 @@ def _memory(layout: Layout) -> Iterator[str]:
 
 
 def _in_host(layout: Layout) -> str:
-    held = layout.largest.held
-    parts = {"the optimizer": held.host, "the copy that is saved in the background": held.saving}
+    static = layout.largest.held
+    parts = {"the optimizer": static.host, "the copy that is saved in the background": static.saving}
     return " and ".join(name for name, count in parts.items() if count)
 
 
 def _optimizer(layout: Layout) -> str:
-    held = layout.largest.held
+    static = layout.largest.held
     state = "Adam's moments" if layout.config.optim.optimizer == "adam" else "momentum"
-    parts = {"master weights": held.master, state: held.moments}
+    parts = {"master weights": static.master, state: static.moments}
     return " and ".join(name for name, count in parts.items() if count) + ", in fp32"
 
 

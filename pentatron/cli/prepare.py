@@ -167,7 +167,8 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
 
 
 def _resolve_tokenizer(name: str | None) -> str | None:
-    """Returns an existing path unchanged, and for a model of the hub the folder of its downloaded tokenizer."""
+    """Returns an existing path unchanged, and for a model of the hub the folder of its downloaded
+    tokenizer."""
     if not name or Path(name).exists():
         return name
     from pentatron.hf.hub import TOKENIZER_FILES, is_hub_id, resolve_folder

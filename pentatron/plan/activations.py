@@ -50,7 +50,8 @@ def kept(shape: Shape, part: StagePart) -> Activations:
         or "layernorm" in _recomputed_modules(shape)
     )
     if not part.embedding and not recomputed and not norm_saves_input:
-        # The input received from the previous stage; otherwise the first norm or recomputed run saves it anyway.
+        # The input received from the previous stage; otherwise the first norm or recomputed run saves it
+        # anyway.
         total += hidden_states
     return Activations(total, logits(shape) if part.head else 0)
 
@@ -202,7 +203,8 @@ def _attention(shape: Shape, recomputed: bool, fp8: bool) -> int:
         saved += e * tokens * (s.queries + 2 * max(s.keys, s.head * s.grid.context // s.heads)) + output
     else:
         saved += e * tokens * projected
-        # The head-major output is copied to token-major layout, except where a GPU kernel writes that directly.
+        # The head-major output is copied to token-major layout, except where a GPU kernel writes that
+        # directly.
         relaid = s.grid.context > 1 or (rotated and not s.on_gpu) or fp8
         saved += e * tokens * s.queries if relaid else 0
         if rotated or model.qk_layernorm:
@@ -247,7 +249,8 @@ def _mlp(shape: Shape, recomputed: bool, fp8: bool) -> int:
     if recomputed:
         return shape.width * shape.in_stream * shape.hidden
     if fp8:
-        # Inputs of the matrices in one byte; the outputs of the first one in full precision for the gate's backward.
+        # Inputs of the matrices in one byte; the outputs of the first one in full precision for the gate's
+        # backward.
         kept_widths = (2 if shape.decisions.gate.on else between(shape) - 1) * shape.width
         return shape.tokens * (shape.hidden + (kept_widths + 1) * shape.inner)
     return shape.width * shape.tokens * (shape.hidden + between(shape) * shape.inner)
@@ -270,7 +273,8 @@ def _experts(shape: Shape, modules: frozenset[str]) -> int:
         return hidden_states
     total = _router(s)
     if s.decisions.experts.on_device:
-        # Grouped matmuls: the dispatched rows, the outputs of the first matrices, weights, and the permutation both ways.
+        # Grouped matmuls: the dispatched rows, the outputs of the first matrices, weights, and the
+        # permutation both ways.
         rows_given = 0 if "moe_act" in modules else e * s.rows * s.hidden
         total += rows_given + e * s.rows * (s.halves * s.expert_inner + 1) + 2 * _INDEX * s.rows
         return total + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)

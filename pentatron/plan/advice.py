@@ -124,14 +124,14 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     shape, device = base.shape, search.device
     parameters, _ = total_parameters(shape)
     single = _alone(search, shape)
-    alone = largest_of(single)
+    unaided = largest_of(single)
     undivided = [layout for layout in layouts if layout.shape.grid.tensor * layout.shape.grid.pipeline == 1]
     fitting = [layout for layout in undivided if layout.fits]
     layer_bytes = _layer_bytes(single)
     layer_fits = layer_bytes < usable(device)
     depth = shape.config.model.num_layers
     tree = (
-        Answer("Does it fit one GPU?", _fits_one(alone, usable(device), fitting, search.world)),
+        Answer("Does it fit one GPU?", _fits_one(unaided, usable(device), fitting, search.world)),
         Answer(
             "Does a single layer fit one GPU?",
             f"{'yes' if layer_fits else 'no'}, it takes {binary_size(layer_bytes)}: "
@@ -175,14 +175,15 @@ def _alone(search: Search, shape: Shape) -> Shape:
     )
 
 
-def _fits_one(alone: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
-    """Answers the first question; `fitting` are the layouts without tensor and pipeline parallelism that fit."""
-    static = alone.held.on_device
+def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
+    """Answers the first question; `fitting` are the layouts without tensor and pipeline parallelism that
+    fit."""
+    static = unaided.held.on_device
     needed = (
         f"weights, gradients and optimizer take {binary_size(static)}, "
-        f"activations and buffers of a micro-batch {binary_size(alone.total - static)}"
+        f"activations and buffers of a micro-batch {binary_size(unaided.total - static)}"
     )
-    if alone.total <= room:
+    if unaided.total <= room:
         return f"yes, {needed}: data parallelism is enough"
     if fitting:
         ways = [f"data parallelism with ZeRO over {world} GPUs"] if world > 1 else []
@@ -197,13 +198,13 @@ def _fits_one(alone: RankMemory, room: float, fitting: list[Layout], world: int)
     return f"no, {needed}: the model must be divided"
 
 
-def _layer_bytes(one: Shape) -> int:
+def _layer_bytes(single: Shape) -> int:
     """Returns the bytes of the largest layer, undivided, with the activations of a micro-batch."""
-    sparse = bool(one.sparse_layers)
-    parameters = sum(p.elements for p in one.parameters.layer(min(one.sparse_layers) if sparse else 0))
+    sparse = bool(single.sparse_layers)
+    parameters = sum(p.elements for p in single.parameters.layer(min(single.sparse_layers) if sparse else 0))
     # Weights, gradients, master weights unless the weights are fp32, and optimizer state.
-    each = one.width + _FP32 * (1 + (one.width != _FP32) + moments(one))
-    return each * parameters + layer(one, sparse, frozenset())
+    parameter_bytes = single.width + _FP32 * (1 + (single.width != _FP32) + moments(single))
+    return parameter_bytes * parameters + layer(single, sparse, frozenset())
 
 
 def _combination(best: Layout | None) -> str:

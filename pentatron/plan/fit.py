@@ -49,7 +49,7 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
         return None
     # Custom layers of the user (--spec) may need less memory than the configured ones.
     impossible = impossible and not config.model.spec
-    where = (
+    available = (
         f"a process has {binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free"
     )
     verdict = "cannot fit" if impossible else "may not fit"
@@ -59,7 +59,7 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
         else in_parts(planned)
     )
     return Verdict(
-        f"this run {verdict}: it needs about {binary_size(needed)} for each process, and {where} ({parts}); "
+        f"this run {verdict}: it needs about {binary_size(needed)} for each process, and {available} ({parts}); "
         f"{remedies(config, planned)}; `pentatron plan` lists layouts that fit",
         impossible,
     )

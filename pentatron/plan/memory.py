@@ -23,7 +23,8 @@ _UPDATE_BLOCK = 2**25
 # For each direction, one message that is being computed with and one in transit.
 _MESSAGES = 2
 
-# For every stage of a rank: micro-batches kept in full, and micro-batches between the halves of a split backward.
+# For every stage of a rank: micro-batches kept in full, and micro-batches between the halves of a split
+# backward.
 State = tuple[tuple[int, int], ...]
 
 
@@ -85,7 +86,8 @@ def beside_graphs(config: RunConfig) -> int:
 
 
 def largest_of(shape: Shape) -> RankMemory:
-    """Returns the memory of the rank that needs most, checking only representative ranks of a long pipeline."""
+    """Returns the memory of the rank that needs most, checking only representative ranks of a long
+    pipeline."""
     return max((_rank_memory(shape, rank) for rank in shape.telling_ranks), key=lambda rank: rank.total)
 
 
@@ -120,22 +122,22 @@ def _rank_states(shape: Shape, rank: int) -> frozenset[State]:
 def _shortened_schedule(shape: Shape) -> tuple[str, int, int, int, int | None]:
     """Returns the arguments of a schedule that is just long enough to reach the peak of the real one."""
     config, steps = shape.config, shape.accumulation
-    ranks, virtual, kind = shape.grid.pipeline, config.virtual_stages, config.parallel.pipeline_schedule
+    ranks, virtual, schedule = shape.grid.pipeline, config.virtual_stages, config.parallel.pipeline_schedule
     micro_batches = min(steps, _PEAK_MICRO_BATCHES * ranks + steps % ranks)
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:
         micro_batches = min(steps, _PEAK_MICRO_BATCHES * group + steps % group)
-    grouped = group is not None and schedules.takes_groups(kind, virtual)
+    grouped = group is not None and schedules.takes_groups(schedule, virtual)
     group = min(group, micro_batches) if grouped and group else None
-    return kind, ranks, virtual, micro_batches, group
+    return schedule, ranks, virtual, micro_batches, group
 
 
 @functools.lru_cache(maxsize=1024)
 def _walk(
     kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None, rank: int
 ) -> tuple[frozenset[State], int]:
-    """Walks through a schedule: returns all combinations of micro-batches that a rank keeps at some time, and the
-    largest number of received messages that wait for their computation.
+    """Walks through a schedule: returns all combinations of micro-batches that a rank keeps at some time, and
+    the largest number of received messages that wait for their computation.
 
     A micro-batch of a stage is kept from its forward to its backward; if its backward is split, the inputs of
     its weight gradients are kept to the second half.
@@ -167,12 +169,13 @@ def _rank_memory(shape: Shape, rank: int) -> RankMemory:
     working = max(_backward_peak(shape, part) for part in parts.values())
     spared = graphs = 0
     if shape.grid.pipeline == 1 and not shards_parameters(shape):
-        # A pipeline has accumulated gradients at its peak already, and ZeRO 3 allocates its shards for the whole run.
+        # A pipeline has accumulated gradients at its peak already, and ZeRO 3 allocates its shards for the
+        # whole run.
         (part,) = parts.values()
         new_gradients = static.gradients - _accumulated_gradients(shape, static.gradients)
         if shape.recorded:
-            # The memory pool of a graph is not reused outside it. The fp32 sums cannot reuse the first gradients either, which
-            # are in the model's precision.
+            # The memory pool of a graph is not reused outside it. The fp32 sums cannot reuse the first
+            # gradients either, which are in the model's precision.
             rounded = shape.accumulation > 1 and shape.width != _FP32
             first_gradients = static.gradients * shape.width // _FP32 if rounded else 0
             new_gradients += first_gradients if shape.accumulation == 2 else 0
@@ -228,7 +231,8 @@ def _backward_peak(shape: Shape, part: StagePart, added: int = 0) -> int:
     of_head = rate * table_elements if part.head and not (shape.tied and part.embedding) else 0
     in_layer = activations.rerun(shape, part) + shape.width * max(layer_parameters, default=0) + waiting_table
     in_layer += _compiled_mlp_gradients(shape)
-    # The peak is in the last layer, when all activations are saved, or in the first, when all gradients exist.
+    # The peak is in the last layer, when all activations are saved, or in the first, when all gradients
+    # exist.
     of_embedding = rate * table_elements if part.embedding else 0
     first = 0 if shape.config.recomputed(part) else activations.first_layer(shape, part)
     peaks = [

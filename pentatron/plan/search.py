@@ -1,4 +1,5 @@
-"""Search over the layouts of a model on a number of devices: which fit, and how fast each is estimated to be."""
+"""Search over the layouts of a model on a number of devices: which fit, and how fast each is estimated to
+be."""
 
 import dataclasses
 import math
@@ -116,16 +117,16 @@ class Layout:
         peak = self.device.peak(self.shape.width) / 1e12
         if not self.device.is_gpu or not decide(self.config, DeviceFacts("cuda", peak=peak)).graphs.if_room:
             return None
-        found = largest_of(self.shape.alike(recorded(self.config)))
-        return found if found.total <= usable(self.device) else None
+        memory = largest_of(self.shape.alike(recorded(self.config)))
+        return memory if memory.total <= usable(self.device) else None
 
     @property
     def host_of_a_machine(self) -> int:
         """Host memory in bytes that the processes of one machine need."""
         if not (self.shape.decisions.offload.on or self.config.checkpoint.async_save):
             return 0
-        each = max(held(self.shape, rank).in_host for rank in self.shape.telling_ranks)
-        return each * min(self.per_machine, self.shape.grid.world_size)
+        largest = max(held(self.shape, rank).in_host for rank in self.shape.telling_ranks)
+        return largest * min(self.per_machine, self.shape.grid.world_size)
 
     @property
     def lacks_host_memory(self) -> bool:
@@ -225,41 +226,42 @@ class Search:
                     break
 
     def _resolved(self, sizes: "_Sizes") -> tuple[RunConfig, dict[str, Any]] | None:
-        chosen = sizes.settings()
+        settings = sizes.settings()
         if sizes.tensor > 1:
-            chosen |= {"sequence_parallel": True}
-            chosen |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
+            settings |= {"sequence_parallel": True}
+            settings |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
         if self.world // sizes.tensor // sizes.pipeline > 1:
-            chosen |= self._data_parallel(1)
-        chosen = {**chosen, "micro_batch_size": 1, **self.kept}
+            settings |= self._data_parallel(1)
+        settings = {**settings, "micro_batch_size": 1, **self.kept}
         try:
-            return self._resolve(chosen), chosen
+            return self._resolve(settings), settings
         except (ConfigError, ValueError):
             return None
 
-    def _resolve(self, chosen: Mapping[str, Any]) -> RunConfig:
+    def _resolve(self, settings: Mapping[str, Any]) -> RunConfig:
         draft = self.draft.copy()
         defaults = {name: table()[name].default for name in LAYOUT if name not in self.kept}
         draft.assign("default", **defaults)
-        draft.assign(f"file {_CHOSEN}", **chosen)
+        draft.assign(f"file {_CHOSEN}", **settings)
         return resolve(draft, self.facts, built_only=False).config
 
     def _micro_batches(self, config: RunConfig) -> list[int]:
         if self.draft.given("micro_batch_size"):
             return [config.train.micro_batch_size]
-        each = config.train.global_batch_size // config.grid.data
+        samples = config.train.global_batch_size // config.grid.data
         ranks = config.grid.pipeline
         length = config.model.seq_length // config.grid.context
         return [
             n
             for n in _MICRO_BATCHES
-            if each % n == 0
-            and (ranks == 1 or each // n >= ranks)
+            if samples % n == 0
+            and (ranks == 1 or samples // n >= ranks)
             and (n == 1 or n * length <= _ENOUGH_TOKENS)
         ] or [1]
 
     def _first_that_fits(self, base: Shape, chosen: Mapping[str, Any], micro: int) -> Layout:
-        """Returns the layout with the fastest remedy that makes it fit, or the smallest layout if none does."""
+        """Returns the layout with the fastest remedy that makes it fit, or the smallest layout if none
+        does."""
         layouts: list[Layout] = []
         for remedy in self._remedies(chosen):
             settings = {**chosen, **remedy, "micro_batch_size": micro}
@@ -288,8 +290,9 @@ class Search:
         return remedies or [dict(self.kept)]
 
     def _data_parallel(self, stage: int) -> dict[str, Any]:
-        """Returns the given ZeRO stage, or `stage`, with overlap: ZeRO 3 always overlaps, and ZeRO 0 gathers nothing."""
-        stage = self.kept.get("zero_stage", stage)
+        """Returns the given ZeRO stage, or `stage`, with overlap: ZeRO 3 always overlaps, and ZeRO 0 gathers
+        nothing."""
+        stage = self.draft.zero_stage if "zero_stage" in self.kept else stage
         return {
             "zero_stage": stage,
             "overlap_grad_reduce": stage < 3,

@@ -164,7 +164,8 @@ def _sharded_gradients(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequenc
     single = [bucket for stages, sizes in by_stages.items() if len(stages) == 1 for bucket in sizes]
     shards = sum(size // shape.ranks(axis) for axis, size in single)
     largest = max((size for _, size in single), default=0)
-    # Buckets of experts and of dense layers fill at the same time, and with overlap another one fills while one is reduced.
+    # Buckets of experts and of dense layers fill at the same time, and with overlap another one fills while
+    # one is reduced.
     axes = len({axis for axis, _ in single})
     buffers = axes + (shape.decisions.grad_overlap.on and len(single) > 1)
     return shared + shards + buffers * largest

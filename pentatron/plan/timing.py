@@ -76,7 +76,8 @@ def _tensor(shape: Shape, parts: Mapping[int, StagePart]) -> float:
     crossings = 0.0
     for part in parts.values():
         crossings += 2 * (part.embedding + part.head)
-        # In units of half an all-reduce: attention and a dense or shared MLP have two each in forward, and in backward.
+        # In units of half an all-reduce: attention and a dense or shared MLP have two each in forward, and in
+        # backward.
         dense = sum(n not in shape.sparse_layers or bool(shape.shared_inner) for n in part.layers)
         crossings += 4 * (len(part.layers) + dense)
         crossings += _recomputed_crossings(shape, part)

@@ -67,9 +67,9 @@ def on_a_gpu_of(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return Row(layout, "ok", 1, "", measured=found)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(bench, "_name_of_gpu", lambda: "Some GPU")
+    monkeypatch.setattr(bench, "_query_gpu", lambda code: "Some GPU")
     monkeypatch.setattr(bench, "measured_layout", measured)
-    monkeypatch.setattr(bench._Hunt, "room", lambda hunt: float(room))
+    monkeypatch.setattr(bench._MicroBatchSearch, "room", lambda search: float(room))
     return tried
 
 
