@@ -218,15 +218,15 @@ def _introduction(sweep: Sweep, count: int) -> list[str]:
     if not sweep.on_gpu:
         lines.append(
             f"note: no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}; the numbers compare "
-            f"layouts here and say nothing about a GPU"
+            f"layouts here and do not predict a GPU's"
         )
     else:
         import torch
 
         if sweep.processes > torch.cuda.device_count():
             lines.append(
-                f"note: {sweep.processes} processes share {torch.cuda.device_count()} GPU(s) and talk over gloo, so the "
-                f"numbers say little about as many GPUs"
+                f"note: {sweep.processes} processes share {torch.cuda.device_count()} GPU(s) and communicate through gloo, so the "
+                f"numbers do not predict that many GPUs"
             )
     return lines
 
@@ -331,7 +331,7 @@ def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
     for line in ["", *lines(trials), ""]:
         say(line)
     if best.size == search.sizes[-1]:
-        say(f"largest: {best.size}, the largest there can be here; there would be room for more")
+        say(f"largest: {best.size}, the largest possible here; more would fit")
     else:
         say(f"largest: {best.size}; {_HEADROOM_NOTE}")
     measured = [trial for trial in trials if trial.fits and trial.rate]
@@ -382,7 +382,7 @@ class _MicroBatchSearch:
         batch = (
             "with the batch of a step that was given"
             if self.batch_is_given
-            else "with as few micro-batches a step as there are pipeline stages; for more, which keep sums of gradients, say --global-batch-size"
+            else "with one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
         )
         return f"looking for the largest micro-batch of {count} on {sweep.device}, {batch}"
 

@@ -79,8 +79,8 @@ class PruneOptions(Options):
         0,
         "how many of the newest steps to keep",
         unlisted="--keep-checkpoints",
-        limit=Limit(ONE_OR_MORE.holds, "1 or more, as one at least of the newest steps stays"),
-        missing="say how many of the newest steps stay, one at least: pentatron checkpoint prune PATH --keep N",
+        limit=Limit(ONE_OR_MORE.holds, "1 or more, because at least the newest step is kept"),
+        missing="set how many of the newest steps to keep, at least one: pentatron checkpoint prune PATH --keep N",
     )
     keep_every: int | None = option(
         None, "also keep every such step", value="M", unlisted="--save-retain-interval", limit=ZERO_OR_MORE
@@ -153,7 +153,7 @@ def read_checkpoint_options(
     """Reads options and between `least` and `most` paths."""
     options, plain = read(cls, words, "pentatron checkpoint")
     if len(plain) < least or (most is not None and len(plain) > most):
-        raise UserError(f"say which checkpoint: pentatron checkpoint {example}")
+        raise UserError(f"name a checkpoint: pentatron checkpoint {example}")
     return options, plain
 
 
@@ -237,7 +237,7 @@ def nothing_at(path: Path) -> UserError:
         return UserError(f"{path} does not exist; name a run, its checkpoints, or one step of them")
     kind = foreign_kind(path)
     what = f"it is {kind}" if kind else "it has no step; name a run, its checkpoints, or one step of them"
-    return UserError(f"{path} holds no checkpoint of ours: {what}")
+    return UserError(f"{path} holds no Pentatron checkpoint: {what}")
 
 
 def foreign_kind(path: Path) -> str | None:
@@ -286,7 +286,7 @@ def _reshard(words: Sequence[str]) -> int:
     entry = dataclasses.replace(ENTRY, own=flags_of(ReshardOptions))
     options, rest = read_among(ReshardOptions, words[len(plain) :], entry)
     if len(plain) < 2:
-        raise UserError("say what to rewrite, and where, first: pentatron checkpoint reshard STEP OUT [...]")
+        raise UserError("name the step and the output first: pentatron checkpoint reshard STEP OUT [...]")
     source, out = Path(plain[0]), Path(plain[1])
     return until_stopped(out, lambda: _run_reshard(source, out, rest, options))
 

@@ -54,10 +54,8 @@ def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Prun
             kept = [p for p in saved if p not in removed]
             return Pruning(removed, kept, step, bases, damaged)
         damaged += problems[:1]
-    reason = damaged[0].sentence if damaged else "there are only steps that a run began from"
-    raise UserError(
-        f"no step of {steps} can be trusted to be the one that stays ({reason}); nothing is removed"
-    )
+    reason = damaged[0].sentence if damaged else "there are only base steps, which runs were started from"
+    raise UserError(f"no step of {steps} is intact and could be kept ({reason}); nothing is removed")
 
 
 def prune_steps(steps: Path, pruning: Pruning) -> None:

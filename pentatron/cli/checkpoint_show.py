@@ -37,7 +37,7 @@ def inspect(words: Sequence[str]) -> int:
         # A lone word after --tensors is the path.
         paths, pattern = [str(pattern)], "*"
     if not paths:
-        raise UserError("say which checkpoint: pentatron checkpoint inspect PATH")
+        raise UserError("name a checkpoint: pentatron checkpoint inspect PATH")
     from pentatron.checkpoint.find import survey
 
     steps = survey(Path(paths[0]))

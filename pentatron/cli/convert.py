@@ -53,7 +53,7 @@ class ImportOptions(Options):
 
     def problems(self) -> Iterable[str]:
         if self.allow_narrowing and self.dtype is None:
-            yield "--allow-narrowing: say to which type with --dtype, or leave it out to keep every value"
+            yield "--allow-narrowing: set the type with --dtype, or leave it out to keep every value"
 
 
 @dataclass(frozen=True)

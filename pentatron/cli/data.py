@@ -340,7 +340,7 @@ def _seal(words: Sequence[str]) -> int:
 
 def _need(prefixes: Sequence[str], least: int, example: str) -> None:
     if len(prefixes) < least:
-        raise UserError(f"say which data to use: pentatron data {example}")
+        raise UserError(f"name the data to use: pentatron data {example}")
 
 
 def _stem(word: str) -> str:

@@ -258,7 +258,7 @@ def _legend(checked: Checked, placement: Placement) -> list[str]:
             f"{_letter(i)} stages {first}-{first + placement.ranks - 1}"
             for i, first in enumerate(range(0, placement.stages, placement.ranks))
         )
-        lines.append(f"letters tell the stages of a rank apart: {', '.join(letters)}")
+        lines.append(f"letters denote the stages of a rank: {', '.join(letters)}")
     return lines
 
 

@@ -62,17 +62,17 @@ def _line(row: dict[str, Any]) -> str:
 _MEANINGS: dict[Axis, str] = {
     "tensor": "share every layer: parts of one matrix product, summed after it",
     "context": "share every sequence: each holds a part of it",
-    "data": "hold the same weights and see other samples: gradients are summed",
-    "pipeline": "hold the layers one after the other: activations go forth, gradients back",
+    "data": "hold the same weights for different samples: gradients are summed",
+    "pipeline": "hold consecutive layers: activations are sent forward, gradients back",
     "expert_tensor": "share every expert",
-    "expert": "hold different experts: tokens travel between them",
+    "expert": "hold different experts: tokens are exchanged (all-to-all)",
     "expert_data": "hold the same experts: their gradients are summed",
     "kv": "hold the same key/value head: its gradient is summed",
     "embedding": "first and last stage, which both hold the tied embedding",
-    "shards": "hold the weights between them (ZeRO 3): each keeps a share and gathers the rest when it is needed",
-    "instances": "hold the same share of the weights: gradients are summed",
-    "expert_shards": "hold the experts of a rank between them, as `shards` do the rest",
-    "expert_instances": "hold the same share of the experts: gradients are summed",
+    "shards": "shard the weights (ZeRO 3): each keeps a shard and all-gathers the rest when it is needed",
+    "instances": "hold the same shard of the weights: gradients are summed",
+    "expert_shards": "shard the experts of a rank, as `shards` do the other weights",
+    "expert_instances": "hold the same shard of the experts: gradients are summed",
 }
 _DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 _SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data")
@@ -207,7 +207,7 @@ def _rank(report: Report, rank: int, columns: Sequence[str]) -> str:
 def _groups(report: Report, everything: bool) -> str:
     if not report.axes:
         return ""
-    lines = ["Groups: ranks that talk to each other", ""]
+    lines = ["Process groups: ranks that communicate with each other", ""]
     width = max(14, *(len(axis) + 2 for axis in report.axes))
     for axis in report.axes:
         groups = [members for members in report.grid.groups(axis) if len(members) > 1]
@@ -229,7 +229,7 @@ def _members(ranks: Sequence[int], everything: bool) -> str:
 
 def _stages(report: Report) -> str:
     model, shares = report.config.model, report.shares
-    stands_in = " (no model is named: this shape is made up)" if report.stands_in else ""
+    stands_in = " (no model is named: this shape is assumed)" if report.stands_in else ""
     lines = [f"Stages: {model.num_layers} layers, {model.hidden_size} wide{stands_in}", ""]
     lines.append(f"  stage  pipeline rank  {'layers':<9}  {'also holds':<14}  share of the computation")
     for stage, part in enumerate(report.config.stages):
@@ -258,12 +258,12 @@ def _recompute(report: Report) -> list[str]:
         modules = ", ".join(memory.recompute_modules)
         lines = [
             "",
-            f"  recompute: {modules} of every layer that has it keeps its input alone and runs again",
+            f"  recompute: {modules} of every layer that has it keeps only its input and is recomputed",
         ]
     else:
         lines = [
             "",
-            "  recompute: these layers run again; a micro-batch keeps one input for each run of them",
+            "  recompute: these layers are recomputed; a micro-batch keeps one input for each run of them",
         ]
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
@@ -274,7 +274,7 @@ def _recompute(report: Report) -> list[str]:
             lines.append(f"    stage {stage:>2}  {recomputed}: {inputs}{kept_text}")
     if any(report.checked.deferred):
         lines.append(
-            "  that holds up to the first half of its backward; what weight gradients need is kept to the second"
+            "  this holds until the first half of its backward; the inputs of weight gradients are kept until the second"
         )
     return lines
 
@@ -294,7 +294,7 @@ def _schedule(report: Report) -> str:
     ]
     if any(checked.deferred):
         deferred = ", ".join(map(str, checked.deferred))
-        lines.append(f"  of them between the halves of their backward, at most, by rank: {deferred}")
+        lines.append(f"  of them between the halves of a split backward, at most, by rank: {deferred}")
     lines.append("")
     backward = "each half of a backward as 1" if any(checked.deferred) else "a backward as 2"
     lines.append(
@@ -308,7 +308,7 @@ def _schedule(report: Report) -> str:
     # The rank with the largest share sets the pace; the others wait for it.
     idle = 1 - (1 - checked.bubble) / (ranks * max(rank_shares))
     if idle > checked.bubble + 0.01:
-        lines.append(f"  with the stages as unequal as they are here: about {idle:.0%}")
+        lines.append(f"  with the unequal stages of this layout: about {idle:.0%}")
     return "\n".join(lines)
 
 

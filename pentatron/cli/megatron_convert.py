@@ -56,7 +56,7 @@ class ConvertOptions(Options):
     )
     saver: str = option("core", "what is written: a checkpoint that --load reads", value="core|mcore")
     checkpoint_type: str = option("hf", "the folder as Hugging Face has it")
-    target_tensor_parallel_size: int | None = option(None, "accepted; a line says why it changes nothing")
+    target_tensor_parallel_size: int | None = option(None, "accepted without effect; a note gives the reason")
     target_pipeline_parallel_size: int | None = option(None, "likewise")
     target_expert_parallel_size: int | None = option(None, "likewise")
     loader_transformer_impl: str | None = option(None, "likewise", value="NAME")
@@ -74,7 +74,7 @@ class ConvertOptions(Options):
         if self.model_size and _family(self.model_size) is None:
             guess = did_you_mean(self.model_size, MODEL_SIZES)
             yield (
-                f"--model-size {self.model_size} is not known{guess}; leave it out, config.json says what the model is, or say "
+                f"--model-size {self.model_size} is not known{guess}; leave it out, because config.json has the model type, or use "
                 f"one of {', '.join(MODEL_SIZES)}"
             )
 
@@ -107,7 +107,7 @@ def convert_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words or not words:
         say(USAGE)
         return 0
-    stray = "convert.py takes flags alone, not '{word}'; convert.py --help lists them"
+    stray = "convert.py takes only flags, not '{word}'; convert.py --help lists them"
     options, _ = read(ConvertOptions, words, "convert.py", stray=stray)
     for note in _notes(options):
         say(f"note: {note}")
@@ -138,11 +138,11 @@ def _notes(options: ConvertOptions) -> list[str]:
         axis: getattr(options, f"target_{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert")
     }
     if given := [f"--target-{axis}-parallel-size {size}" for axis, size in sizes.items() if size]:
-        notes.append(f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not cut for one")
+        notes.append(f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not split for one")
     if options.make_vocab_size_divisible_by:
         notes.append(
             f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}: a checkpoint here holds no padding; a run "
-            f"pads the vocabulary as its own flag of that name says"
+            f"pads the vocabulary by its own flag of that name"
         )
     if options.loader_transformer_impl:
         notes.append(

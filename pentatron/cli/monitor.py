@@ -64,7 +64,7 @@ def monitor_command(words: Sequence[str]) -> int:
         return 0
     options, plain = read(MonitorOptions, words, "pentatron monitor")
     if len(plain) > 1:
-        raise UserError(f"one run at a time: {plain[1]} is too much")
+        raise UserError(f"one run at a time: {plain[1]} is not needed")
     folder = Path(plain[0]) if plain else newest_run(Path())
     follower = Follower(folder / "metrics.jsonl")
     if not follower.path.exists():
@@ -95,7 +95,7 @@ def _redraw_until_end(folder: Path, follower: Follower, interval: float) -> None
         while True:
             seen = follower.poll()
             run = look(folder, seen)
-            lines = [*view(run, seen, _screen()), "", "Ctrl-C leaves; the run goes on"]
+            lines = [*view(run, seen, _screen()), "", "Ctrl-C leaves; the run continues"]
             ended = run.state in _ENDED
             shown = lines[:-2] if ended else lines
             frame = f"{_REST_OF_LINE}\n".join(shown[: max(1, _screen().height - 1)])
@@ -148,7 +148,7 @@ def look(folder: Path, seen: Followed) -> Run:
     total = saved.train_iters
     if not isinstance(total, int):
         raise UserError(
-            f"{folder / 'config.yaml'} does not say how long the run is; is {folder} the folder of a run?"
+            f"{folder / 'config.yaml'} has no length of the run (train_iters); is {folder} the folder of a run?"
         )
     state, details = _state(folder, seen, total)
     samples_left, checkpoint = _samples_left(saved, seen, total), _checkpoint(folder, saved)
@@ -211,11 +211,13 @@ def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
         return _end_state(folder, seen)
     timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_a_step(seen)) if seen.recent else math.inf
     if silence > timeout:
-        process = "its process is there" if alive else "whether its process is there cannot be seen from here"
+        process = (
+            "its process is alive" if alive else "whether its process is alive cannot be determined from here"
+        )
         return "silent", f"no step for {duration(silence)}; {process}"
     return (
         "running",
-        "all steps are done; what follows them (checkpoint, evaluation) is not yet" if is_done else "",
+        "all steps are done; the final checkpoint and evaluation are not yet" if is_done else "",
     )
 
 
@@ -265,7 +267,7 @@ def _end_state(folder: Path, seen: Followed) -> tuple[str, str]:
             return "crashed", line.strip()
     return (
         "crashed",
-        f"it ended after step {seen.step} without a word in {folder / 'train.log'}: it failed or was killed",
+        f"it ended after step {seen.step} without a message in {folder / 'train.log'}: it failed or was killed",
     )
 
 

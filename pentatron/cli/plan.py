@@ -110,7 +110,7 @@ def describe(words: Sequence[str]) -> tuple[Report, PlanOptions]:
     if world > options.gpus_per_machine and world % options.gpus_per_machine:
         machine_sizes = [d for d in divisors(world) if d <= options.gpus_per_machine]
         raise UserError(
-            f"{world} GPUs are no whole number of machines with {options.gpus_per_machine}; add --gpus-per-machine {max(machine_sizes)}, or plan for "
+            f"{world} GPUs are not a whole number of machines with {options.gpus_per_machine}; add --gpus-per-machine {max(machine_sizes)}, or plan for "
             f"{world // options.gpus_per_machine * options.gpus_per_machine} or {-(-world // options.gpus_per_machine) * options.gpus_per_machine} (--gpus)"
         )
     facts = Facts(max(1, world), max(1, min(world, options.gpus_per_machine)))

@@ -27,14 +27,14 @@ _WIDTH = 105
 _BAR = 20
 _MOST_RANKS = 8
 _PARTS = {
-    "weights": "what the model computes with",
+    "weights": "parameters in the model's precision",
     "gradients": "from backward to the update",
     "optimizer": "",
     "activations": "kept for backward",
-    "logits": "of the last layer, or what became of them",
+    "logits": "of the output layer, or log-probabilities",
     "buffers": "messages and collectives",
-    "working": "for a moment in backward: what runs again, gradients of the loss or of one matrix",
-    "graphs": "beside recorded micro-batches, in whose memory there is no room for others: evaluation, first gradients",
+    "working": "temporary in backward: recomputed layers, gradients of the loss or of one matrix",
+    "graphs": "outside CUDA graphs, which do not share their memory: evaluation, first gradients",
 }
 _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
 
@@ -156,7 +156,7 @@ def _varied_text(report: Report) -> str:
     parts = []
     if report.varied:
         given = _flags({name: getattr(draft, name) for name in report.varied})
-        parts.append(f"other sizes than {given} are tried here too")
+        parts.append(f"sizes other than {given} are listed too")
     if kept:
         parts.append(f"all have {_flags(kept)}, as given")
     return "; ".join(parts)
@@ -276,7 +276,7 @@ def _memory(layout: Layout) -> Iterator[str]:
     spared = [ranks[rank].spared for rank in shown]
     if any(spared):
         reductions = "".join(f"{f'-{binary_size(count)}' if count else '':>10}" for count in spared)
-        yield f"  {'not at once':<16}{reductions}  gradients come while activations go"
+        yield f"  {'not at once':<16}{reductions}  gradients are allocated while activations are freed"
     totals = [ranks[rank].total for rank in shown]
     yield (
         f"  {'together':<16}"
@@ -287,8 +287,8 @@ def _memory(layout: Layout) -> Iterator[str]:
     )
     if (recorded := layout.if_recorded) is not None:
         yield (
-            f"  {'with graphs':<16}{binary_size(recorded.total):>10}  small layers are recorded as CUDA graphs, where that leaves room; "
-            f"--cuda-graphs off does without"
+            f"  {'with graphs':<16}{binary_size(recorded.total):>10}  small layers are captured as CUDA graphs if there is room; "
+            f"--cuda-graphs off avoids them"
         )
     if layout.memory.host:
         machine = binary_size(layout.host_of_a_machine)
@@ -318,7 +318,7 @@ def _traffic(layout: Layout) -> Iterator[str]:
     traffic, sending = layout.estimate.traffic, layout.estimate.sending
     sent = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
     if not sent:
-        yield "  nothing is sent: there is one GPU"
+        yield "  no communication: there is one GPU"
         return
     yield f"  {'sent in a step':<16}{'bytes':>10}{'not hidden':>12}"
     for axis, count in sent.items():
@@ -359,7 +359,7 @@ def _assumptions(report: Report) -> str:
     device, search = report.search.device, report.search
     lines = ["Assumed", ""]
     if report.assumed:
-        lines.append(f"  not said, so taken: {'; '.join(report.assumed)}")
+        lines.append(f"  not given, so assumed: {'; '.join(report.assumed)}")
     rate = device.peak(report.shape.width) / 1e12
     lines += [
         f"  {device.name}: {rate:.0f} TFLOP/s at its peak, of which matmuls reach {search.efficiency:.0%} (--efficiency), less where they are "
@@ -376,11 +376,11 @@ def _assumptions(report: Report) -> str:
 def command_block(search: Search, layout: Layout, which: str) -> str:
     lines = [f"To train {which}", "", *(f"  {line}" for line in command(search, layout))]
     if not names_data(search):
-        lines.append("  (with data of yours: --data-path PREFIX instead of --mock-data)")
+        lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
         machines = search.world // search.per_machine
         lines.append(
-            f"  on each of {machines} machines, with MASTER the name of the first; `pentatron launch slurm` writes a job"
+            f"  on each of {machines} machines, with MASTER the host name of the first; `pentatron launch slurm` writes a job"
         )
     return "\n".join(lines)
 

@@ -34,7 +34,7 @@ class InputOptions(Options):
         missing="name the files with the text",
     )
     output_prefix: str = option(
-        "", "the output is PREFIX_<key>_document", value="PREFIX", missing="say where the result goes"
+        "", "the output is PREFIX_<key>_document", value="PREFIX", missing="name where the result goes"
     )
     json_keys: tuple[str, ...] = option(
         ("text",),

@@ -97,8 +97,8 @@ TRADE_OFFS = {
     "ZeRO 3": "divides weights too: high traffic, very high saving",
     "tensor": "for huge layers: traffic in every layer, so inside a machine; high saving",
     "pipeline": "divides the layers: little traffic, but ranks wait in the bubble; high saving",
-    "context": "divides every sequence: for long ones; saves activations alone",
-    "expert": "divides the experts: tokens travel; high saving where most weights are experts'",
+    "context": "divides every sequence: for long ones; saves activations only",
+    "expert": "divides the experts: tokens are exchanged; high saving if most weights are experts'",
 }
 
 

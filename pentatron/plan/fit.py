@@ -122,7 +122,7 @@ def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_grap
     config = recorded(config) if has_graphs else config
     planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
     return (
-        f"out of {kind} memory ({reason}); this rank was to need about {binary_size(planned.total)}: {in_parts(planned)}. "
+        f"out of {kind} memory ({reason}); the plan for this rank was about {binary_size(planned.total)}: {in_parts(planned)}. "
         f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
     )
 

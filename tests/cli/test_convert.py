@@ -117,7 +117,7 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         ("export a", "say which checkpoint to export"),
         ("import a b --dtyp fp32", r"unknown flag --dtyp (did you mean --dtype?)"),
         ("import a b --dtype int8", "--dtype wants one of fp32, bf16, fp16, not 'int8'"),
-        ("import a b --allow-narrowing", "--allow-narrowing: say to which type"),
+        ("import a b --allow-narrowing", "--allow-narrowing: set the type"),
         ("export a b --max-shard-size many", "--max-shard-size many: write a size such as 5GB"),
         ("import none b", "none is no folder"),
         ("export none b", "none does not exist"),
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_megatron_is_refused_by_name(
         ("--loader-transformer-impl other", "only local or transformer_engine is possible"),
         ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
         ("--tokenizer-model nowhere", "nowhere has no tokenizer files"),
-        ("more", "convert.py takes flags alone, not 'more'"),
+        ("more", "convert.py takes only flags, not 'more'"),
     ],
 )
 def test_flags_act_or_are_refused(

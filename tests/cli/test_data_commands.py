@@ -234,7 +234,7 @@ def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         ("shw x", "unknown command 'data shw' (did you mean show?)"),
         ("descibe x", "unknown command 'data descibe' (did you mean describe?)"),
-        ("verify", "say which data to use: pentatron data verify PREFIX"),
+        ("verify", "name the data to use: pentatron data verify PREFIX"),
         ("describe /nowhere", "no data file /nowhere.idx"),
     ):
         assert main(["data", *words.split()]) == 2

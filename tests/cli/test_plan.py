@@ -127,7 +127,7 @@ def test_what_is_given_of_how_a_layout_runs_holds_for_the_whole_list() -> None:
         assert words[words.index("--zero-stage") :][:2] == ["--zero-stage", "2"]
     text = as_text(report)
     assert (
-        "other sizes than --tensor-model-parallel-size 2 are tried here too; "
+        "sizes other than --tensor-model-parallel-size 2 are listed too; "
         "all have --zero-stage 2 --pipeline-schedule gpipe, as given" in text
     )
 
@@ -322,7 +322,7 @@ def test_gpus_fill_whole_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "llama3-8b", "--gpus", "12"]) == 2
     said = capsys.readouterr().err
     assert (
-        "12 GPUs are no whole number of machines with 8; add --gpus-per-machine 6, or plan for 8 or 16"
+        "12 GPUs are not a whole number of machines with 8; add --gpus-per-machine 6, or plan for 8 or 16"
         in said
     )
     assert main(["plan", "--preset", "llama3-8b", "--gpus", "12", "--gpus-per-machine", "6"]) == 0
