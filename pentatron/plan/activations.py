@@ -271,20 +271,18 @@ def _experts(shape: Shape, modules: frozenset[str]) -> int:
     hidden_states = e * s.in_stream * s.hidden
     if "moe" in modules:
         return hidden_states
-    total = _router(s)
+    total = _router(s) + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
     if s.decisions.experts.on_device:
         # Grouped matmuls: the dispatched rows, the outputs of the first matrices, weights, and the
         # permutation both ways.
-        rows_given = 0 if "moe_act" in modules else e * s.rows * s.hidden
-        total += rows_given + e * s.rows * (s.halves * s.expert_inner + 1) + 2 * _INDEX * s.rows
-        return total + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
+        inputs = 0 if "moe_act" in modules else e * s.rows * s.hidden
+        return total + inputs + e * s.rows * (s.halves * s.expert_inner + 1) + 2 * _INDEX * s.rows
     inner = s.halves if "moe_act" in modules else between(s, sparse=True)
     total += e * s.rows * (s.hidden + inner * s.expert_inner) + _INDEX * s.rows
     pairs = s.in_stream * moe.moe_router_topk
     if moe.moe_token_dispatcher_type == "allgather":
         pairs *= s.grid.expert * s.grid.expert_tensor
-    total += pairs * (e * (s.hidden + 1) + _INDEX)
-    return total + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
+    return total + pairs * (e * (s.hidden + 1) + _INDEX)
 
 
 def _router(shape: Shape) -> int:

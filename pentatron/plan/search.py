@@ -179,9 +179,9 @@ class Search:
         for sizes in self._divisions():
             for layout in self._variants(sizes):
                 best_so_far = best.get(layout.sizes)
-                if best_so_far is None or _rank(layout) < _rank(best_so_far):
+                if best_so_far is None or _sort_key(layout) < _sort_key(best_so_far):
                     best[layout.sizes] = layout
-        return sorted((layout for layout in best.values() if self._is_sound(layout)), key=_rank)
+        return sorted((layout for layout in best.values() if self._is_sound(layout)), key=_sort_key)
 
     def _layout(self, shape: Shape, settings: Mapping[str, Any]) -> Layout:
         return Layout(shape, settings, self.device, self.per_machine, self.efficiency, self.host_memory)
@@ -214,7 +214,7 @@ class Search:
         layers = self.draft.num_layers // sizes.pipeline
         virtuals = [v for v in (1, 2, 4) if v == 1 or (sizes.pipeline > 1 and layers >= v)]
         for virtual in virtuals:
-            resolved = self._resolved(dataclasses.replace(sizes, virtual=virtual))
+            resolved = self._resolved_division(dataclasses.replace(sizes, virtual=virtual))
             if resolved is None:
                 continue
             shape, chosen = Shape(resolved[0], on_gpu=self.device.is_gpu), resolved[1]
@@ -225,7 +225,7 @@ class Search:
                     # Larger micro-batches do not fit either.
                     break
 
-    def _resolved(self, sizes: "_Sizes") -> tuple[RunConfig, dict[str, Any]] | None:
+    def _resolved_division(self, sizes: "_Sizes") -> tuple[RunConfig, dict[str, Any]] | None:
         settings = sizes.settings()
         if sizes.tensor > 1:
             settings |= {"sequence_parallel": True}
@@ -270,7 +270,7 @@ class Search:
             # Later remedies are slower, except that ZeRO 2 or 3 may be faster than recompute.
             if layout.fits and Settings.defaults(**remedy).recompute_granularity is None:
                 break
-        return min(layouts, key=_rank)
+        return min(layouts, key=_sort_key)
 
     def _remedies(self, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the settings of the remedies that are consistent with the given settings."""
@@ -308,7 +308,7 @@ class Search:
         return True
 
 
-def _rank(layout: Layout) -> tuple[float, ...]:
+def _sort_key(layout: Layout) -> tuple[float, ...]:
     """Sort key of a layout; smaller is better."""
     if not layout.fits:
         return 1.0, layout.largest.total

@@ -50,7 +50,7 @@ def write(folder: Path, rows: list[dict[str, object]]) -> None:
 
 
 def gone() -> int:
-    """The number of a process that was there."""
+    """Returns the pid of a process that has exited."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     return ended.pid
@@ -71,7 +71,7 @@ def test_a_running_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_slow_rank_and_the_waiting_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps=4)
-    # In one step another rank was held up by accident.
+    # Another rank was slow in one step by chance.
     write(
         folder, [row(s, busy=(1.0, 1.0, 2.0 if s != 3 else 1.0, 1.0 if s != 3 else 1.9)) for s in range(1, 6)]
     )
@@ -163,7 +163,7 @@ def test_a_run_is_finished_when_what_follows_its_steps_is_done(
 
 
 def test_the_time_left_follows_a_batch_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two samples a second; eight steps are left, of 4, 4 and then 8 samples."""
+    """Two samples a second; eight steps remain, of 4, 4 and then 8 samples."""
     folder = make_run(tmp_path / "run", steps=2)
     write(folder, [row(s, global_batch_size=4) for s in (1, 2)])
     with (folder / "config.yaml").open("a") as file:

@@ -1,4 +1,4 @@
-"""`pentatron plan`: what it says of real models, that its command is one that runs, and that it starts at once."""
+"""`pentatron plan`: reports on real models, a command that runs, and a fast start."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_layouts_are_ranked_and_fit(llama: Report) -> None:
     ],
 )
 def test_every_command_is_one_that_training_takes(words: str, world: int) -> None:
-    """And means what was planned."""
+    """The command resolves to the planned configuration."""
     report = plan(words)
     for layout in report.layouts[:12]:
         made = resolve(gather(settings_words(report.search, layout), TRAIN), Facts(world, min(world, 8)))
@@ -159,7 +159,7 @@ def test_a_gpu_without_bf16_is_planned_in_fp16() -> None:
 
 
 def test_one_gpu_must_have_room_for_activations_too() -> None:
-    """What this model holds is a tenth of the card; what one of its sequences leaves is not."""
+    """Static memory of this model is a tenth of the GPU; activations of one sequence exceed it."""
     tree = plan("--preset gpt2 --gpus 1 --gpu-memory 24 --micro-batch-size 256").advice.tree
     assert tree[0].answer.startswith("no, weights, gradients and optimizer take 2.09 GiB")
     assert "smaller micro-batches" in tree[0].answer
