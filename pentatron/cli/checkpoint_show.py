@@ -147,11 +147,10 @@ def _model(manifest: "Manifest") -> str:
 def _state(state: Mapping[str, Any]) -> str:
     # A manifest may have any value in place of a count, which is then shown as it is.
     counts = {word: state[name] for name, word in _COUNTS.items() if state.get(name)}
-    return ", ".join(f"{_count(value)} {word}" for word, value in counts.items())
-
-
-def _count(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int | float) else f"{value!r:.60}"
+    return ", ".join(
+        f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}"
+        for word, value in counts.items()
+    )
 
 
 def _learning_rate(manifest: "Manifest") -> str:

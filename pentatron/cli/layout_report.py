@@ -52,10 +52,8 @@ def batch_table(config: RunConfig, steps: int | None = None) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     begins = f"  {row['iteration']:>9}  {row['samples']:>12}  {row['batch_size']:>10}"
-    return (
-        f"{begins}  does not fit: {row['problem']}"
-        if row["problem"]
-        else f"{begins}  {row['micro_batches']:>13}"
+    return begins + (
+        f"  does not fit: {row['problem']}" if row["problem"] else f"  {row['micro_batches']:>13}"
     )
 
 
@@ -155,7 +153,7 @@ class Report:
 def as_text(report: Report, everything: bool) -> str:
     blocks = [_equation(report), _ranks(report, everything), _groups(report, everything)]
     blocks += [_stages(report), _schedule(report), batch_table(report.config)]
-    blocks += ["\n".join(f"note: {notice}" for notice in report.notices)]
+    blocks.append("\n".join(f"note: {notice}" for notice in report.notices))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -182,19 +180,13 @@ def _ranks(report: Report, everything: bool) -> str:
     columns = [axis.replace("_", " ") for axis in (*_DENSE, *(_SPARSE if report.has_experts else ()))]
     if report.per_machine is not None:
         columns.insert(0, "machine")
-    shown = range(grid.world_size)
-    shortened = grid.world_size > _MOST_ROWS and not everything
-    if shortened:
-        shown = range(_MOST_ROWS // 2)
+    ends = _MOST_ROWS // 2 if grid.world_size > _MOST_ROWS and not everything else grid.world_size
     lines = ["Ranks: tensor neighbours are numbered first, then context, data and pipeline", ""]
     lines.append("  rank" + "".join(f"  {column:>8}" for column in columns))
-    lines += [_rank(report, rank, columns) for rank in shown]
-    if shortened:
-        hidden = grid.world_size - 2 * len(shown)
-        lines.append(f"   ...  {hidden} more ranks (--all shows them)")
-        lines += [
-            _rank(report, rank, columns) for rank in range(grid.world_size - len(shown), grid.world_size)
-        ]
+    lines += [_rank(report, rank, columns) for rank in range(ends)]
+    if ends < grid.world_size:
+        lines.append(f"   ...  {grid.world_size - 2 * ends} more ranks (--all shows them)")
+        lines += [_rank(report, rank, columns) for rank in range(grid.world_size - ends, grid.world_size)]
     return "\n".join(lines)
 
 
@@ -234,9 +226,7 @@ def _stages(report: Report) -> str:
     lines.append(f"  stage  pipeline rank  {'layers':<9}  {'also holds':<14}  share of the computation")
     for stage, part in enumerate(report.config.stages):
         layers = _layers(part.layers)
-        holds = " ".join(
-            word for word, present in (("embedding", part.embedding), ("head", part.head)) if present
-        )
+        holds = " ".join(["embedding"] * part.embedding + ["head"] * part.head)
         bar = "█" * max(1, round(_BAR * shares[stage] / max(shares)))
         lines.append(
             f"  {stage:>5}  {report.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
@@ -256,15 +246,11 @@ def _recompute(report: Report) -> list[str]:
         return []
     if memory.recompute_granularity == "selective":
         modules = ", ".join(memory.recompute_modules)
-        lines = [
-            "",
-            f"  recompute: {modules} of every layer that has it keeps only its input and is recomputed",
-        ]
+        text = f"{modules} of every layer that has it keeps only its input and is recomputed"
+        lines = ["", f"  recompute: {text}"]
     else:
-        lines = [
-            "",
-            "  recompute: these layers are recomputed; a micro-batch keeps one input for each run of them",
-        ]
+        text = "these layers are recomputed; a micro-batch keeps one input for each run of them"
+        lines = ["", f"  recompute: {text}"]
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
             recomputed = "  ".join(_layers(run) for run in runs) or "none"

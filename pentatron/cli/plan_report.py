@@ -1,7 +1,7 @@
 """Report of `pentatron plan` as text, and the training command of a layout."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,15 +58,12 @@ class Report:
         return self.given or self.layouts[0]
 
     @property
-    def best(self) -> Layout | None:
-        return next((layout for layout in self.layouts if layout.fits), None)
-
-    @property
     def chosen(self) -> tuple[Layout, str] | None:
         """The layout of the training command, and its description."""
         if self.given is not None and self.given.fits:
             return self.given, "the layout as given"
-        return None if self.best is None else (self.best, "the first of the list")
+        best = next((layout for layout in self.layouts if layout.fits), None)
+        return None if best is None else (best, "the first of the list")
 
     @property
     def varied(self) -> list[str]:
@@ -90,8 +87,9 @@ def as_text(report: Report) -> str:
         _detail(report),
         _experts(report),
         "" if report.chosen is None else command_block(report.search, *report.chosen),
+        _assumptions(report),
+        "\n".join(f"note: {notice}" for notice in report.notices),
     ]
-    blocks += [_assumptions(report), "\n".join(f"note: {notice}" for notice in report.notices)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -101,12 +99,11 @@ def _model(report: Report) -> str:
     parameters, active = total_parameters(shape)
     tokens = train.global_batch_size * model.seq_length
     flops = report.shown.estimate.flops
-    groups = (
-        f" in {model.num_query_groups} groups" if model.num_query_groups != model.num_attention_heads else ""
-    )
-    count = f"{parameter_count(parameters)} parameters" + (
-        f", {parameter_count(active)} of them for each token" if active < parameters else ""
-    )
+    grouped = model.num_query_groups != model.num_attention_heads
+    groups = f" in {model.num_query_groups} groups" if grouped else ""
+    count = f"{parameter_count(parameters)} parameters"
+    if active < parameters:
+        count += f", {parameter_count(active)} of them for each token"
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
     return "\n".join(
         [
@@ -132,18 +129,17 @@ def _tree(report: Report) -> str:
 
 
 def _list(report: Report) -> str:
-    fitting = [layout for layout in report.layouts if layout.fits]
-    room = binary_size(usable(report.search.device))
+    search, fitting = report.search, [layout for layout in report.layouts if layout.fits]
+    if not report.layouts:
+        return f"No other layout of {search.world} GPUs is possible with {_flags(search.kept)}"
     if fitting:
         title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)} divisions), the fastest first"
     else:
-        host = report.search.host_memory
+        host = search.host_memory
         host_text = "" if host is None else f", and a machine {binary_size(host)} of its own"
-        title = f"No layout fits: a GPU has room for {room}{host_text}. The smallest are"
-    if not report.layouts:
-        return f"No other layout of {report.search.world} GPUs is possible with {_flags(report.search.kept)}"
+        title = f"No layout fits: a GPU has room for {binary_size(usable(search.device))}{host_text}. The smallest are"
     lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
-    if report.varied or report.search.kept:
+    if report.varied or search.kept:
         lines += ["", f"  {_varied_text(report)}"]
     if not fitting:
         lines += ["", f"  {_remedies(report)}"]
@@ -162,8 +158,12 @@ def _varied_text(report: Report) -> str:
     return "; ".join(parts)
 
 
+def _flag_words(settings: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in words_of(name, value)]
+
+
 def _flags(settings: Mapping[str, Any]) -> str:
-    return " ".join(word for name, value in settings.items() for word in words_of(name, value))
+    return " ".join(_flag_words(settings))
 
 
 def _remedies(report: Report) -> str:
@@ -266,39 +266,30 @@ def _memory(layout: Layout) -> Iterator[str]:
         yield "  memory of a GPU"
     else:
         yield f"  {'stages of rank':<16}" + "".join(f"{rank:>10}" for rank in shown)
+
+    def row(title: str, cells: Iterable[str], note: str) -> str:
+        return f"  {title:<16}{''.join(f'{cell:>10}' for cell in cells)}  {note}"
+
     parts = [parts_of(ranks[rank]) for rank in shown]
-    meanings = _PARTS | {"optimizer": _optimizer(layout)}
-    for name, meaning in meanings.items():
+    for name, meaning in (_PARTS | {"optimizer": _optimizer(layout)}).items():
         if any(part[name] for part in parts):
-            yield (
-                f"  {name:<16}" + "".join(f"{binary_size(part[name]):>10}" for part in parts) + f"  {meaning}"
-            )
-    spared = [ranks[rank].spared for rank in shown]
-    if any(spared):
-        reductions = "".join(f"{f'-{binary_size(count)}' if count else '':>10}" for count in spared)
-        yield f"  {'not at once':<16}{reductions}  gradients are allocated while activations are freed"
-    totals = [ranks[rank].total for rank in shown]
-    yield (
-        f"  {'together':<16}"
-        + "".join(f"{binary_size(total):>10}" for total in totals)
-        + (
-            f"  {_bar(max(r.total for r in ranks) / layout.device.memory)} of {binary_size(layout.device.memory)}"
-        )
-    )
+            yield row(name, [binary_size(part[name]) for part in parts], meaning)
+    if any(ranks[rank].spared for rank in shown):
+        spared = [f"-{binary_size(ranks[rank].spared)}" if ranks[rank].spared else "" for rank in shown]
+        yield row("not at once", spared, "gradients are allocated while activations are freed")
+    bar = _bar(max(rank.total for rank in ranks) / layout.device.memory)
+    totals = [binary_size(ranks[rank].total) for rank in shown]
+    yield row("together", totals, f"{bar} of {binary_size(layout.device.memory)}")
     if (recorded := layout.if_recorded) is not None:
-        yield (
-            f"  {'with graphs':<16}{binary_size(recorded.total):>10}  small layers are captured as CUDA graphs if there is room; "
-            f"--cuda-graphs off avoids them"
-        )
+        note = "small layers are captured as CUDA graphs if there is room; --cuda-graphs off avoids them"
+        yield row("with graphs", [binary_size(recorded.total)], note)
     if layout.memory.host:
         machine = binary_size(layout.host_of_a_machine)
-        comparison = (
-            f"of {binary_size(layout.host_memory)}"
-            if layout.host_memory is not None
-            else "not compared with what it has: --host-memory GB"
-        )
-        what = _in_host(layout)
-        yield f"  in host memory  {binary_size(layout.memory.host):>10}  {what} of each GPU, {machine} in a machine ({comparison})"
+        limit = "not compared with what it has: --host-memory GB"
+        if layout.host_memory is not None:
+            limit = f"of {binary_size(layout.host_memory)}"
+        note = f"{_in_host(layout)} of each GPU, {machine} in a machine ({limit})"
+        yield row("in host memory", [binary_size(layout.memory.host)], note)
 
 
 def _in_host(layout: Layout) -> str:
@@ -345,23 +336,22 @@ def _pipeline(layout: Layout) -> Iterator[str]:
 
 def _experts(report: Report) -> str:
     rows = by_expert_size(report.shown)
-    if len(rows) < 2:
-        return ""
-    lines = ["Expert parallelism in this layout, all else equal", ""]
-    lines += [
+    lines = [
         f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
         for size, total, weights in rows
     ]
-    return "\n".join(lines)
+    return (
+        "\n".join(["Expert parallelism in this layout, all else equal", "", *lines]) if len(rows) > 1 else ""
+    )
 
 
 def _assumptions(report: Report) -> str:
     device, search = report.search.device, report.search
-    lines = ["Assumed", ""]
-    if report.assumed:
-        lines.append(f"  not given, so assumed: {'; '.join(report.assumed)}")
     rate = device.peak(report.shape.width) / 1e12
-    lines += [
+    lines = [
+        "Assumed",
+        "",
+        *([f"  not given, so assumed: {'; '.join(report.assumed)}"] if report.assumed else []),
         f"  {device.name}: {rate:.0f} TFLOP/s at its peak, of which matmuls reach {search.efficiency:.0%} (--efficiency), less where they are "
         f"small; {device.link / 1e9:.0f} GB/s between GPUs of a machine, {device.network / 1e9:.0f} GB/s between machines",
         "  tensor and expert parallelism wait for what they send; messages of the pipeline are hidden; gradients are hidden behind the "
@@ -421,23 +411,14 @@ def names_data(search: Search) -> bool:
 def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
     """Returns the flags of the layout, and all others."""
     draft = search.draft
-    layout_words = [
-        word
-        for name, value in layout.settings.items()
-        if value != table()[name].default
-        for word in words_of(name, value)
-    ]
-    layout_words += [
-        word for name, value in _overrides_of_files(search, layout).items() for word in words_of(name, value)
-    ]
+    layout_settings = {n: v for n, v in layout.settings.items() if v != table()[n].default}
+    layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(search, layout))]
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
         layout_words += words_of("micro_batch_size", draft.micro_batch_size)
-    other_words = [
-        word
-        for name in table()
-        if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
-        for word in words_of(name, getattr(draft, name))
+    from_flags = [
+        n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT, *_NOT_COPIED)
     ]
+    other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
     if not names_data(search):
         other_words.append("--mock-data")
     other_words += words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
@@ -452,11 +433,7 @@ def _overrides_of_files(search: Search, layout: Layout) -> dict[str, Any]:
     draft, parallel = search.draft, layout.config.parallel
     in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
     sizes = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
-    return {
-        name: value
-        for name, value in sizes.items()
-        if isinstance(value, int) and value != getattr(draft, name)
-    }
+    return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
 
 
 def words_of(name: str, value: Any) -> list[str]:

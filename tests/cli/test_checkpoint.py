@@ -220,7 +220,7 @@ def test_prune_says_what_goes_and_stops_before_a_run(steps: Path, capsys: pytest
     )
     assert sorted(p.name for p in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
     code, said = run(capsys, "prune", steps, "--keep", "0")
-    assert code == 2 and "one at least" in said
+    assert code == 2 and "at least the newest step" in said
     assert "removed 1 step, " in run(capsys, "prune", steps, "--keep", "1")[1]
 
 
