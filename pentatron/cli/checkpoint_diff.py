@@ -22,11 +22,12 @@ _MOST_ENTRIES = 20
 
 @dataclass(frozen=True)
 class _Opened:
+    """A step or a Hugging Face folder, which has no `step`, opened for comparison."""
+
     side: "Side"
     config: dict[str, Any]
     run_state: dict[str, Any]
-    is_huggingface: bool
-    step: "Found | None" = None
+    step: "Found | None"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def diff(words: Sequence[str]) -> int:
 
     with contextlib.ExitStack() as closing:
         first, second = (_open(Path(path), closing) for path in paths)
-        weights_only = options.weights_only or first.is_huggingface or second.is_huggingface
+        # A Hugging Face folder has weights only.
+        weights_only = options.weights_only or first.step is None or second.step is None
         names = [
             [n for n in opened.side.outlines if n.startswith(WEIGHTS) or not weights_only]
             for opened in (first, second)
@@ -105,7 +107,7 @@ def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
         remark(f"{complaint}; {step.folder.name} is compared")
     reader = closing.enter_context(StepReader(step.folder, step.manifest))
     side = Side(str(step.folder), outlines_of(step.manifest), reader.read)
-    return _Opened(side, step.manifest.config, step.manifest.run_state, is_huggingface=False, step=step)
+    return _Opened(side, step.manifest.config, step.manifest.run_state, step)
 
 
 def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
@@ -122,7 +124,7 @@ def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
         {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
         lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
     )
-    return _Opened(side, {}, {}, is_huggingface=True)
+    return _Opened(side, {}, {}, None)
 
 
 def _as_data(report: _Comparison) -> dict[str, Any]:

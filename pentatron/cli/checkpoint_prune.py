@@ -58,24 +58,6 @@ def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Prun
     raise UserError(f"no step of {steps} is intact and could be kept ({reason}); nothing is removed")
 
 
-def prune_steps(steps: Path, pruning: Pruning) -> None:
-    remove_steps(steps, pruning.removed)
-
-
-@dataclass(frozen=True)
-class _Pruned:
-    """Report of a pruning with the bytes of every removed step."""
-
-    steps: Path
-    pruning: Pruning
-    sizes: Mapping[Path, int]
-    dry_run: bool
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes.values())
-
-
 def prune(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(PruneOptions, words, 1, 1, "prune PATH --keep N")
     if not options.dry_run:
@@ -97,32 +79,36 @@ def prune(words: Sequence[str]) -> int:
             for step in pruning.removed
         }
         if not options.dry_run:
-            prune_steps(steps, pruning)
-    report = _Pruned(steps, pruning, sizes, options.dry_run)
-    show_report(report, options.json, _as_text, _as_data)
+            remove_steps(steps, pruning.removed)
+    show_report(
+        pruning,
+        options.json,
+        lambda pruning: _as_text(pruning, steps, sizes, options.dry_run),
+        lambda pruning: _as_data(pruning, sizes, options.dry_run),
+    )
     return 0
 
 
-def _as_text(report: _Pruned) -> Iterator[str]:
-    for problem in report.pruning.damaged:
+def _as_text(pruning: Pruning, steps: Path, sizes: Mapping[Path, int], dry_run: bool) -> Iterator[str]:
+    for problem in pruning.damaged:
         yield f"note: {problem.sentence}; it is not counted, and stays"
-    word = "would remove" if report.dry_run else "removed"
-    for step, size in report.sizes.items():
+    word = "would remove" if dry_run else "removed"
+    for step, size in sizes.items():
         yield f"{word} {step.name}: {decimal_size(size)}"
-    kept = [*report.pruning.bases, *report.pruning.kept]
+    kept = [*pruning.bases, *pruning.kept]
     yield (
-        f"{report.steps}: {word} {counted(len(report.sizes), 'step')}, {decimal_size(report.total)}; "
-        f"{len(kept)} stay{'s' * (len(kept) == 1)}, and {report.pruning.verified.name} is verified"
+        f"{steps}: {word} {counted(len(sizes), 'step')}, {decimal_size(sum(sizes.values()))}; "
+        f"{len(kept)} stay{'s' * (len(kept) == 1)}, and {pruning.verified.name} is verified"
     )
 
 
-def _as_data(report: _Pruned) -> dict[str, Any]:
+def _as_data(pruning: Pruning, sizes: Mapping[Path, int], dry_run: bool) -> dict[str, Any]:
     return {
-        "removed": {step.name: size for step, size in report.sizes.items()},
-        "bytes": report.total,
-        "dry_run": report.dry_run,
-        "kept": [step.name for step in report.pruning.kept],
-        "bases": [step.name for step in report.pruning.bases],
-        "verified": report.pruning.verified.name,
-        "damaged": [problem.sentence for problem in report.pruning.damaged],
+        "removed": {step.name: size for step, size in sizes.items()},
+        "bytes": sum(sizes.values()),
+        "dry_run": dry_run,
+        "kept": [step.name for step in pruning.kept],
+        "bases": [step.name for step in pruning.bases],
+        "verified": pruning.verified.name,
+        "damaged": [problem.sentence for problem in pruning.damaged],
     }

@@ -239,7 +239,8 @@ def _has_closing_line(folder: Path) -> bool:
 
 
 def _is_alive(folder: Path) -> bool | None:
-    """Whether the launcher of the run is alive; None if that is unknown, as on another machine."""
+    """Whether the process that holds the lock of the run folder is alive; None if that is unknown, as on
+    another machine."""
     try:
         owner = parse_json((folder / ".lock").read_text(encoding="utf-8"))
         if owner["host"] != socket.gethostname():

@@ -56,7 +56,7 @@ _LONG_SEQUENCE = 16384
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 # Matmuls are not faster with more tokens than this in a micro-batch.
 _ENOUGH_TOKENS = 8192
-# ZeRO stage, recompute granularity and optimizer offload, in the order in which they cost time.
+# ZeRO stage, recompute granularity and optimizer offload, roughly in the order of their cost in time.
 _REMEDIES: tuple[tuple[int, str | None, bool], ...] = (
     (1, None, False),
     (1, "selective", False),

@@ -67,8 +67,8 @@ def _ring(ranks: int) -> float:
 
 
 def _tensor(shape: Shape, parts: Mapping[int, StagePart]) -> float:
-    """Returns the bytes of tensor parallelism in a micro-batch: hidden states enter and leave every sharded
-    block in forward and backward; the loss has two all-reduces."""
+    """Returns the bytes of tensor parallelism in a micro-batch: hidden states enter and leave every
+    sharded block in forward and backward; the loss all-reduces three fp32 values per token."""
     ranks = shape.grid.tensor
     if ranks == 1:
         return 0.0
