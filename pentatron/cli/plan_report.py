@@ -58,12 +58,15 @@ class Report:
         return self.given or self.layouts[0]
 
     @property
+    def best(self) -> Layout | None:
+        return next((layout for layout in self.layouts if layout.fits), None)
+
+    @property
     def chosen(self) -> tuple[Layout, str] | None:
         """The layout of the training command, and its description."""
         if self.given is not None and self.given.fits:
             return self.given, "the layout as given"
-        best = next((layout for layout in self.layouts if layout.fits), None)
-        return None if best is None else (best, "the first of the list")
+        return None if self.best is None else (self.best, "the first of the list")
 
     @property
     def varied(self) -> list[str]:
