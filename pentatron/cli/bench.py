@@ -68,20 +68,22 @@ _HEADROOM_NOTE = "the rest of the memory is for the allocator's gaps and the lib
 class BenchOptions(Options):
     variants: tuple[str, ...] = option(
         (),
-        f"also try: {', '.join(VARIANTS)} (ZeRO stages, sequence parallel, orders of the pipeline)",
+        f"also try: {', '.join(VARIANTS)} (ZeRO stages, sequence parallel, pipeline schedules)",
         value="V ...",
     )
     steps: int = option(4, "measured steps", limit=ONE_OR_MORE)
     warmup: int = option(2, "warm-up steps before them, which are not measured", limit=ZERO_OR_MORE)
     out: str = option(
-        "benchmark_results", "results; an earlier folder of that name is moved aside", value="FOLDER"
+        "benchmark_results",
+        "folder of the results; an earlier one of that name is moved aside",
+        value="FOLDER",
     )
     layout_timeout: float = option(600.0, "seconds a layout may take", value="S", limit=ABOVE_ZERO)
-    list: bool = option(False, "show the layouts and run none")
+    list: bool = option(False, "list the layouts without running them")
     find_micro_batch: bool = option(
         False,
-        "instead of layouts: the largest micro-batch that fits, by real steps of the layout that is given; what was tried is in "
-        "FOLDER/micro_batch.json as well",
+        "search the largest micro-batch that fits by real steps of one layout; the sizes tried are also written to "
+        "FOLDER/micro_batch.json",
     )
 
     def problems(self) -> Iterable[str]:

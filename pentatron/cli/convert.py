@@ -60,7 +60,7 @@ class ImportOptions(Options):
 class ExportOptions(ImportOptions):
     ckpt_format: str | None = option(
         None,
-        "permits to read a checkpoint of Megatron-LM, which holds pickle: it is read by a process apart",
+        "allow reading a Megatron-LM checkpoint, which contains pickle: it is unpickled in a sandboxed process",
         choices=("torch_dist", "torch"),
     )
     dtype: str | None = option(
@@ -86,7 +86,7 @@ in the type of the source, and loads in any layout: pentatron train --load OUT. 
 """
 EXPORT_USAGE = f"""usage: pentatron export CHECKPOINT HF_DIR [--option value ...]
 
-Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is taken) or one step of
+Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is used) or one step of
 them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritten.
 
 {options_help(ExportOptions)}

@@ -52,9 +52,9 @@ class ConvertOptions(Options):
     progress_bar: str = option("auto", "", choices=("auto", "on", "off"))
     model_type: str = option("GPT", "models that predict the next token; anything else is refused")
     loader: str = option(
-        "llama_mistral", "what is read: a Hugging Face folder", value="llama_mistral|mixtral_hf"
+        "llama_mistral", "input format: a Hugging Face folder", value="llama_mistral|mixtral_hf"
     )
-    saver: str = option("core", "what is written: a checkpoint that --load reads", value="core|mcore")
+    saver: str = option("core", "output format: a checkpoint that --load reads", value="core|mcore")
     checkpoint_type: str = option("hf", "the folder as Hugging Face has it")
     target_tensor_parallel_size: int | None = option(None, "accepted without effect; a note gives the reason")
     target_pipeline_parallel_size: int | None = option(None, "likewise")
@@ -81,17 +81,17 @@ class ConvertOptions(Options):
 
 # Allowed values of options, and the reason.
 _ONLY: dict[str, tuple[tuple[str, ...], str]] = {
-    "model_type": (("GPT",), "models that predict the next token are what is trained here"),
+    "model_type": (("GPT",), "only models that predict the next token are trained"),
     "loader": (
         ("llama_mistral", "mixtral_hf"),
-        "Hugging Face folders are what is read here; the way back is pentatron export CHECKPOINT HF_DIR",
+        "only Hugging Face folders are read; to convert back, use pentatron export CHECKPOINT HF_DIR",
     ),
-    "saver": (("core", "mcore"), "there is one format of checkpoints here, which --load reads"),
+    "saver": (("core", "mcore"), "there is one checkpoint format, which --load reads"),
     "checkpoint_type": (
         ("hf",),
         "give the folder as Hugging Face has it, with config.json and safetensors files",
     ),
-    "loader_transformer_impl": (("local", "transformer_engine"), "those are the names Megatron has for it"),
+    "loader_transformer_impl": (("local", "transformer_engine"), "these are Megatron's names"),
 }
 USAGE = f"""usage: tools/checkpoint/convert.py --load-dir HF_DIR --save-dir OUT [--flag value ...]
 
@@ -99,7 +99,7 @@ Makes a checkpoint of a Hugging Face folder, as `pentatron import HF_DIR OUT` do
 
 {options_help(ConvertOptions)}
 
-The way back is `pentatron export CHECKPOINT HF_DIR`.
+To convert back, use `pentatron export CHECKPOINT HF_DIR`.
 """
 
 

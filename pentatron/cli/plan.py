@@ -50,7 +50,7 @@ class PlanOptions(Options):
     host_memory: float | None = option(
         None, "host memory of one machine, for optimizer offload", value="GB", parse=_gigabytes
     )
-    gpus_per_machine: int = option(8, "GPUs that are linked with each other", limit=ONE_OR_MORE)
+    gpus_per_machine: int = option(8, "GPUs of one machine", limit=ONE_OR_MORE)
     efficiency: float = option(
         EFFICIENCY,
         "share of the peak that matmuls reach",
@@ -65,7 +65,7 @@ USAGE = f"""{usage("pentatron plan [FOLDER]", PlanOptions, "[--setting value ...
 Estimates what a model needs, before anything is started: parameters, FLOPs, the memory of every GPU part by part, the
 pipeline bubble, communication and step time; then lists the layouts that fit, the fastest first, with the command to copy.
 
-FOLDER is a Hugging Face folder, of which config.json is enough.
+FOLDER is a Hugging Face folder, or only its config.json.
 
 {options_help(PlanOptions)}
 

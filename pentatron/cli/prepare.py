@@ -57,8 +57,8 @@ class TokenizerOptions(Options):
     tokenizer_model: str | None = option(
         None, "tokenizer.json, a .model file, the folder that holds it, or a model of the hub", value="PATH"
     )
-    vocab_file: str | None = option(None, "one of GPT-2's two files", value="PATH")
-    merge_file: str | None = option(None, "the other one", value="PATH")
+    vocab_file: str | None = option(None, "vocab.json of GPT-2", value="PATH")
+    merge_file: str | None = option(None, "merges.txt of GPT-2", value="PATH")
     vocab_size: int | None = option(None, "for NullTokenizer")
 
 
@@ -103,8 +103,8 @@ fingerprint). The output is the same for any number of workers, appears whole or
 
 {options_help(WorkOptions)}
 """
-_NO_SEARCH = "is not available; one worker for each core is the default and, as a rule, the best"
-_NO_TIKTOKEN = "is not available; take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
+_NO_SEARCH = "is not available; one worker for each core is the default and, usually the best"
+_NO_TIKTOKEN = "is not available; use --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
 REFUSED = {
     "find-optimal-num-workers": _NO_SEARCH,
     "workers-to-check": _NO_SEARCH,
