@@ -224,7 +224,7 @@ def test_a_checkpoint_of_megatron_is_refused_by_name(
         ("--model-size qwen2.5-7B --fp16", "bf16, of which fp16 cannot hold every value"),
         ("--model-size falcon", "--model-size falcon is not known; leave it out"),
         ("--model-type BERT", "--model-type BERT: only GPT is possible"),
-        ("--loader mcore", "only llama_mistral or mixtral_hf is possible; Hugging Face folders"),
+        ("--loader mcore", "only llama_mistral or mixtral_hf is possible; only Hugging Face folders"),
         ("--saver megatron", "--saver megatron: only core or mcore is possible"),
         ("--checkpoint-type meta", "--checkpoint-type meta: only hf is possible"),
         ("--loader-transformer-impl other", "only local or transformer_engine is possible"),
