@@ -1,4 +1,5 @@
-"""`pentatron bench`: every layout of a number of processes, measured one after the other."""
+"""`pentatron bench`: measures every layout of a number of processes, or searches the largest micro-batch that
+fits."""
 
 import dataclasses
 import json
@@ -45,18 +46,14 @@ from pentatron.settings.resolve import gather
 from pentatron.settings.run import RunConfig, table
 from pentatron.text import binary_size, divisors, plural
 
-# `pentatron bench --find-micro-batch`: the largest micro-batch that fits the device, by real steps in
-# processes of their own.
-
-
-# Of what is free, as `pentatron train` judges it before it starts.
+# Share of free memory that a run may need, the same as `pentatron train` checks before it starts.
 _USABLE = 0.95
-# Of what is free, what torch can hand out to tensors at best.
-_ALMOST_ALL = 0.97
-# Tried until one is not refused.
+# Share of free memory that torch can allocate for tensors at most.
+_ALLOCATABLE = 0.97
+# Candidates for the smallest micro-batch; the first that the rules accept is taken.
 _SMALLEST = (1, 2, 4, 8, 16)
-# How the end of a process says that memory was the cause.
-_SIGNS = (
+# Substrings of a failed process's reason that identify it as out of memory.
+_OOM_MESSAGES = (
     "out of GPU memory",
     "out of host memory",
     "cannot fit",
@@ -64,188 +61,29 @@ _SIGNS = (
     "ALLOC_FAILED",
     "killed by SIGKILL",
 )
-_ALL_OF_IT = "the rest of the memory is for the allocator's gaps and the libraries: a long run may need a little more than a short one"
-
-
-def find_micro_batch(sweep: Sweep, batch_is_given: bool) -> int:
-    """`batch_is_given`: whether the user has set the batch size of a step, by any of its settings."""
-    hunt = _Hunt(sweep, batch_is_given)
-    say(hunt.introduction())
-    room = hunt.room()
-    estimates = find_largest(hunt.sizes, 1, _USABLE * room, lambda size: hunt.estimate(size, room))
-    foreseen = largest(estimates)
-    if not sweep.on_gpu:
-        # A process that asks a machine for all of its memory harms everything else that runs there.
-        say(
-            f"note: no GPU is used, so nothing is tried: this is what `pentatron plan` foresees, for {binary_size(room)} of free memory a process"
-        )
-        return _conclude(hunt, estimates)
-    say(f"foreseen by `pentatron plan`: {'not even the smallest' if foreseen is None else foreseen.size}")
-    moved = sweep.folder.open()
-    if moved is not None:
-        say(f"the earlier results were moved to {moved}")
-    first = foreseen.size if foreseen else hunt.sizes[0]
-    trials = find_largest(hunt.sizes, first, _ALMOST_ALL * room, hunt.attempt)
-    say(f"runs: {sweep.folder.summary}")
-    _keep(sweep, foreseen, trials)
-    return _conclude(hunt, trials)
-
-
-def _keep(sweep: Sweep, foreseen: Trial | None, trials: Sequence[Trial]) -> None:
-    """For whoever makes tables of it: bench/performance_page.py, say."""
-    found = largest(trials)
-    told = {
-        "kind": "micro-batch",
-        "device": sweep.device,
-        "processes": sweep.processes,
-        "settings": shlex.join(sweep.settings),
-        "command": shlex.join(["pentatron", "bench", "--find-micro-batch", *sweep.settings]),
-        "foreseen": foreseen and foreseen.size,
-        "largest": found and found.size,
-        "trials": [dataclasses.asdict(trial) for trial in trials],
-    }
-    (sweep.folder.path / "micro_batch.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-
-
-def _conclude(hunt: "_Hunt", trials: list[Trial]) -> int:
-    found = largest(trials)
-    if found is None:
-        why = trials[-1].reason
-        raise UserError(
-            f"not even a micro-batch of {hunt.sizes[0]} fits ({why}); try --recompute-granularity full, a shorter --seq-length or more GPUs"
-        )
-    for line in ["", *lines(trials), ""]:
-        say(line)
-    if found.size == hunt.sizes[-1]:
-        say(f"largest: {found.size}, the largest there can be here; there would be room for more")
-    else:
-        say(f"largest: {found.size}; {_ALL_OF_IT}")
-    measured = [trial for trial in trials if trial.fits and trial.rate]
-    if measured:
-        fastest = max(measured, key=lambda trial: trial.rate or 0.0)
-        if fastest.size != found.size:
-            say(f"fastest: {fastest.size} with {fastest.rate:,.0f} tokens/s")
-    say(f"\n  {hunt.command(found.size)}")
-    return 0
-
-
-class _Hunt:
-    """`sizes` are the micro-batches there can be; `rows` what was tried."""
-
-    def __init__(self, sweep: Sweep, batch_is_given: bool) -> None:
-        self.sweep, self.batch_is_given = sweep, batch_is_given
-        smallest, config = self._smallest()
-        self.grid, self.rows = config.grid, list[Row]()
-        total = config.train.global_batch_size
-        self.sizes: Sequence[int] = range(smallest, LARGEST + 1, smallest)
-        if batch_is_given and not self._follows_micro_batch(smallest, total):
-            self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]
-
-    def _smallest(self) -> tuple[int, RunConfig]:
-        """The size whose multiples there can be: 1, or more where a micro-batch of some formats has to be of so many tokens."""
-        reasons = []
-        for size in _SMALLEST:
-            # A batch of a step that every layout of these processes can divide.
-            total = None if self.batch_is_given else size * self.sweep.processes
-            _, prepared, reason = prepared_layout(self.sweep, MicroBatch(1, size=size, global_batch=total))
-            if prepared is not None:
-                return size, prepared.resolved.config
-            reasons.append(reason)
-        raise UserError(reasons[0])
-
-    def _follows_micro_batch(self, size: int, total: int) -> bool:
-        """Whether the batch of a step grows with the micro-batch, as it does where the number of micro-batches was given."""
-        _, prepared, _ = prepared_layout(self.sweep, MicroBatch(1, size=2 * size, global_batch=None))
-        return prepared is not None and prepared.resolved.config.train.global_batch_size != total
-
-    def introduction(self) -> str:
-        sweep = self.sweep
-        count = f"{sweep.processes} {plural(sweep.processes, 'process')}"
-        batch = (
-            "with the batch of a step that was given"
-            if self.batch_is_given
-            else "with as few micro-batches a step as there are pipeline stages; for more, which keep sums of gradients, say --global-batch-size"
-        )
-        return f"looking for the largest micro-batch of {count} on {sweep.device}, {batch}"
-
-    def candidate(self, size: int) -> MicroBatch:
-        grid = self.grid
-        step = None if self.batch_is_given else size * grid.data * grid.pipeline
-        sizes = (grid.data, grid.tensor, grid.context, grid.pipeline, grid.expert)
-        return MicroBatch(*sizes, size=size, global_batch=step)
-
-    def room(self) -> float:
-        """Bytes that are free for one process."""
-        if not self.sweep.on_gpu:
-            host = host_memory()
-            if host is None:
-                raise UserError(
-                    "this system does not say how much memory it has; say --micro-batch-size yourself"
-                )
-            return host[1] / self.sweep.processes
-        # Asked by a process that ends: this one must not take memory of a GPU that is measured.
-        code = "import torch; print(torch.cuda.mem_get_info()[0], torch.cuda.device_count())"
-        asked = subprocess.run(
-            [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=dict(os.environ)
-        )
-        if asked.returncode:
-            said = asked.stderr.strip().splitlines() or ["it ended without a word"]
-            raise UserError(f"the GPU does not answer ({said[-1]})")
-        free, count = (int(word) for word in asked.stdout.split())
-        return free / -(-self.sweep.processes // count)
-
-    def estimate(self, size: int, room: float) -> Trial:
-        _, prepared, reason = prepared_layout(self.sweep, self.candidate(size))
-        if prepared is None:
-            return Trial(size, False, reason=reason)
-        needed = memory_of(prepared.resolved.config, self.sweep.on_gpu).largest.total
-        fits = needed <= _USABLE * room
-        return Trial(size, fits, needed, reason="" if fits else f"{binary_size(needed)} are foreseen")
-
-    def attempt(self, size: int) -> Trial:
-        """Some real steps in processes that end."""
-        row = measured_layout(self.sweep, self.candidate(size), Starter(["pentatron.cli.bench_rank"]), None)
-        self.rows.append(row)
-        write_summary(self.sweep.folder.summary, self.rows)
-        trial = trial_of(size, row)
-        say(lines([trial])[1])
-        return trial
-
-    def command(self, size: int) -> str:
-        candidate = self.candidate(size)
-        _, prepared, _ = prepared_layout(self.sweep, candidate)
-        return command_of(self.sweep, candidate, prepared)
-
-
-def trial_of(size: int, row: Row) -> Trial:
-    """What became of a run; one that failed for another reason than memory ends the search."""
-    if row.measured is not None:
-        return Trial(size, True, max(row.measured.memory_bytes), row.measured.tokens_per_second)
-    if any(sign in row.reason for sign in _SIGNS):
-        return Trial(size, False, reason="out of memory")
-    if row.status == "refused":
-        return Trial(size, False, reason=row.reason)
-    raise UserError(f"micro-batch {size}: {row.reason}")
+_HEADROOM_NOTE = "the rest of the memory is for the allocator's gaps and the libraries: a long run may need a little more than a short one"
 
 
 @dataclass(frozen=True)
 class BenchOptions(Options):
     variants: tuple[str, ...] = option(
         (),
-        f"also try: {', '.join(VARIANTS)} (ZeRO stages, sequence parallel, orders of the pipeline)",
+        f"also try: {', '.join(VARIANTS)} (ZeRO stages, sequence parallel, pipeline schedules)",
         value="V ...",
     )
-    steps: int = option(4, "steps that are measured", limit=ONE_OR_MORE)
-    warmup: int = option(2, "steps before them that are not", limit=ZERO_OR_MORE)
+    steps: int = option(4, "measured steps", limit=ONE_OR_MORE)
+    warmup: int = option(2, "warm-up steps before them, which are not measured", limit=ZERO_OR_MORE)
     out: str = option(
-        "benchmark_results", "results; an earlier folder of that name is moved aside", value="FOLDER"
+        "benchmark_results",
+        "folder of the results; an earlier one of that name is moved aside",
+        value="FOLDER",
     )
     layout_timeout: float = option(600.0, "seconds a layout may take", value="S", limit=ABOVE_ZERO)
-    list: bool = option(False, "show the layouts and run none")
+    list: bool = option(False, "list the layouts without running them")
     find_micro_batch: bool = option(
         False,
-        "instead of layouts: the largest micro-batch that fits, by real steps of the layout that is given; what was tried is in "
-        "FOLDER/micro_batch.json as well",
+        "search the largest micro-batch that fits by real steps of one layout; the sizes tried are also written to "
+        "FOLDER/micro_batch.json",
     )
 
     def problems(self) -> Iterable[str]:
@@ -259,16 +97,16 @@ USAGE = f"""{usage("pentatron bench [--nproc-per-node N]", BenchOptions, "[--set
 
 Trains every layout that N processes allow (data, tensor, context and pipeline parallel, and expert parallel for a model with
 experts) for a few steps, each as `pentatron train` does it, and writes a table here and in FOLDER/summary.csv. A layout that fails or
-that the rules refuse is listed with the reason. Without a model a small one is made up; all settings of `pentatron
-train` are understood. A size that is given (--tp_size 2) holds for all layouts.
+that the rules refuse is listed with the reason. Without a model a small one is used; all settings of `pentatron
+train` are accepted. A size that is given (--tp_size 2) is fixed for all layouts.
 
 {options_help(BenchOptions)}
 
---nproc-per-node N says how many processes a layout has (one per GPU; 2 without GPU).
+--nproc-per-node N is how many processes a layout has (one per GPU; 2 without GPU).
 
-Communication is the time a rank stands still for others: in collectives that no computation hides, and for messages of the
-pipeline, its bubble included. On a CPU the calls are timed, on a GPU the stream that computes, by events; summary.csv has both
-parts. Rates are of the median step, memory is of the rank that takes most.
+Communication is the time a rank waits for others: in collectives that are not overlapped with computation, and for messages of the
+pipeline, including its bubble. On a CPU the calls are timed, on a GPU the compute stream, with CUDA events; summary.csv has both
+parts. Rates are of the median step, memory is of the rank that uses most.
 
   pentatron bench --nproc-per-node 4
   pentatron bench --nproc-per-node 8 --preset llama3-8b --seq-length 4096 --variants zero sp
@@ -282,9 +120,9 @@ _AXES = {
     "expert": "expert_model_parallel_size",
     "data": "data_parallel_size",
 }
-# As a shell says it of SIGINT.
-_STOPPED = 130
-# Whoever says the batch in another way does not want ours.
+# Exit code of a shell command that SIGINT ended.
+_INTERRUPTED = 130
+# Settings that replace the global batch size; with one of them the default of the benchmark is left out.
 _OTHER_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
 
 
@@ -297,7 +135,11 @@ def bench_command(words: Sequence[str]) -> int:
     options, settings = read_among(BenchOptions, words, _BENCH)
     sweep, experts, fixed = _sweep(settings, options)
     if options.find_micro_batch:
-        return find_micro_batch(sweep, _batch_is_given(settings))
+        draft = gather(settings, _BENCH)
+        if draft.given("micro_batch_size"):
+            raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
+        batch_is_given = any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
+        return find_micro_batch(sweep, batch_is_given)
     variants = [name for word in options.variants for name in word.split(",") if name]
     layouts = candidates(sweep.processes, experts, fixed, variants)
     if not layouts:
@@ -305,42 +147,34 @@ def bench_command(words: Sequence[str]) -> int:
             f"no layout of {sweep.processes} processes has the sizes that were given; leave some of them out"
         )
     if options.list:
-        return _show(sweep, layouts)
+        return _list_layouts(sweep, layouts)
     return _run(sweep, layouts)
 
 
-def _batch_is_given(settings: Sequence[str]) -> bool:
-    draft = gather(settings, _BENCH)
-    if draft.given("micro_batch_size"):
-        raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
-    return any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
-
-
 def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[Sweep, int | None, dict[str, int]]:
-    """Also the number of experts, and the axes whose size was given."""
+    """Returns the sweep, the number of experts, and the axes whose size is given."""
     import torch
 
     plain = dataclasses.replace(_BENCH, resumes=False)
     draft = gather(settings, plain)
     for name, instead in (("train_iters", "--steps and --warmup"), ("run_dir", "--out")):
         if draft.given(name):
-            raise UserError(f"{table()[name].flag} is not the user's to say in a benchmark; use {instead}")
+            raise UserError(f"{table()[name].flag} cannot be set in a benchmark; use {instead}")
     gpus = 0 if draft.device == "cpu" else torch.cuda.device_count()
-    asked = draft.nproc_per_node
-    if asked is not None and asked < 1:
-        raise UserError(f"--nproc-per-node {asked} must be more than 0")
-    processes = asked or gpus or 2
+    requested = draft.nproc_per_node
+    if requested is not None and requested < 1:
+        raise UserError(f"--nproc-per-node {requested} must be more than 0")
+    processes = requested or gpus or 2
     sizes = default_sizes(processes, on_gpu=gpus > 0)
     if any(draft.given(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file")):
-        # The tokenizer says how large it is.
+        # The tokenizer determines the vocabulary size.
         del sizes["vocab_size"]
     if any(draft.given(name) for name in _OTHER_BATCHES):
         del sizes["global_batch_size"]
-    total = options.warmup + options.steps
     entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **HOW_TO_MEASURE})
-    device = _name_of_gpu() if gpus else "CPU"
-    started = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
-    words = [*settings, *started, "--train-iters", str(total)]
+    device = _query_gpu("print(torch.cuda.get_device_name())") if gpus else "CPU"
+    launch = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
+    words = [*settings, *launch, "--train-iters", str(options.warmup + options.steps)]
     fixed = {axis: getattr(draft, name) for axis, name in _AXES.items() if draft.given(name)}
     sweep = Sweep(
         settings,
@@ -356,23 +190,24 @@ def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[Sweep, int |
     return sweep, draft.num_experts, fixed
 
 
-def _name_of_gpu() -> str:
-    """Asked by a process that ends: this one must not take memory of a GPU that is measured."""
-    words = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.get_device_name())"]
-    asked = subprocess.run(words, capture_output=True, text=True)
-    if asked.returncode:
-        raise UserError(
-            f"the GPU does not answer ({asked.stderr.strip().splitlines()[-1]}); measure without it: --device cpu"
-        )
-    return asked.stdout.strip()
+def _query_gpu(code: str) -> str:
+    """Runs Python code in a subprocess that exits, so that this process does not keep a CUDA context on a
+    measured GPU."""
+    queried = subprocess.run(
+        [sys.executable, "-P", "-c", f"import torch; {code}"], capture_output=True, text=True
+    )
+    if queried.returncode:
+        error = queried.stderr.strip().splitlines() or ["it exited without a message"]
+        raise UserError(f"the GPU does not answer ({error[-1]}); measure without it: --device cpu")
+    return queried.stdout.strip()
 
 
-def _show(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
+def _list_layouts(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
     width = max(len(layout.name) for layout in layouts)
     for layout in layouts:
         _, prepared, reason = prepared_layout(sweep, layout)
-        told = f"refused: {reason}" if prepared is None else " ".join(layout.words) or "no flags"
-        say(f"{layout.name:<{width}}  {told}")
+        outcome = f"refused: {reason}" if prepared is None else " ".join(layout.words) or "no flags"
+        say(f"{layout.name:<{width}}  {outcome}")
     return 0
 
 
@@ -385,47 +220,46 @@ def _introduction(sweep: Sweep, count: int) -> list[str]:
     if not sweep.on_gpu:
         lines.append(
             f"note: no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}; the numbers compare "
-            f"layouts here and say nothing about a GPU"
+            f"layouts here and do not predict a GPU's"
         )
     else:
         import torch
 
         if sweep.processes > torch.cuda.device_count():
             lines.append(
-                f"note: {sweep.processes} processes share {torch.cuda.device_count()} GPU(s) and talk over gloo, so the "
-                f"numbers say little about as many GPUs"
+                f"note: {sweep.processes} processes share {torch.cuda.device_count()} GPU(s) and communicate through gloo, so the "
+                f"numbers do not predict that many GPUs"
             )
     return lines
 
 
 def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
-    from pentatron.bench.processes import Starter
     from pentatron.monitor.display import open_display
     from pentatron.monitor.terminal import outlive_output
 
     outlive_output()
-    moved = sweep.folder.open()
-    if moved is not None:
-        say(f"the earlier results were moved to {moved}")
+    moved_to = sweep.folder.open()
+    if moved_to is not None:
+        say(f"the earlier results were moved to {moved_to}")
     display = open_display("auto" if sys.stdout.isatty() else "off")
     starter = Starter(["pentatron.cli.bench_rank"])
-    shown = Table([layout.name for layout in layouts], sweep.on_gpu)
+    results = Table([layout.name for layout in layouts], sweep.on_gpu)
     rows = [Row(layout, "not run", sweep.processes, "", "the sweep ended before") for layout in layouts]
     write_summary(sweep.folder.summary, rows)
     interrupted = False
     try:
-        for text in [*_introduction(sweep, len(layouts)), "", shown.header()]:
+        for text in [*_introduction(sweep, len(layouts)), "", results.header()]:
             display.say(text)
         for number, layout in enumerate(layouts):
             live = Progress(display, layout.name, number, len(layouts)) if sys.stdout.isatty() else None
             rows[number] = measured_layout(sweep, layout, starter, live)
             write_summary(sweep.folder.summary, rows)
-            display.say(shown.line(rows[number]))
+            display.say(results.line(rows[number]))
     except KeyboardInterrupt:
         interrupted = True
     finally:
         display.close()
-    pictures = plot_results.draw_all(sweep.folder.path)
+    plots = plot_results.draw_all(sweep.folder.path)
     if interrupted:
         missing = sum(row.status == "not run" for row in rows)
         say(f"\nstopped; {missing} of {len(rows)} layouts were not measured")
@@ -435,11 +269,172 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
         say(
             "GPU utilisation was not measured: torch asks the driver through a library (pip install nvidia-ml-py)"
         )
-    drawn = (
-        f"; pictures: {', '.join(file.name for file in pictures)} beside it (again with: cd {sweep.folder.path} && "
+    plots_text = (
+        f"; pictures: {', '.join(file.name for file in plots)} beside it (again with: cd {sweep.folder.path} && "
         "python plot_results.py)"
     )
-    say(f"results: {sweep.folder.summary}{drawn if pictures else ''}")
+    say(f"results: {sweep.folder.summary}{plots_text if plots else ''}")
     if interrupted:
-        return _STOPPED
+        return _INTERRUPTED
     return 0 if any(row.status == "ok" for row in rows) else 1
+
+
+def find_micro_batch(sweep: Sweep, batch_is_given: bool) -> int:
+    """Searches the largest micro-batch that fits by running real steps in subprocesses; without a GPU, by
+    estimates only.
+
+    `batch_is_given`: whether the user has set the batch size of a step, by any of its settings.
+    """
+    search = _MicroBatchSearch(sweep, batch_is_given)
+    say(search.introduction())
+    room = search.room()
+    estimates = find_largest(search.sizes, 1, _USABLE * room, lambda size: search.estimate(size, room))
+    foreseen = largest(estimates)
+    if not sweep.on_gpu:
+        # Real steps are not tried: filling the host memory would harm everything else on the machine.
+        say(
+            f"note: no GPU is used, so nothing is tried: this is what `pentatron plan` estimates for {binary_size(room)} of free memory a process"
+        )
+        return _report(search, estimates)
+    say(f"foreseen by `pentatron plan`: {'not even the smallest' if foreseen is None else foreseen.size}")
+    moved_to = sweep.folder.open()
+    if moved_to is not None:
+        say(f"the earlier results were moved to {moved_to}")
+    first = foreseen.size if foreseen else search.sizes[0]
+    trials = find_largest(search.sizes, first, _ALLOCATABLE * room, search.attempt)
+    say(f"runs: {sweep.folder.summary}")
+    _write_trials(sweep, foreseen, trials)
+    return _report(search, trials)
+
+
+def _write_trials(sweep: Sweep, foreseen: Trial | None, trials: Sequence[Trial]) -> None:
+    """Writes micro_batch.json, which bench/performance_page.py reads."""
+    best = largest(trials)
+    data = {
+        "kind": "micro-batch",
+        "device": sweep.device,
+        "processes": sweep.processes,
+        "settings": shlex.join(sweep.settings),
+        "command": shlex.join(["pentatron", "bench", "--find-micro-batch", *sweep.settings]),
+        "foreseen": foreseen and foreseen.size,
+        "largest": best and best.size,
+        "trials": [dataclasses.asdict(trial) for trial in trials],
+    }
+    (sweep.folder.path / "micro_batch.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
+    best = largest(trials)
+    if best is None:
+        why = trials[-1].reason
+        raise UserError(
+            f"not even a micro-batch of {search.sizes[0]} fits ({why}); try --recompute-granularity full, a shorter --seq-length or more GPUs"
+        )
+    for line in ["", *lines(trials), ""]:
+        say(line)
+    if best.size == search.sizes[-1]:
+        say(f"largest: {best.size}, the largest possible here; more would fit")
+    else:
+        say(f"largest: {best.size}; {_HEADROOM_NOTE}")
+    measured = [trial for trial in trials if trial.fits and trial.rate]
+    if measured:
+        fastest = max(measured, key=lambda trial: trial.rate or 0.0)
+        if fastest.size != best.size:
+            say(f"fastest: {fastest.size} with {fastest.rate:,.0f} tokens/s")
+    say(f"\n  {search.command(best.size)}")
+    return 0
+
+
+class _MicroBatchSearch:
+    """`sizes` are the possible micro-batch sizes; `rows` are the results of the runs."""
+
+    def __init__(self, sweep: Sweep, batch_is_given: bool) -> None:
+        self.sweep, self.batch_is_given = sweep, batch_is_given
+        smallest, config = self._smallest()
+        self.grid, self.rows = config.grid, list[Row]()
+        total = config.train.global_batch_size
+        self.sizes: Sequence[int] = range(smallest, LARGEST + 1, smallest)
+        double = MicroBatch(1, size=2 * smallest, global_batch=None)
+        prepared = prepared_layout(sweep, double)[1] if batch_is_given else None
+        # With a given number of micro-batches the global batch size grows with the micro-batch, and any size
+        # is possible.
+        grows = prepared is not None and prepared.resolved.config.train.global_batch_size != total
+        if batch_is_given and not grows:
+            self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]
+
+    def _smallest(self) -> tuple[int, RunConfig]:
+        """Returns the smallest size that the rules accept, of which all others are multiples, and its
+        configuration.
+
+        It is above 1 if a number format needs a multiple of some number of tokens.
+        """
+        reasons = []
+        for size in _SMALLEST:
+            # A global batch size that every layout of these processes can divide.
+            total = None if self.batch_is_given else size * self.sweep.processes
+            _, prepared, reason = prepared_layout(self.sweep, MicroBatch(1, size=size, global_batch=total))
+            if prepared is not None:
+                return size, prepared.resolved.config
+            reasons.append(reason)
+        raise UserError(reasons[0])
+
+    def introduction(self) -> str:
+        sweep = self.sweep
+        count = f"{sweep.processes} {plural(sweep.processes, 'process')}"
+        batch = (
+            "with the batch of a step that was given"
+            if self.batch_is_given
+            else "with one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
+        )
+        return f"looking for the largest micro-batch of {count} on {sweep.device}, {batch}"
+
+    def candidate(self, size: int) -> MicroBatch:
+        grid = self.grid
+        global_batch = None if self.batch_is_given else size * grid.data * grid.pipeline
+        sizes = (grid.data, grid.tensor, grid.context, grid.pipeline, grid.expert)
+        return MicroBatch(*sizes, size=size, global_batch=global_batch)
+
+    def room(self) -> float:
+        """Returns the bytes of free memory for one process."""
+        if not self.sweep.on_gpu:
+            host = host_memory()
+            if host is None:
+                raise UserError("this system does not report its memory; set --micro-batch-size yourself")
+            return host[1] / self.sweep.processes
+        free, count = map(
+            int, _query_gpu("print(torch.cuda.mem_get_info()[0], torch.cuda.device_count())").split()
+        )
+        return free / -(-self.sweep.processes // count)
+
+    def estimate(self, size: int, room: float) -> Trial:
+        _, prepared, reason = prepared_layout(self.sweep, self.candidate(size))
+        if prepared is None:
+            return Trial(size, False, reason=reason)
+        needed = memory_of(prepared.resolved.config, self.sweep.on_gpu).largest.total
+        fits = needed <= _USABLE * room
+        return Trial(size, fits, needed, reason="" if fits else f"{binary_size(needed)} are foreseen")
+
+    def attempt(self, size: int) -> Trial:
+        """Runs some real steps in subprocesses."""
+        row = measured_layout(self.sweep, self.candidate(size), Starter(["pentatron.cli.bench_rank"]), None)
+        self.rows.append(row)
+        write_summary(self.sweep.folder.summary, self.rows)
+        trial = trial_of(size, row)
+        say(lines([trial])[1])
+        return trial
+
+    def command(self, size: int) -> str:
+        candidate = self.candidate(size)
+        _, prepared, _ = prepared_layout(self.sweep, candidate)
+        return command_of(self.sweep, candidate, prepared)
+
+
+def trial_of(size: int, row: Row) -> Trial:
+    """Converts the result of a run to a trial; raises if the run failed for another reason than memory."""
+    if row.measured is not None:
+        return Trial(size, True, max(row.measured.memory_bytes), row.measured.tokens_per_second)
+    if any(sign in row.reason for sign in _OOM_MESSAGES):
+        return Trial(size, False, reason="out of memory")
+    if row.status == "refused":
+        return Trial(size, False, reason=row.reason)
+    raise UserError(f"micro-batch {size}: {row.reason}")

@@ -1,4 +1,4 @@
-"""One layout of `pentatron bench`: its settings, the command that trains the same way, and a run of it that is measured."""
+"""Configures one layout of `pentatron bench`, runs it in worker processes and measures it."""
 
 import dataclasses
 import shlex
@@ -15,13 +15,14 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.settings.entry import EntryPoint
 from pentatron.settings.run import table
 
-# Every step is measured, and nothing is shown or kept.
+# Logs metrics of every step; no progress bar, checkpoints or evaluation.
 HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured, and where it goes. `settings` are the user's among the words."""
+    """Settings of a benchmark. `settings` are the user's words, `words` those and the ones of the
+    benchmark."""
 
     settings: Sequence[str]
     words: Sequence[str]
@@ -39,7 +40,7 @@ class Sweep:
 
 
 def prepared_layout(sweep: Sweep, layout: Candidate) -> tuple[list[str], Prepared | None, str]:
-    """The words of the layout, its configuration, or why the rules refuse it."""
+    """Returns the words of a layout and its configuration, or the reason why the rules refuse it."""
     words = [*sweep.words, *layout.words, "--run-dir", str(sweep.folder.run(layout.name))]
     try:
         return words, prepare(words, sweep.entry), ""
@@ -50,34 +51,35 @@ def prepared_layout(sweep: Sweep, layout: Candidate) -> tuple[list[str], Prepare
 
 
 def command_of(sweep: Sweep, layout: Candidate, prepared: Prepared | None) -> str:
-    """What trains the same way by hand."""
-    made_up: list[str] = []
+    """Returns the command that trains this layout in the same way."""
+    defaults: list[str] = []
     if prepared is not None:
         values = prepared.resolved.config.flat()
-        ours = f"default of {sweep.entry.name}"
+        origin = f"default of {sweep.entry.name}"
         for name, source in prepared.resolved.sources.items():
-            # A switch that is off says nothing.
-            if source == ours and name not in HOW_TO_MEASURE and values[name] is not False:
-                made_up += table()[name].written(values[name]).split()
-    return shlex.join(["pentatron", "train", *made_up, *sweep.words, *layout.words])
+            # A switch that is off has no flag.
+            if source == origin and name not in HOW_TO_MEASURE and values[name] is not False:
+                defaults += table()[name].written(values[name]).split()
+    return shlex.join(["pentatron", "train", *defaults, *sweep.words, *layout.words])
 
 
 class Progress:
-    """The bar on a terminal: which layout runs, and how far it is."""
+    """Progress bar of a sweep on a terminal."""
 
     def __init__(self, display: Any, name: str, number: int, total: int) -> None:
         self.display, self.name, self.number, self.total = display, name, number, total
         self.metrics: Path | None = None
 
     def __call__(self) -> None:
-        done = 0
+        steps = 0
         if self.metrics is not None and self.metrics.exists():
-            done = self.metrics.read_bytes().count(b"\n")
-        facts = f"{self.name}: {f'step {done}' if done else 'starting'}"
-        self.display.work("measuring", self.number, self.total, facts)
+            steps = self.metrics.read_bytes().count(b"\n")
+        text = f"{self.name}: {f'step {steps}' if steps else 'starting'}"
+        self.display.work("measuring", self.number, self.total, text)
 
 
 def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progress | None) -> Row:
+    """Runs a layout and returns its row of the results."""
     from pentatron.bench.processes import free_port
     from pentatron.cli.bench_rank import Job, reason_of_failure, work
     from pentatron.devices import chip_of
@@ -92,24 +94,24 @@ def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progres
     metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
     if live is not None:
         live.metrics = metrics
-    said = sweep.folder.output(layout.name)
-    said.mkdir(parents=True)
-    job = Job(words, sweep.entry, sweep.processes, free_port(), said)
-    ended = starter.run(
+    output = sweep.folder.output(layout.name)
+    output.mkdir(parents=True)
+    job = Job(words, sweep.entry, sweep.processes, free_port(), output)
+    outcome = starter.run(
         work, lambda rank: (job, rank), sweep.processes, sweep.timeout, live or (lambda: None)
     )
     row = dataclasses.replace(row, config=config, device=sweep.device)
-    if not ended.is_good:
-        late = f"no result after {sweep.timeout:.0f} s (--layout-timeout)" if ended.timed_out else None
-        why = late or ended.killed() or reason_of_failure(job, ended.killed(or_aborted=True))
-        why = why or f"exit codes {list(ended.exit_codes)}"
-        return dataclasses.replace(row, status="failed", reason=f"{why}; see {said}")
+    if not outcome.is_good:
+        late = f"no result after {sweep.timeout:.0f} s (--layout-timeout)" if outcome.timed_out else None
+        cause = late or outcome.killed() or reason_of_failure(job, outcome.killed(or_aborted=True))
+        cause = cause or f"exit codes {list(outcome.exit_codes)}"
+        return dataclasses.replace(row, status="failed", reason=f"{cause}; see {output}")
     try:
-        found = measure(metrics, sweep.warmup, config.train.global_batch_size)
+        measured = measure(metrics, sweep.warmup, config.train.global_batch_size)
     except UserError as error:
         return dataclasses.replace(row, status="failed", reason=str(error))
     flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
-    teraflops = flops / found.step_seconds / sweep.processes / 1e12
+    teraflops = flops / measured.step_seconds / sweep.processes / 1e12
     chip = chip_of(sweep.device)
     mfu = teraflops / chip.teraflops(config.precision.name != "fp32") if chip else None
-    return dataclasses.replace(row, status="ok", reason="", measured=found, teraflops=teraflops, mfu=mfu)
+    return dataclasses.replace(row, status="ok", reason="", measured=measured, teraflops=teraflops, mfu=mfu)

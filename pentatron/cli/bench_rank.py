@@ -1,4 +1,4 @@
-"""One process of a layout that is measured: `pentatron train`, with its output in a file."""
+"""One worker process of `pentatron bench`: `pentatron train` with its output in a file."""
 
 import os
 import secrets
@@ -12,13 +12,13 @@ from pentatron.cli.main import guarded
 from pentatron.cli.train import train
 from pentatron.settings.entry import EntryPoint
 
-# Imported here, before the processes are forked, rather than in each of them.
+# Imported before the processes are forked, so that they share it.
 from pentatron.train import session as _session  # noqa: F401
 
 
 @dataclass(frozen=True)
 class Job:
-    """`port` is the meeting point on this machine, `secret` what its ranks know and no other process does."""
+    """A layout to run. `port` is that of the rendezvous on this machine, `secret` authenticates its ranks."""
 
     words: Sequence[str]
     entry: EntryPoint
@@ -32,7 +32,7 @@ class Job:
 
 
 def work(job: Job, rank: int) -> None:
-    """The body of a forked process."""
+    """Entry point of a forked process."""
     with job.output(rank).open("w", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -44,7 +44,7 @@ def work(job: Job, rank: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
         PENTATRON_JOB_SECRET=job.secret,
-        # Says that somebody watches over this process: it ends with its parent.
+        # Marks the process as supervised, so that it exits with its parent.
         TORCHELASTIC_RUN_ID="pentatron-bench",
     )
     try:
@@ -54,7 +54,7 @@ def work(job: Job, rank: int) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # No clean-up of the interpreter: threads of a process group that lost its peers can abort it.
+    # Skips interpreter shutdown, which threads of a process group with lost peers can abort.
     os._exit(code)
 
 
@@ -62,22 +62,23 @@ _LOST = "lost contact with another rank"
 
 
 def reason_of_failure(job: Job, otherwise: str | None = None) -> str | None:
-    """The last words of the rank that failed by itself, on one line; `otherwise` if all only missed another."""
-    said = []
+    """Returns the last error of the first rank that failed by itself; `otherwise` if all only lost contact
+    with another."""
+    errors = []
     for rank in range(job.processes):
         file = job.output(rank)
         text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         lines = [line.strip() for line in text.splitlines() if _is_reason(line)]
         if lines:
-            said.append((lines[-1].removeprefix("pentatron: "), rank))
-    own = [(line, rank) for line, rank in said if _LOST not in line]
-    for line, rank in own or ([] if otherwise else said):
+            errors.append((lines[-1].removeprefix("pentatron: "), rank))
+    causes = [(line, rank) for line, rank in errors if _LOST not in line]
+    for line, rank in causes or ([] if otherwise else errors):
         return line if line.startswith("rank ") else f"rank {rank}: {line}" if job.processes > 1 else line
     return otherwise
 
 
 def _is_reason(line: str) -> bool:
-    """A sentence of ours, or the end of a traceback."""
+    """Whether the line is one of our error sentences or the end of a traceback."""
     if line.startswith("pentatron: "):
         return True
     name, colon, _ = line.partition(":")

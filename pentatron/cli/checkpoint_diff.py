@@ -1,4 +1,4 @@
-"""`pentatron checkpoint diff`: two steps, or a step and a Hugging Face folder, compared."""
+"""`pentatron checkpoint diff`: compares two steps, or a step and a Hugging Face folder."""
 
 import contextlib
 import json
@@ -16,26 +16,28 @@ if TYPE_CHECKING:
     from pentatron.checkpoint.compare import Difference, Side
     from pentatron.checkpoint.store import Found
 
-# So many of each kind are written out; --json has all.
-_SHOWN = 20
+# Entries of each kind in the text report.
+_MOST_ENTRIES = 20
 
 
 @dataclass(frozen=True)
 class _Opened:
+    """A step or a Hugging Face folder, which has no `step`, opened for comparison."""
+
     side: "Side"
     config: dict[str, Any]
     run_state: dict[str, Any]
-    is_huggingface: bool
-    step: "Found | None" = None
+    step: "Found | None"
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """What was found. `told` are settings, states and names by kind; `beyond` are the tensors that differ by more than tolerated."""
+class _Comparison:
+    """Result of a comparison. `differences` are settings, state and tensor names by kind; `beyond` are the
+    tensors that differ by more than the tolerance."""
 
     paths: Sequence[str]
     same: bool
-    told: dict[str, list[Any]]
+    differences: dict[str, list[Any]]
     differing: "Sequence[Difference]"
     beyond: "Sequence[Difference]"
     compared: int
@@ -50,38 +52,39 @@ def diff(words: Sequence[str]) -> int:
     from pentatron.monitor.display import Silent, open_display
 
     with contextlib.ExitStack() as closing:
-        ours, theirs = (_open(Path(path), closing) for path in paths)
-        weights_only = options.weights_only or ours.is_huggingface or theirs.is_huggingface
+        first, second = (_open(Path(path), closing) for path in paths)
+        # A Hugging Face folder has weights only.
+        weights_only = options.weights_only or first.step is None or second.step is None
         names = [
-            [n for n in one.side.outlines if n.startswith(WEIGHTS) or not weights_only]
-            for one in (ours, theirs)
+            [n for n in opened.side.outlines if n.startswith(WEIGHTS) or not weights_only]
+            for opened in (first, second)
         ]
-        common = [name for name in names[0] if name in theirs.side.outlines]
-        total = sum(one.side.outlines[name].bytes for name in common for one in (ours, theirs))
+        common = [name for name in names[0] if name in second.side.outlines]
+        total = sum(opened.side.outlines[name].bytes for name in common for opened in (first, second))
         display = Silent() if options.json else open_display(options.progress_bar)
         closing.callback(display.close)
         progress = Progress(display, "comparing", total)
-        found = [compare_tensor(name, ours.side, theirs.side, progress.add) for name in common]
-    differing = [f for f in found if not f.is_equal]
-    told: dict[str, list[Any]] = {
-        "settings": [] if weights_only else list(differing_values(ours.config, theirs.config)),
-        "run state": [] if weights_only else list(differing_values(ours.run_state, theirs.run_state)),
+        results = [compare_tensor(name, first.side, second.side, progress.add) for name in common]
+    differing = [result for result in results if not result.is_equal]
+    differences: dict[str, list[Any]] = {
+        "settings": [] if weights_only else list(differing_values(first.config, second.config)),
+        "run state": [] if weights_only else list(differing_values(first.run_state, second.run_state)),
         "only in A": sorted(set(names[0]) - set(names[1])),
         "only in B": sorted(set(names[1]) - set(names[0])),
     }
-    beyond = [f for f in differing if not f.within(options.tolerance)]
-    # Settings are told of, and decide nothing: the same numbers may come from another layout or another machine.
-    states = [name for name, _, _ in told["run state"] if name.partition(".")[0] not in NO_STATE]
-    same = not (beyond or told["only in A"] or told["only in B"] or states)
+    beyond = [result for result in differing if not result.within(options.tolerance)]
+    # Settings do not decide: another layout or machine may save the same numbers.
+    states = [name for name, _, _ in differences["run state"] if name.partition(".")[0] not in NO_STATE]
+    same = not (beyond or differences["only in A"] or differences["only in B"] or states)
     if not same:
-        _tell_of_damage([one.step for one in (ours, theirs) if one.step is not None])
-    compared = _Compared(paths, same, told, differing, beyond, len(common), options.tolerance)
-    show_report(compared, options.json, _as_text, _as_data)
+        _report_damage([opened.step for opened in (first, second) if opened.step is not None])
+    comparison = _Comparison(paths, same, differences, differing, beyond, len(common), options.tolerance)
+    show_report(comparison, options.json, _as_text, _as_data)
     return 0 if same else 1
 
 
-def _tell_of_damage(steps: "Sequence[Found]") -> None:
-    """Two steps may differ because one of them is no longer what was saved."""
+def _report_damage(steps: "Sequence[Found]") -> None:
+    """Reports damaged files, since two steps may differ because of damage after saving."""
     from pentatron.checkpoint.verify import check_sums
 
     for step in steps:
@@ -99,12 +102,12 @@ def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
         if (path / "config.json").is_file():
             return _open_huggingface(path, closing)
         raise nothing_at(path)
-    found, complaints = find_step(path)
+    step, complaints = find_step(path)
     for complaint in complaints:
-        remark(f"{complaint}; {found.folder.name} is compared")
-    reader = closing.enter_context(StepReader(found.folder, found.manifest))
-    side = Side(str(found.folder), outlines_of(found.manifest), reader.read)
-    return _Opened(side, found.manifest.config, found.manifest.run_state, is_huggingface=False, step=found)
+        remark(f"{complaint}; {step.folder.name} is compared")
+    reader = closing.enter_context(StepReader(step.folder, step.manifest))
+    side = Side(str(step.folder), outlines_of(step.manifest), reader.read)
+    return _Opened(side, step.manifest.config, step.manifest.run_state, step)
 
 
 def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
@@ -121,30 +124,30 @@ def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
         {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
         lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
     )
-    return _Opened(side, {}, {}, is_huggingface=True)
+    return _Opened(side, {}, {}, None)
 
 
-def _as_data(report: _Compared) -> dict[str, Any]:
-    paths, told = report.paths, report.told
+def _as_data(report: _Comparison) -> dict[str, Any]:
+    paths, differences = report.paths, report.differences
     return {
         "a": paths[0],
         "b": paths[1],
         "same": report.same,
         "compared": report.compared,
         **{
-            kind.replace(" ", "_"): [{"name": n, "a": a, "b": b} for n, a, b in told[kind]]
+            kind.replace(" ", "_"): [{"name": n, "a": a, "b": b} for n, a, b in differences[kind]]
             for kind in ("settings", "run state")
         },
-        "only_in_a": told["only in A"],
-        "only_in_b": told["only in B"],
+        "only_in_a": differences["only in A"],
+        "only_in_b": differences["only in B"],
         "tensors": [
             {
                 "name": f.name,
                 "elements": f.elements,
                 "differing": f.differing,
-                "largest": _number(f.largest),
-                "largest_relative": _number(f.largest_relative),
-                "relative_norm": _number(f.relative_norm),
+                "largest": _json_number(f.largest),
+                "largest_relative": _json_number(f.largest_relative),
+                "relative_norm": _json_number(f.relative_norm),
                 "ulps": f.ulps,
                 "first": f.first,
                 "types": f.types,
@@ -156,19 +159,19 @@ def _as_data(report: _Compared) -> dict[str, Any]:
     }
 
 
-def _number(value: float) -> float | str:
-    """JSON has no word for infinity."""
+def _json_number(value: float) -> float | str:
+    """Converts infinity and NaN to strings, since JSON has no such numbers."""
     return value if math.isfinite(value) else str(value)
 
 
-def _as_text(report: _Compared) -> list[str]:
-    paths, told, differing = report.paths, report.told, report.differing
+def _as_text(report: _Comparison) -> list[str]:
+    paths, differences, differing = report.paths, report.differences, report.differing
     lines: list[str] = []
     for kind in ("settings", "run state"):
-        values = [f"{name}: {_short(a)} and {_short(b)}" for name, a, b in told[kind]]
+        values = [f"{name}: {_shortened(a)} and {_shortened(b)}" for name, a, b in differences[kind]]
         lines += _block(f"differing {kind}", values)
-    lines += _block(f"tensors only in {paths[0]}", told["only in A"])
-    lines += _block(f"tensors only in {paths[1]}", told["only in B"])
+    lines += _block(f"tensors only in {paths[0]}", differences["only in A"])
+    lines += _block(f"tensors only in {paths[1]}", differences["only in B"])
     lines += _block("tensors that differ", [f.sentence() for f in differing])
     equal = report.compared - len(differing)
     verdict = f"{equal} of {report.compared} tensors are equal bit by bit"
@@ -180,12 +183,12 @@ def _as_text(report: _Compared) -> list[str]:
 def _block(title: str, entries: Sequence[str]) -> list[str]:
     if not entries:
         return []
-    shown = [f"  {entry}" for entry in entries[:_SHOWN]]
-    if len(entries) > _SHOWN:
-        shown.append(f"  and {len(entries) - _SHOWN} more (--json has all)")
+    shown = [f"  {entry}" for entry in entries[:_MOST_ENTRIES]]
+    if len(entries) > _MOST_ENTRIES:
+        shown.append(f"  and {len(entries) - _MOST_ENTRIES} more (--json has all)")
     return [f"{title} ({len(entries)}):", *shown, ""]
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,5 @@
-"""`pentatron checkpoint prune`: old steps removed by hand, by the rule of a run's own retention."""
+"""`pentatron checkpoint prune`: removes old steps by the retention rule of a run, but never the newest intact
+one."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +19,11 @@ from pentatron.errors import UserError
 from pentatron.monitor.terminal import outlive_output
 from pentatron.text import counted, decimal_size
 
-# Removing old steps by hand, with nobody writing them: the newest one that is whole, sums compared, always
-# stays.
-
 
 @dataclass(frozen=True)
 class Pruning:
-    """`verified` stays whatever the rule says, as do `bases`; `damaged` are newer than it, and stay to be looked at."""
+    """The steps to remove and to keep. `verified` and `bases` are always kept; `damaged` steps newer than it
+    are kept for inspection."""
 
     removed: list[Path]
     kept: list[Path]
@@ -34,34 +33,29 @@ class Pruning:
 
 
 def exclusive_access(steps: Path) -> AbstractContextManager[FolderLock]:
-    """Holds the folder of steps, as a job does that saves there."""
+    """Locks the folder of steps, as a job does that saves there."""
     return folder_lock(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)")
 
 
 def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Pruning:
-    """What would go. Reads the newest step whole, and older ones only if it is damaged."""
+    """Selects the steps to remove. Compares the checksums of the newest step, and of older ones only if it is
+    damaged."""
     names = read_bases(steps) or frozenset()
-    found = CheckpointStore(steps, keep=None).steps()
-    own, bases = ([p for p in found if (p.name in names) is of] for of in (False, True))
+    all_steps = CheckpointStore(steps, keep=None).steps()
+    saved, bases = ([p for p in all_steps if (p.name in names) is is_base] for is_base in (False, True))
     damaged: list[Problem] = []
-    for number in range(len(own), 0, -1):
-        step = own[number - 1]
+    for number in range(len(saved), 0, -1):
+        step = saved[number - 1]
         manifest, problems = open_manifest(step)
         if manifest is not None:
             problems = check_sums(step, manifest, threads, tell)
         if not problems:
-            removed = rule.outdated(own[:number], protected=[step])
-            kept = [p for p in own if p not in removed]
+            removed = rule.outdated(saved[:number], protected=[step])
+            kept = [p for p in saved if p not in removed]
             return Pruning(removed, kept, step, bases, damaged)
         damaged += problems[:1]
-    reason = damaged[0].sentence if damaged else "there are only steps that a run began from"
-    raise UserError(
-        f"no step of {steps} can be trusted to be the one that stays ({reason}); nothing is removed"
-    )
-
-
-def prune_steps(steps: Path, pruning: Pruning) -> None:
-    remove_steps(steps, pruning.removed)
+    reason = damaged[0].sentence if damaged else "there are only base steps, which runs were started from"
+    raise UserError(f"no step of {steps} is intact and could be kept ({reason}); nothing is removed")
 
 
 def prune(words: Sequence[str]) -> int:
@@ -69,7 +63,6 @@ def prune(words: Sequence[str]) -> int:
     if not options.dry_run:
         outlive_output()
     from pentatron.checkpoint.find import is_step, steps_at
-    from pentatron.checkpoint.retention import Retention
 
     path = Path(paths[0])
     if is_step(path):
@@ -80,53 +73,42 @@ def prune(words: Sequence[str]) -> int:
     steps = steps.resolve()
     rule = Retention(options.keep, options.keep_every or None)
     with exclusive_access(steps):
-        planned = plan_pruning(steps, rule, min(8, os.cpu_count() or 1), lambda _: None)
-        sizes = {step: _bytes(step) for step in planned.removed}
+        pruning = plan_pruning(steps, rule, min(8, os.cpu_count() or 1), lambda _: None)
+        sizes = {
+            step: sum(file.lstat().st_size for file in step.rglob("*") if file.is_file())
+            for step in pruning.removed
+        }
         if not options.dry_run:
-            prune_steps(steps, planned)
-    report = _Pruned(steps, planned, sizes, options.dry_run)
-    show_report(report, options.json, _as_text, _as_data)
+            remove_steps(steps, pruning.removed)
+    show_report(
+        pruning,
+        options.json,
+        lambda pruning: _as_text(pruning, steps, sizes, options.dry_run),
+        lambda pruning: _as_data(pruning, sizes, options.dry_run),
+    )
     return 0
 
 
-@dataclass(frozen=True)
-class _Pruned:
-    """What was removed, or would be: the bytes of every step, and what stays."""
-
-    steps: Path
-    plan: "Pruning"
-    sizes: Mapping[Path, int]
-    dry_run: bool
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes.values())
-
-
-def _as_text(report: _Pruned) -> Iterator[str]:
-    for problem in report.plan.damaged:
+def _as_text(pruning: Pruning, steps: Path, sizes: Mapping[Path, int], dry_run: bool) -> Iterator[str]:
+    for problem in pruning.damaged:
         yield f"note: {problem.sentence}; it is not counted, and stays"
-    word = "would remove" if report.dry_run else "removed"
-    for step, size in report.sizes.items():
+    word = "would remove" if dry_run else "removed"
+    for step, size in sizes.items():
         yield f"{word} {step.name}: {decimal_size(size)}"
-    stays = [*report.plan.bases, *report.plan.kept]
+    kept = [*pruning.bases, *pruning.kept]
     yield (
-        f"{report.steps}: {word} {counted(len(report.sizes), 'step')}, {decimal_size(report.total)}; "
-        f"{len(stays)} stay{'s' * (len(stays) == 1)}, and {report.plan.verified.name} is verified"
+        f"{steps}: {word} {counted(len(sizes), 'step')}, {decimal_size(sum(sizes.values()))}; "
+        f"{len(kept)} stay{'s' * (len(kept) == 1)}, and {pruning.verified.name} is verified"
     )
 
 
-def _as_data(report: _Pruned) -> dict[str, Any]:
+def _as_data(pruning: Pruning, sizes: Mapping[Path, int], dry_run: bool) -> dict[str, Any]:
     return {
-        "removed": {step.name: size for step, size in report.sizes.items()},
-        "bytes": report.total,
-        "dry_run": report.dry_run,
-        "kept": [step.name for step in report.plan.kept],
-        "bases": [step.name for step in report.plan.bases],
-        "verified": report.plan.verified.name,
-        "damaged": [problem.sentence for problem in report.plan.damaged],
+        "removed": {step.name: size for step, size in sizes.items()},
+        "bytes": sum(sizes.values()),
+        "dry_run": dry_run,
+        "kept": [step.name for step in pruning.kept],
+        "bases": [step.name for step in pruning.bases],
+        "verified": pruning.verified.name,
+        "damaged": [problem.sentence for problem in pruning.damaged],
     }
-
-
-def _bytes(step: Path) -> int:
-    return sum(file.lstat().st_size for file in step.rglob("*") if file.is_file())

@@ -1,7 +1,9 @@
-"""`pentatron checkpoint inspect`: the steps of a run in a table, one step in full."""
+"""`pentatron checkpoint inspect`: lists the steps of a run in a table, or shows one step in full."""
 
+import contextlib
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
     from pentatron.checkpoint.format import Manifest
 
 _SHOWN_FILES = 12
-# What people look for first in the state of a run; --json has all of it.
+# Entries of the run state in the text report; --json has all of them.
 _COUNTS = {
     "consumed_samples": "samples",
     "consumed_tokens": "tokens",
     "updates": "updates",
     "skipped_steps": "skipped steps",
-    "nan_steps": "steps whose loss was no number",
+    "nan_steps": "steps with a NaN or inf loss",
 }
 
 
@@ -32,90 +34,75 @@ def inspect(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(InspectOptions, words, 0, 1, "inspect PATH")
     pattern = options.tensors
     if not paths and pattern not in (None, "*"):
-        # What follows --tensors is the path, if there is no other.
+        # A lone word after --tensors is the path.
         paths, pattern = [str(pattern)], "*"
     if not paths:
-        raise UserError("say which checkpoint: pentatron checkpoint inspect PATH")
+        raise UserError("name a checkpoint: pentatron checkpoint inspect PATH")
     from pentatron.checkpoint.find import survey
 
-    found = survey(Path(paths[0]))
-    if not found:
+    steps = survey(Path(paths[0]))
+    if not steps:
         raise nothing_at(Path(paths[0]))
     if options.stats:
         pattern = pattern or "*"
-    if len(found) > 1 and pattern is not None:
-        raise UserError(f"--tensors and --stats want one step: name it, such as {found[-1].folder}")
+    if len(steps) > 1 and pattern is not None:
+        raise UserError(f"--tensors and --stats want one step: name it, such as {steps[-1].folder}")
     show_report(
-        found,
+        steps,
         options.json,
-        lambda found: _table(found) if len(found) > 1 else _step_lines(found[0], pattern, options.stats),
-        lambda found: [_step_data(facts, pattern, options.stats) for facts in found],
+        lambda steps: _table(steps) if len(steps) > 1 else _step_lines(steps[0], pattern, options.stats),
+        lambda steps: [_step_data(facts, pattern, options.stats) for facts in steps],
     )
     return 0
 
 
-def _table(found: "Sequence[StepFacts]") -> list[str]:
+def _table(steps: "Sequence[StepFacts]") -> list[str]:
     from pentatron.checkpoint.find import is_resumable, layout_words
 
     head = ("step", "saved", "size", "files", "layout", "holds", "state")
     rows = []
-    for facts in found:
+    for facts in steps:
         manifest = facts.manifest
-        if manifest is None:
-            rows.append(
-                (
-                    facts.folder.name,
-                    _when(facts.saved_at),
-                    decimal_size(facts.bytes),
-                    "?",
-                    "?",
-                    "?",
-                    facts.state,
-                )
-            )
-            continue
-        holds = "resumable" if is_resumable(manifest) else "weights only"
-        layout, files = layout_words(manifest.config), str(len(manifest.files))
-        rows.append(
-            (
-                facts.folder.name,
-                _when(facts.saved_at),
-                decimal_size(facts.bytes),
-                files,
-                layout,
-                holds,
-                facts.state,
-            )
-        )
+        files = layout = content = "?"
+        if manifest is not None:
+            content = "resumable" if is_resumable(manifest) else "weights only"
+            layout, files = layout_words(manifest.config), str(len(manifest.files))
+        saved, size = _when(facts.saved_at), decimal_size(facts.bytes)
+        rows.append((facts.folder.name, saved, size, files, layout, content, facts.state))
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)
     ]
-    total = sum(facts.bytes for facts in found)
-    problems = [f"{facts.folder.name}: {facts.problem}" for facts in found if facts.problem]
+    total = sum(facts.bytes for facts in steps)
+    problems = [f"{facts.folder.name}: {facts.problem}" for facts in steps if facts.problem]
     note = "sizes and structure are checked here; `pentatron checkpoint verify` compares every checksum"
-    return [*lines, "", f"{counted(len(found), 'step')}, {decimal_size(total)}; {note}", *problems]
+    return [*lines, "", f"{counted(len(steps), 'step')}, {decimal_size(total)}; {note}", *problems]
 
 
 def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> Iterator[str]:
     from pentatron.checkpoint.find import is_resumable, layout_words
+    from pentatron.train.preflight import told
 
     yield f"{facts.folder}: {facts.state}"
     if facts.manifest is None:
         yield f"  {facts.problem}"
         return
     manifest = facts.manifest
+    environment: Any = manifest.run_state.get("environment") or ""
+    # An edited manifest may have anything here, which is then shown as it is.
+    with contextlib.suppress(TypeError, AttributeError):
+        environment = told(environment) if environment else ""
     rows = {
         "step": str(manifest.step),
         "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {counted(len(manifest.files), 'file')}",
-        "holds": "what training goes on from" if is_resumable(manifest) else "weights only",
+        "holds": "all that resuming needs" if is_resumable(manifest) else "weights only",
         "model": _model(manifest),
         "layout": layout_words(manifest.config),
         "state": _state(manifest.run_state),
         "per dataset": _pairs(manifest.run_state.get("drawn")),
         "learning rate": _learning_rate(manifest),
         "loss scale": _pairs(manifest.run_state.get("loss_scaling")),
-        "environment": _environment(manifest.run_state),
+        "environment": environment,
     }
     for name, text in rows.items():
         if text:
@@ -127,11 +114,8 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
         yield f"  {name:<28} {decimal_size(record.bytes):>12}  {counted(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
     if len(names) > _SHOWN_FILES:
         yield f"  and {len(names) - _SHOWN_FILES} more (--json has all)"
-    kinds: dict[str, int] = {}
-    for name in manifest.tensors:
-        kinds[name.partition("/")[0]] = kinds.get(name.partition("/")[0], 0) + 1
-    kinds_told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    yield f"tensors: {kinds_told}" + (
+    kinds = Counter(name.partition("/")[0] for name in manifest.tensors)
+    yield f"tensors: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}" + (
         "" if pattern else " (--tensors [PATTERN] lists them, --stats with numbers)"
     )
     if pattern is not None:
@@ -144,34 +128,33 @@ def _model(manifest: "Manifest") -> str:
     from pentatron.checkpoint.load import WEIGHTS
 
     sections = {name: manifest.config.get(name, {}) for name in ("model", "moe")}
-    made = Settings.of_sections(sections)
+    settings = Settings.of_sections(sections)
     weights = count_elements(manifest, WEIGHTS)
     types = sorted({r.dtype for name, r in manifest.tensors.items() if name.startswith(WEIGHTS)})
-    said = [f"{weights:,} parameters as {', '.join(types)}"]
+    parts = [f"{weights:,} parameters as {', '.join(types)}"]
     if {"num_layers", "hidden_size"} <= sections["model"].keys():
-        said.append(f"{made.num_layers} layers of width {made.hidden_size}")
-    if made.num_attention_heads:
-        groups = f" in {made.num_query_groups} groups" if made.num_query_groups else ""
-        said.append(f"{made.num_attention_heads} heads{groups}")
-    if made.num_experts:
-        said.append(f"{made.num_experts} experts")
-    if made.vocab_size:
-        said.append(f"vocabulary {made.vocab_size}")
-    return ", ".join(said)
+        parts.append(f"{settings.num_layers} layers of width {settings.hidden_size}")
+    if settings.num_attention_heads:
+        groups = f" in {settings.num_query_groups} groups" if settings.num_query_groups else ""
+        parts.append(f"{settings.num_attention_heads} heads{groups}")
+    if settings.num_experts:
+        parts.append(f"{settings.num_experts} experts")
+    if settings.vocab_size:
+        parts.append(f"vocabulary {settings.vocab_size}")
+    return ", ".join(parts)
 
 
 def _state(state: Mapping[str, Any]) -> str:
-    # A manifest may have anything in place of a count; then it is shown as it is.
-    found = {word: state[name] for name, word in _COUNTS.items() if state.get(name)}
-    return ", ".join(f"{_count(value)} {word}" for word, value in found.items())
-
-
-def _count(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int | float) else f"{value!r:.60}"
+    # A manifest may have any value in place of a count, which is then shown as it is.
+    counts = {word: state[name] for name, word in _COUNTS.items() if state.get(name)}
+    return ", ".join(
+        f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}"
+        for word, value in counts.items()
+    )
 
 
 def _learning_rate(manifest: "Manifest") -> str:
-    """What the schedule says after the samples that were trained on."""
+    """Formats the learning rate of the schedule after the consumed samples."""
     from pentatron.train.schedules import Schedule
 
     saved = manifest.run_state.get("schedule")
@@ -182,22 +165,10 @@ def _learning_rate(manifest: "Manifest") -> str:
         schedule = Schedule.from_json(saved)
         rate = schedule.learning_rate(samples)
     except (TypeError, KeyError, ValueError, ArithmeticError):
-        # Of a version that has other schedules.
+        # Saved by a version with other schedules.
         return _pairs(saved)
     style, decay = schedule.learning_rate, schedule.weight_decay
     return f"{rate:.3e} ({style.style} from {style.peak:g} to {style.floor:g}), weight decay {decay.end:g}"
-
-
-def _environment(state: Mapping[str, Any]) -> str:
-    """What it was computed with, where that is recorded."""
-    from pentatron.train.preflight import told
-
-    saved = state.get("environment")
-    try:
-        return told(saved) if saved else ""
-    except (TypeError, AttributeError):
-        # Somebody has edited it.
-        return str(saved)
 
 
 def _pairs(table: Any) -> str:
@@ -212,9 +183,9 @@ def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Ite
 
     manifest = facts.manifest
     assert manifest is not None
-    # `layers.0` means whatever has it in its name.
-    wanted = pattern if any(mark in pattern for mark in "*?[") else f"*{pattern}*"
-    names = [name for name in manifest.tensors if fnmatch.fnmatchcase(name, wanted)]
+    # A pattern without wildcards matches any part of a name.
+    glob = pattern if any(mark in pattern for mark in "*?[") else f"*{pattern}*"
+    names = [name for name in manifest.tensors if fnmatch.fnmatchcase(name, glob)]
     if not names:
         raise UserError(
             f"--tensors {pattern}: {facts.folder} has no such tensor; the first one is {next(iter(manifest.tensors))}"
@@ -230,14 +201,14 @@ def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Ite
                 "files": sorted({piece.file for piece in record.pieces}),
             }
             if with_statistics:
-                found = statistics_of(reader, name)
+                statistics = statistics_of(reader, name)
                 row |= {
-                    "min": found.least if found.finite else None,
-                    "max": found.most if found.finite else None,
-                    "mean": found.mean if found.finite else None,
-                    "norm": found.norm,
-                    "nan": found.nans,
-                    "inf": found.infinities,
+                    "min": statistics.least if statistics.finite else None,
+                    "max": statistics.most if statistics.finite else None,
+                    "mean": statistics.mean if statistics.finite else None,
+                    "norm": statistics.norm,
+                    "nan": statistics.nans,
+                    "inf": statistics.infinities,
                 }
             yield row
 
@@ -246,12 +217,12 @@ def _tensor_line(row: Mapping[str, Any]) -> str:
     text = f"  {row['name']}  {row['dtype']} {row['shape']}  {counted(row['pieces'], 'piece')}"
     if "norm" not in row:
         return text
-    numbers = ", ".join(f"{name} {_short(row[name])}" for name in ("min", "max", "mean", "norm"))
+    numbers = ", ".join(f"{name} {_shortened(row[name])}" for name in ("min", "max", "mean", "norm"))
     bad = f", {row['nan']:,} NaN, {row['inf']:,} infinite" if row["nan"] or row["inf"] else ""
     return f"{text}  {numbers}{bad}"
 
 
-def _short(value: float | None) -> str:
+def _shortened(value: float | None) -> str:
     return "none" if value is None or math.isnan(value) else f"{value:.4g}"
 
 

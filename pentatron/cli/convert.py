@@ -1,5 +1,6 @@
-"""`pentatron import` and `pentatron export`: between Hugging Face folders and checkpoints."""
+"""`pentatron import` and `pentatron export`: convert between Hugging Face folders and checkpoints."""
 
+import contextlib
 import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from pentatron.checkpoint.store import Found
-    from pentatron.hf.convert import ExportOptions as Chosen
+    from pentatron.hf.convert import ExportOptions as HfExportOptions
 
 _UNITS = {
     "": 1,
@@ -31,21 +32,19 @@ _UNITS = {
 
 
 def _size(written: str, flag: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", written)
-    if not found or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", written)
+    if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise UserError(f"{flag} {written}: write a size such as 5GB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 @dataclass(frozen=True)
 class ImportOptions(Options):
-    dtype: str | None = option(None, "another type for the weights", choices=("fp32", "bf16", "fp16"))
+    dtype: str | None = option(None, "convert the weights to this type", choices=("fp32", "bf16", "fp16"))
     allow_narrowing: bool = option(
-        False, "also one that cannot hold every value of the source: weights are rounded"
+        False, "allow a type that cannot hold every value of the source: weights are rounded"
     )
-    tokenizer: str | None = option(
-        None, "carry this tokenizer along instead of the folder's own", value="DIR"
-    )
+    tokenizer: str | None = option(None, "copy this tokenizer instead of the folder's own", value="DIR")
     verify: bool = option(
         False,
         "compare logits on random tokens with the transformers library; needs memory for the whole model",
@@ -54,14 +53,14 @@ class ImportOptions(Options):
 
     def problems(self) -> Iterable[str]:
         if self.allow_narrowing and self.dtype is None:
-            yield "--allow-narrowing: say to which type with --dtype, or leave it out to keep every value"
+            yield "--allow-narrowing: set the type with --dtype, or leave it out to keep every value"
 
 
 @dataclass(frozen=True)
 class ExportOptions(ImportOptions):
     ckpt_format: str | None = option(
         None,
-        "permits to read a checkpoint of Megatron-LM, which holds pickle: it is read by a process apart",
+        "allow reading a Megatron-LM checkpoint, which contains pickle: it is unpickled in a sandboxed process",
         choices=("torch_dist", "torch"),
     )
     dtype: str | None = option(
@@ -70,7 +69,7 @@ class ExportOptions(ImportOptions):
         choices=("fp32", "bf16", "fp16"),
     )
     tokenizer: str | None = option(
-        None, "carry this tokenizer along instead of the one that came with the model", value="DIR"
+        None, "copy this tokenizer instead of the one that came with the model", value="DIR"
     )
     max_shard_size: int = option(5 * 10**9, "largest file, such as 500MB (5GB)", value="SIZE", parse=_size)
     no_check: bool = option(False, "do not compare the checksums of the checkpoint")
@@ -78,7 +77,7 @@ class ExportOptions(ImportOptions):
 
 IMPORT_USAGE = f"""usage: pentatron import HF_DIR OUT [--option value ...]
 
-Makes a checkpoint of a Hugging Face folder (config.json and safetensors files) or of a model of the hub. It holds weights alone,
+Converts a Hugging Face folder (config.json and safetensors files) or a model of the hub to a checkpoint. It holds weights only,
 in the type of the source, and loads in any layout: pentatron train --load OUT. Nothing is overwritten.
 
 {options_help(ImportOptions)}
@@ -87,7 +86,7 @@ in the type of the source, and loads in any layout: pentatron train --load OUT. 
 """
 EXPORT_USAGE = f"""usage: pentatron export CHECKPOINT HF_DIR [--option value ...]
 
-Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is taken) or one step of
+Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is used) or one step of
 them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritten.
 
 {options_help(ExportOptions)}
@@ -110,12 +109,7 @@ def export_command(words: Sequence[str]) -> int:
 
 
 def _convert(
-    words: Sequence[str],
-    usage: str,
-    cls: type[T],
-    call: str,
-    what: str,
-    run: Callable[[str, Path, T], int],
+    words: Sequence[str], usage: str, cls: type[T], call: str, what: str, run: Callable[[str, Path, T], int]
 ) -> int:
     if "--help" in words or "-h" in words:
         say(usage)
@@ -131,7 +125,7 @@ def _convert(
 def run_import(source: str, out: Path, options: ImportOptions) -> int:
     from pentatron.checkpoint.find import find_step
     from pentatron.compare.logits import compare_logits, require_transformers
-    from pentatron.hf.convert import ImportOptions as Chosen
+    from pentatron.hf.convert import ImportOptions as HfImportOptions
     from pentatron.hf.convert import import_folder
     from pentatron.hf.hub import resolve_folder
     from pentatron.hf.small_files import tokenizer_files
@@ -144,21 +138,13 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
     tokenizer = tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
     lines: list[str] = []
 
-    def judge(made: Path) -> None:
+    def compare(checkpoint: Path) -> None:
         display.work("comparing with transformers", 0, 1)
-        lines.append(compare_logits(find_step(made)[0], folder, dtype).sentence())
+        lines.append(compare_logits(find_step(checkpoint)[0], folder, dtype).sentence())
 
-    display = open_display(options.progress_bar)
-    try:
-        summary = import_folder(
-            folder,
-            out,
-            Chosen(dtype, options.allow_narrowing, tokenizer),
-            display,
-            judge if options.verify else None,
-        )
-    finally:
-        display.close()
+    with contextlib.closing(open_display(options.progress_bar)) as display:
+        conversion = HfImportOptions(dtype, options.allow_narrowing, tokenizer)
+        summary = import_folder(folder, out, conversion, display, compare if options.verify else None)
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
     return 0
 
@@ -168,14 +154,14 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     from pentatron.checkpoint.format import DamagedCheckpoint, Manifest
     from pentatron.compare.logits import require_transformers
     from pentatron.hf.convert import DamagedStep
-    from pentatron.hf.convert import ExportOptions as Chosen
+    from pentatron.hf.convert import ExportOptions as HfExportOptions
     from pentatron.hf.small_files import tokenizer_files
     from pentatron.interchange.reading import read_megatron
 
     if options.verify:
         require_transformers()
     tokenizer = tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
-    chosen = Chosen(
+    conversion = HfExportOptions(
         _dtype(options.dtype),
         options.allow_narrowing,
         tokenizer,
@@ -184,8 +170,8 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     )
     path = followed(Path(checkpoint))
     if options.ckpt_format and megatron_step(path) and not steps_at(path):
-        found, remarks = read_megatron(path)
-        return _export_found(found, [f"note: {remark}" for remark in remarks], out, chosen, options)
+        step, remarks = read_megatron(path)
+        return _export_step(step, [f"note: {remark}" for remark in remarks], out, conversion, options)
     damaged: dict[Path, str] = {}
 
     def refuse_damaged(folder: Path, manifest: Manifest) -> None:
@@ -193,19 +179,19 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
             raise DamagedCheckpoint(damaged[folder])
 
     while True:
-        found, complaints = find_step(path, refuse_damaged)
-        notes = [f"note: {complaint}; {found.folder.name} is exported" for complaint in complaints]
+        step, complaints = find_step(path, refuse_damaged)
+        notes = [f"note: {complaint}; {step.folder.name} is exported" for complaint in complaints]
         try:
-            return _export_found(found, notes, out, chosen, options)
+            return _export_step(step, notes, out, conversion, options)
         except DamagedStep as error:
             if is_step(path):
                 raise
-            # Sums are compared beside the writing. As training does, the step before is taken.
-            damaged[found.folder] = str(error.__cause__)
+            # Checksums are compared while writing. As in training, the previous step is taken instead.
+            damaged[step.folder] = str(error.__cause__)
 
 
-def _export_found(
-    found: "Found", notes: Sequence[str], out: Path, chosen: "Chosen", options: ExportOptions
+def _export_step(
+    step: "Found", notes: Sequence[str], out: Path, conversion: "HfExportOptions", options: ExportOptions
 ) -> int:
     from pentatron.compare.logits import compare_logits
     from pentatron.generate.source import tokenizer_place
@@ -213,38 +199,35 @@ def _export_found(
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
     from pentatron.monitor.display import open_display
 
-    lines = [*notes, *_about_dtype(found, chosen.dtype)]
-    if not has_tokenizer(small_files(found.folder.parent / FOLDER_NAME, chosen.tokenizer)):
-        place = tokenizer_place(found.folder, found.manifest.config)
-        adds = (
-            f"--tokenizer {place} adds the one it was trained with" if place else "--tokenizer DIR adds one"
-        )
-        lines.append(f"note: no tokenizer came with this model, so the folder has none; {adds}")
+    lines = [*notes, *_dtype_notes(step, conversion.dtype)]
+    if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, conversion.tokenizer)):
+        tokenizer = tokenizer_place(step.folder, step.manifest.config)
+        flag = f"{tokenizer} adds the one it was trained with" if tokenizer else "DIR adds one"
+        lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
 
-    def judge(made: Path) -> None:
+    def compare(folder: Path) -> None:
         display.work("comparing with transformers", 0, 1)
-        lines.append(compare_logits(found, made, chosen.dtype or trained_dtype(found.manifest)).sentence())
+        lines.append(
+            compare_logits(step, folder, conversion.dtype or trained_dtype(step.manifest)).sentence()
+        )
 
-    display = open_display(options.progress_bar)
-    try:
-        summary = export_step(found, out, chosen, display, judge if options.verify else None)
-    finally:
-        display.close()
+    with contextlib.closing(open_display(options.progress_bar)) as display:
+        summary = export_step(step, out, conversion, display, compare if options.verify else None)
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
     return 0
 
 
-def _about_dtype(found: "Found", dtype: "torch.dtype | None") -> list[str]:
-    """What becomes of weights that a run has kept in another type than it computed with."""
+def _dtype_notes(step: "Found", dtype: "torch.dtype | None") -> list[str]:
+    """Returns a note if the run stored its weights in another type than it computed with."""
     from pentatron.checkpoint.links import dtype_name
     from pentatron.hf.convert import stored_dtypes, trained_dtype
 
-    trained, stored = trained_dtype(found.manifest), stored_dtypes(found.manifest)
+    trained, stored = trained_dtype(step.manifest), stored_dtypes(step.manifest)
     if dtype is not None or trained is None or stored == {trained}:
         return []
-    kept = ", ".join(sorted(map(dtype_name, stored)))
+    names = ", ".join(sorted(map(dtype_name, stored)))
     return [
-        f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {kept} writes its master "
+        f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {names} writes its master "
         f"weights)"
     ]
 
@@ -256,17 +239,18 @@ def _dtype(name: str | None) -> "torch.dtype | None":
 
 
 def until_stopped(out: Path, convert: Callable[[], int]) -> int:
-    """Ctrl-C and SIGTERM end a conversion with nothing left behind. A reader of the output that leaves does not end it."""
+    """Runs a conversion, which Ctrl-C and SIGTERM end with nothing left behind. A closed output does not end
+    it."""
     outlive_output()
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous_handler = signal.signal(signal.SIGTERM, stop)
     try:
         return convert()
     except KeyboardInterrupt:
         complain(f"stopped; {out} was not made and nothing is left of it")
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

@@ -1,4 +1,4 @@
-"""`pentatron data`: looking at prepared data, checking and joining it."""
+"""`pentatron data`: shows training samples; describes, verifies, merges and seals prepared data."""
 
 import sys
 import textwrap
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pentatron.cli.configure import find_tokenizer, learn_epoch, learn_vocabulary
 from pentatron.cli.loaded import learn_from_named
@@ -21,7 +21,7 @@ from pentatron.settings.entry import EntryPoint
 from pentatron.settings.files import read_data_files
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.run import table
-from pentatron.settings.settings import Draft, Facts, unset
+from pentatron.settings.settings import Facts, unset
 
 if TYPE_CHECKING:
     from pentatron.data.loader import SampleSource
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from pentatron.data.tokenizer import Tokenizer
     from pentatron.settings.training import DataConfig
 
-# `pentatron data show`: the samples a training run would read, made by the same code.
-
-
-PARTS = ("train", "valid", "test")
-FIRST_SAMPLES = range(8)
+_PARTS = ("train", "valid", "test")
+_FIRST_SAMPLES = range(8)
 
 
 def _samples(written: str, flag: str) -> range:
@@ -58,39 +55,39 @@ class ShowOptions(Options):
         value="A:B",
         parse=_samples,
     )
-    part: str = option("train", "those of the training, of the validation or of the test", choices=PARTS)
-    json: bool = option(False, "a list of objects with tokens, labels, loss_mask and position_ids")
+    part: str = option("train", "samples of training, validation or test", choices=_PARTS)
+    json: bool = option(False, "print a JSON list of objects with tokens, labels, loss_mask and position_ids")
 
 
 SHOW_USAGE = f"""{usage("pentatron data show", ShowOptions, "[--train-samples N] [--setting value ...]")}
 
 Prints the samples that training with the same settings reads: text, ids, which labels count in the loss, positions. Every setting of
-`pentatron train` about data, its order and the tokenizer acts as it does there (--data-path, --split, --seq-length, --seed,
---tokenizer-type, --sft, --config FILE, ...); those about the model and the machine change nothing here.
+`pentatron train` about data, its order and the tokenizer has the same effect (--data-path, --split, --seq-length, --seed,
+--tokenizer-type, --sft, --config FILE, ...); those about the model and the machine are ignored.
 
 {options_help(ShowOptions)}
 
 The order of the samples depends on how many the run reads: --train-iters, or --train-samples N.
 
-In the text, ⟦ ⟧ stand around what no loss is taken from.
+In the text, ⟦ ⟧ enclose tokens without a loss.
 
   pentatron data show --data-path my_text_document --tokenizer-model my_tokenizer --seq-length 1024 --train-samples 10000
   pentatron data show --sft --data-path chats.jsonl --tokenizer-model my_model --seq-length 4096 --index 3
 """
 
-# A model as small as can be: none is built.
+# No model is built, but the rules need one.
 SHOW = EntryPoint(
     name="pentatron data show",
     summary="Show the samples of a run.",
     defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
     own=flags_of(ShowOptions),
 )
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-ANY_TOKEN = 2**31 - 1
-# Settings of these sections are about machines and updates, and this command needs one process only.
-ELSEWHERE = ("optim", "parallel", "precision", "memory", "kernels", "launch", "checkpoint", "loop", "log")
-WIDTH = 110
-LONGEST_REPETITION = 8
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+_MAX_VOCAB_SIZE = 2**31 - 1
+# Sections of settings that do not affect the samples; this command runs in one process.
+_IGNORED = ("optim", "parallel", "precision", "memory", "kernels", "launch", "checkpoint", "loop", "log")
+_WIDTH = 110
+_MOST_REPEATED = 8
 
 
 def show_samples(words: Sequence[str]) -> int:
@@ -102,12 +99,12 @@ def show_samples(words: Sequence[str]) -> int:
     from pentatron.parallel.world import single_process
     from pentatron.supervise.launcher import scratch_folder
 
-    if words and (settings_of_run := Path(words[0]) / "config.yaml").is_file():
-        raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {settings_of_run}")
+    if words and (run_config := Path(words[0]) / "config.yaml").is_file():
+        raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {run_config}")
     options, settings = read_among(ShowOptions, words, SHOW)
-    wanted = options.index or FIRST_SAMPLES
-    resolved, world = _resolve(settings, options.part, wanted.stop), single_process(torch.device("cpu"))
-    # What is printed must stay readable by machines.
+    indices = options.index or _FIRST_SAMPLES
+    resolved, world = _resolve(settings, options.part, indices.stop), single_process(torch.device("cpu"))
+    # Notices go to stderr, because stdout may be JSON.
     display = PlainLines(sys.stderr)
     with scratch_folder("show") as folder:
         resolved = settle_epochs(resolved, world, folder, display)
@@ -116,25 +113,30 @@ def show_samples(words: Sequence[str]) -> int:
             display.say(f"note: {notice}")
         opened = open_data(config, world, folder, display)
         datasets = arrange(opened, config, world, TrainState(), folder, display)
-        chosen = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options.part]
-        if chosen is None:
-            raise UserError(_nothing_there(config.data, options.part, datasets.untested))
-        there = _how_many(chosen, config.spans.total if options.part == "train" else None)
-        if there is not None and options.index is not None and options.index.stop > there.number:
-            raise UserError(
-                f"{there.sentence}, so --index can go from 0 to {there.number - 1}, not '{_written(options.index)}'"
-            )
-        samples = {i: chosen[i] for i in wanted if there is None or i < there.number}
+        source = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options.part]
+        if source is None:
+            raise UserError(_empty_part(config.data, options.part, datasets.untested))
+        count = config.spans.total if options.part == "train" else None
+        number, sentence = _available(source, count) or (indices.stop, "")
+        if options.index is not None and options.index.stop > number:
+            given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"
+            raise UserError(f"{sentence}, so --index can go from 0 to {number - 1}, not '{given}'")
+        samples = {i: source[i] for i in indices if i < number}
     if options.json:
-        say_json([{"index": i, **_as_json(sample)} for i, sample in samples.items()], indent=None)
+        # Masks are 0 or 1, so that the conversion to integers is exact.
+        rows = [
+            {"index": i, **{name: values.astype(int).tolist() for name, values in sample.items()}}
+            for i, sample in samples.items()
+        ]
+        say_json(rows, indent=None)
     else:
         if opened.depends_on_length:
             say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
-        say("\n\n".join(_as_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
+        say("\n\n".join(_sample_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
     return 0
 
 
-def _nothing_there(data: "DataConfig", part: str, untested: str) -> str:
+def _empty_part(data: "DataConfig", part: str, untested: str) -> str:
     purpose, share = {"valid": ("validate", "second"), "test": ("test", "third")}[part]
     if part == "test" and untested:
         return f"{untested}; give it a larger share"
@@ -143,63 +145,46 @@ def _nothing_there(data: "DataConfig", part: str, untested: str) -> str:
     return f"there is nothing to {purpose} with; give --split {data.split} a {share} share"
 
 
-def _written(samples: range) -> str:
-    return str(samples.start) if len(samples) == 1 else f"{samples.start}:{samples.stop}"
-
-
 def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
     draft, facts = gather(words, SHOW), Facts(1)
     for name, item in table().items():
-        if item.section in ELSEWHERE and name != "load":
+        if item.section in _IGNORED and name != "load":
             draft.assign("default", **{name: item.default})
     read_data_files(draft)
     find_tokenizer(draft)
     learn_vocabulary(draft)
     learn_from_named(draft, facts)
     if unset(draft.vocab_size) and names_files(draft) and "vocab_size" not in draft.wrong:
-        draft.assign("default", vocab_size=ANY_TOKEN)
+        draft.assign("default", vocab_size=_MAX_VOCAB_SIZE)
     learn_epoch(draft)
-    _set_length(draft, stop)
+    if all(getattr(draft, name) is None for name in ("train_iters", "train_samples", "epochs")):
+        draft.assign("default", train_iters=stop)
     if part == "train":
         draft.assign("default", eval_iters=0)
     return resolve(draft, facts)
 
 
-def _set_length(draft: Draft, stop: int) -> None:
-    """How many samples the order is made for, if nobody says."""
-    if all(getattr(draft, name) is None for name in ("train_iters", "train_samples", "epochs")):
-        draft.assign("default", train_iters=stop)
+def _available(source: "SampleSource", read: int | None) -> tuple[int, str] | None:
+    """Returns how many samples can be shown, with a sentence; None for endless data. `read` is the number the
+    whole run reads."""
+    length = len(source) if isinstance(source, Sized) else None
+    if read is not None and (length is None or read < length):
+        return read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
+    return None if length is None else (length, f"there are {length} samples")
 
 
-class _There(NamedTuple):
-    number: int
-    sentence: str
-
-
-def _how_many(source: "SampleSource", read: int | None) -> _There | None:
-    """How many samples can be shown, and in words; None where there is no end. `read`: by the whole run."""
-    known = len(source) if isinstance(source, Sized) else None
-    if read is not None and (known is None or read < known):
-        return _There(
-            read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
-        )
-    return None if known is None else _There(known, f"there are {known} samples")
-
-
-def _as_json(sample: "Sample") -> dict[str, list[int]]:
-    """Masks are 0 or 1, so whole numbers are exact; documents that see themselves alone are told where there are some."""
-    return {name: values.astype(int).tolist() for name, values in sample.items()}
-
-
-def _as_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str:
-    tokens, labels, mask, positions = (sample[name].astype(int).tolist() for name in FIELDS)
+def _sample_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str:
+    """Formats a sample as text, token ids, labels, loss mask and positions."""
+    tokens, labels, mask, positions = (sample[name].astype(int).tolist() for name in _FIELDS)
     lines = [f"sample {index}: {len(tokens)} tokens, {sum(mask)} labels in the loss"]
     if tokenizer is not None:
         text = "".join(_pieces(tokens, labels, mask, tokenizer))
-        lines += [f"  | {_printable(line)}" for line in text.split("\n")]
+        # Control characters would be interpreted by the terminal.
+        text = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+        lines += [f"  | {line}" for line in text.split("\n")]
     for title, values in (("tokens", tokens), ("labels", labels)):
         lines += _wrapped(title, " ".join(map(str, values)))
-    lines += _wrapped("loss mask", _counted(mask, "{value} × {count}"))
+    lines += _wrapped("loss mask", ", ".join(f"{value} × {len(list(run))}" for value, run in groupby(mask)))
     lines += _wrapped("positions", ", ".join(_ranges(positions)))
     return "\n".join(lines)
 
@@ -207,74 +192,66 @@ def _as_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str
 def _pieces(
     tokens: Sequence[int], labels: Sequence[int], mask: Sequence[int], tokenizer: "Tokenizer"
 ) -> Iterator[str]:
-    """The first token, then every label; where the next input is another token, a new text begins there."""
-    seen: list[tuple[bool, int]] = []
-    for place, token in enumerate(tokens):
-        if place == 0 or labels[place - 1] != token:
-            seen.append((False, token))
-        seen.append((bool(mask[place]), labels[place]))
-    for learned, run in groupby(seen, lambda entry: entry[0]):
+    """Yields the decoded text: the first token, then every label. Where the next input is another token, a
+    new text begins."""
+    entries: list[tuple[bool, int]] = []
+    for position, token in enumerate(tokens):
+        if position == 0 or labels[position - 1] != token:
+            entries.append((False, token))
+        entries.append((bool(mask[position]), labels[position]))
+    for learned, run in groupby(entries, lambda entry: entry[0]):
         ids = [token for _, token in run]
         yield tokenizer.decode(ids) if learned else f"⟦{_shortened(ids, tokenizer)}⟧"
 
 
 def _shortened(ids: Sequence[int], tokenizer: "Tokenizer") -> str:
-    """Padding can be long."""
+    """Decodes tokens, with a long run of one token at the end, such as padding, as its length."""
     last = ids[-1]
-    same = next((n for n, token in enumerate(reversed(ids)) if token != last), len(ids))
-    if same <= LONGEST_REPETITION:
+    repeated = next((n for n, token in enumerate(reversed(ids)) if token != last), len(ids))
+    if repeated <= _MOST_REPEATED:
         return tokenizer.decode(ids)
-    return f"{tokenizer.decode(ids[: len(ids) - same])} token {last} × {same} "
-
-
-def _printable(line: str) -> str:
-    """A terminal would obey control characters."""
-    return "".join(c if c.isprintable() or c == "\t" else "·" for c in line)
-
-
-def _counted(values: Sequence[int], form: str) -> str:
-    return ", ".join(form.format(value=value, count=len(list(run))) for value, run in groupby(values))
+    return f"{tokenizer.decode(ids[: len(ids) - repeated])} token {last} × {repeated} "
 
 
 def _ranges(positions: Sequence[int]) -> Iterator[str]:
-    """`0-11, 0-4`: where they count on by one."""
-    begin = 0
-    for place in range(1, len(positions) + 1):
-        if place == len(positions) or positions[place] != positions[place - 1] + 1:
-            first, last = positions[begin], positions[place - 1]
+    """Yields the ranges in which positions increase by one, as in `0-11`, `0-4`."""
+    start = 0
+    for position in range(1, len(positions) + 1):
+        if position == len(positions) or positions[position] != positions[position - 1] + 1:
+            first, last = positions[start], positions[position - 1]
             yield f"{first}-{last}" if last > first else str(first)
-            begin = place
+            start = position
 
 
 def _wrapped(title: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"  {title + ':':<11}", subsequent_indent=" " * 13) or [
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {title + ':':<11}", subsequent_indent=" " * 13) or [
         f"  {title}: none"
     ]
 
 
 @dataclass(frozen=True)
 class DescribeOptions(Options):
-    json: bool = option(False, "the same for machines")
+    json: bool = option(False, "print JSON")
 
 
 @dataclass(frozen=True)
 class VerifyOptions(Options):
-    vocab_size: int | None = option(None, "what every token must be below")
+    vocab_size: int | None = option(None, "check that every token is below this")
 
 
 @dataclass(frozen=True)
 class MergeOptions(Options):
-    overwrite: bool = option(False, "replace what OUT has")
+    overwrite: bool = option(False, "replace an existing OUT")
 
 
 USAGE = f"""usage: pentatron data COMMAND [...]
 
 A PREFIX is the name of a .bin/.idx pair without its ending.
 
-  describe PREFIX ... {synopsis(DescribeOptions)}          sizes, type, documents, lengths, tokenizer
-  verify PREFIX ... {synopsis(VerifyOptions)}    structure, every checksum, every token below the vocabulary; ends with code 1 if anything is wrong
-  merge OUT PREFIX ... {synopsis(MergeOptions)}    the documents of several pairs, one after another, as the pair OUT
-  show --data-path PREFIX [...]         the samples that training with the same settings reads; `pentatron data show --help`
+  describe PREFIX ... {synopsis(DescribeOptions)}          print sizes, type, documents, lengths, tokenizer
+  verify PREFIX ... {synopsis(VerifyOptions)}    check the structure, every checksum, and that tokens are below the vocabulary; exit code 1 if anything is wrong
+  merge OUT PREFIX ... {synopsis(MergeOptions)}    concatenate the documents of several pairs to the pair OUT
+  show --data-path PREFIX [...]         print the samples that training with the same settings reads; `pentatron data show --help`
   seal PREFIX ...                       write checksums (.meta) for pairs that another program made or changed
 """
 
@@ -285,26 +262,20 @@ def data_command(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    if words[:1] == ["show"]:
-        return _show(words[1:])
-    if not words or words[0] in ("--help", "-h", "help") or "--help" in words or "-h" in words:
+    asks_help = "--help" in words or "-h" in words
+    if words[:1] == ["show"] and (len(words) == 1 or asks_help):
+        say(SHOW_USAGE)
+        return 0
+    if not words or words[0] == "help" or asks_help:
         say(USAGE)
         return 0
     command, rest = words[0], words[1:]
     if command not in COMMANDS:
-        guess = did_you_mean(command, [*COMMANDS, "show"])
+        guess = did_you_mean(command, COMMANDS)
         raise UserError(
             f"unknown command 'data {command}'{guess}; `pentatron data --help` lists the commands"
         )
     return COMMANDS[command](rest)
-
-
-def _show(words: Sequence[str]) -> int:
-
-    if not words or "--help" in words or "-h" in words:
-        say(SHOW_USAGE)
-        return 0
-    return show_samples(words)
 
 
 def _describe(words: Sequence[str]) -> int:
@@ -341,10 +312,10 @@ def _merge(words: Sequence[str]) -> int:
     output, *sources = map(_stem, prefixes)
     if output in sources:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
-    for source, times in Counter(str(Path(source).resolve()) for source in sources).items():
-        if times > 1:
+    for source, count in Counter(str(Path(source).resolve()) for source in sources).items():
+        if count > 1:
             say(
-                f"note: {source} is named {times} times, so each of its documents is in {output} {times} times"
+                f"note: {source} is named {count} times, so each of its documents is in {output} {count} times"
             )
     facts = merge(sources, output, options.overwrite)
     say(
@@ -369,15 +340,16 @@ def _seal(words: Sequence[str]) -> int:
 
 def _need(prefixes: Sequence[str], least: int, example: str) -> None:
     if len(prefixes) < least:
-        raise UserError(f"say which data to use: pentatron data {example}")
+        raise UserError(f"name the data to use: pentatron data {example}")
 
 
 def _stem(word: str) -> str:
-    """People complete file names with the tab key; either file of a pair means the pair."""
+    """Removes the ending of either file of a pair, as completed by a shell."""
     return word.removesuffix(".bin").removesuffix(".idx").removesuffix(".meta")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "show": show_samples,
     "describe": _describe,
     "verify": _verify,
     "merge": _merge,

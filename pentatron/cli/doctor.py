@@ -1,4 +1,4 @@
-"""`pentatron doctor`: what this machine has, what is missing, and what to do."""
+"""`pentatron doctor`: reports what this machine has for training, what is missing, and how to fix it."""
 
 import dataclasses
 import importlib.util
@@ -16,14 +16,14 @@ from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, all_reduce, loo
 
 @dataclass(frozen=True)
 class DoctorOptions(Options):
-    json: bool = option(False, "everything, for machines")
-    no_trials: bool = option(False, "look only, start nothing")
+    json: bool = option(False, "print JSON")
+    no_trials: bool = option(False, "only look, start no processes")
 
 
 USAGE = f"""{usage("pentatron doctor", DoctorOptions)}
 
-Says what this machine has for training and what is missing, and tries the two things every run needs: a matmul, and processes
-that add numbers up together (over gloo, and over NCCL where there are GPUs). Exit code 0: runs will start; 1: something must be mended.
+Reports what this machine has for training and what is missing, and tries the two things every run needs: a matmul and an
+all-reduce (over gloo, and over NCCL where there are GPUs). Exit code 0: runs will start; 1: something must be fixed.
 
 {options_help(DoctorOptions)}
 """
@@ -52,16 +52,17 @@ def doctor_command(words: Sequence[str]) -> int:
 def _trials() -> list[Finding]:
     import torch
 
-    # As the workers of a run get it: they are on this machine, whatever its name means.
+    # The same environment as the workers of a run: gloo uses the loopback interface, whatever the host name
+    # resolves to.
     environment = dict(os.environ)
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = [matmul("cpu"), *(matmul(f"cuda:{number}") for number in range(gpus))]
-    found.append(all_reduce("gloo", 2, environment))
+    findings = [matmul("cpu"), *(matmul(f"cuda:{number}") for number in range(gpus))]
+    findings.append(all_reduce("gloo", 2, environment))
     if gpus and torch.distributed.is_nccl_available():
-        found.append(all_reduce("nccl", gpus, environment))
-    return found
+        findings.append(all_reduce("nccl", gpus, environment))
+    return findings
 
 
 def _lines(findings: Sequence[Finding]) -> list[str]:

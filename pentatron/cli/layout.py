@@ -1,4 +1,5 @@
-"""`pentatron layout`: which rank does what, shown before anything is started."""
+"""`pentatron layout`: shows the role of every rank and draws the pipeline schedule, without starting a
+run."""
 
 import dataclasses
 import os
@@ -22,24 +23,157 @@ from pentatron.settings.entry import LAYOUT, EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Draft, Facts
 
-# A pipeline schedule in time: one row for every pipeline rank, in a terminal or as a picture.
-
-
-# Background colours of a 256-colour terminal for forward, backward and weight gradients, one for each stage of a rank in
-# turn.
+# 256-colour terminal backgrounds of forward, backward and weight gradients, cycled over the stages of a rank.
 _FORWARD, _BACKWARD, _WEIGHT = (25, 31, 62, 67), (28, 64, 100, 65), (94, 130, 136, 137)
 _PICTURE_FORWARD = ("#4c78a8", "#7fa3c9", "#35577a", "#9dbbd9")
 _PICTURE_BACKWARD = ("#59a14f", "#8bc07f", "#3f7a37", "#aad3a1")
 _PICTURE_WEIGHT = ("#b07a2b", "#cfa05c", "#8a5d1c", "#dcb985")
 _IDLE = "·"
+# Sizes of the picture in pixels.
+_STEP, _ROW, _LEFT, _TOP = 22, 26, 70, 50
+_NARROWEST = 40
 
 T = TypeVar("T")
+_PICTURE = ".svg"
+
+
+@dataclass(frozen=True)
+class LayoutOptions(Options):
+    draw: str | None = option(
+        None,
+        "draw the schedule in the terminal, or as a picture to a file",
+        value=f"FILE{_PICTURE}",
+        alone="",
+    )
+    all: bool = option(False, "print every rank and every group")
+    json: bool = option(False, "print JSON")
+
+    def problems(self) -> Iterable[str]:
+        if self.draw and not self.draw.endswith(_PICTURE):
+            yield f"--draw wants the name of a picture that ends in {_PICTURE}, not '{self.draw}'"
+
+
+USAGE = f"""{usage("pentatron layout [--world-size N]", LayoutOptions, "[--setting value ...]")}
+
+Shows the coordinates of every rank, the process groups, the layers of every pipeline stage, and the schedule of the
+micro-batches. Nothing is started; without --preset or --load a small model is assumed.
+
+{options_help(LayoutOptions)}
+
+--world-size N is the number of processes (the product of the parallel sizes).
+
+  pentatron layout --world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --draw
+  pentatron layout --preset llama3-8b --tp_size 2 --pp_size 4 --num-microbatches 8 --draw schedule.svg
+
+All settings of `pentatron train` are accepted; those about parallelism are:
+"""
+
+
+def layout_command(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
+        return 0
+    options, settings = read_among(
+        LayoutOptions, words, dataclasses.replace(LAYOUT, own=flags_of(LayoutOptions))
+    )
+    file = Path(options.draw) if options.draw else None
+    report = describe(settings)
+    if file is not None:
+        try:
+            file.write_text(
+                picture(report.checked, report.placement, report.schedule_in_words), encoding="utf-8"
+            )
+        except OSError as error:
+            raise UserError(f"--draw {file}: {error.strerror}; name a file that can be written") from None
+    show_report(report, options.json, lambda report: as_text(report, options.all), as_data)
+    if options.json:
+        return 0
+    if file is not None:
+        say(f"\nthe schedule is drawn in {file}: open it in any browser")
+    elif options.draw is not None:
+        colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        width = max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
+        paint("\n" + "\n".join(rows(report.checked, report.placement, width, colours)))
+    elif report.placement.stages > 1:
+        say("\nadd --draw to see the schedule")
+    return 0
+
+
+def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:
+    """Resolves the layout of the words; raises all problems at once."""
+    draft = gather(words, entry)
+    facts = _facts(draft)
+    is_named = learn_from_named(draft, facts) or draft.preset is not None
+    stands_in = not is_named and _stand_in(draft)
+    _settle_batch(draft)
+    resolved = resolve(draft, facts, built_only=False)
+    per_machine = facts.local_processes if draft.given("nproc_per_node") else None
+    return Report(resolved.config, per_machine, tuple(resolved.notices), stands_in)
+
+
+def _facts(draft: Draft) -> Facts:
+    """Returns the given number of processes, or that of one replica of the model."""
+    world = draft.world_size
+    per_machine = draft.nproc_per_node if draft.given("nproc_per_node") else None
+    if world is None:
+        copies = draft.data_parallel_size or 1
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        world = per_machine or copies
+        if per_machine is None:
+            for name in sizes:
+                world *= getattr(draft, name)
+    # Sizes below 1 are refused later, together with all other problems.
+    world = max(1, world)
+    return Facts(world, max(1, per_machine or world))
+
+
+def _stand_in(draft: Draft) -> bool:
+    """Assigns default model sizes that fit the parallel sizes; returns whether the number of layers is one of
+    them."""
+    tensor = max(1, draft.tensor_model_parallel_size)
+    heads = draft.num_attention_heads or 8 * tensor
+    defaults = {
+        "num_layers": _layers(draft),
+        "hidden_size": 64 * heads,
+        "seq_length": 256 * tensor * max(1, draft.context_parallel_size),
+    }
+    if not draft.given("hidden_size"):
+        defaults |= {"num_attention_heads": heads}
+    missing = {name: value for name, value in defaults.items() if not draft.given(name)}
+    draft.assign(f"default of {LAYOUT.name}", **missing)
+    return "num_layers" in missing
+
+
+def _settle_batch(draft: Draft) -> None:
+    """Assigns enough micro-batches to show the steady state of the pipeline, if no batch setting is given."""
+    settings = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
+    if all(getattr(draft, name) is None for name in settings) and not draft.step_batch_size_schedule:
+        enough = max(4, 2 * draft.pipeline_model_parallel_size)
+        draft.assign(f"default of {LAYOUT.name}", gradient_accumulation_steps=enough)
+
+
+def _layers(draft: Draft) -> int:
+    """Returns four layers a stage, unless settings of the pipeline determine the number."""
+    ranks = max(1, draft.pipeline_model_parallel_size)
+    virtual = max(1, draft.virtual_pipeline_model_parallel_size or 1)
+    per_stage = draft.num_layers_per_virtual_pipeline_stage
+    if draft.pipeline_model_parallel_layout is not None:
+        try:
+            return max(1, "".join(written_stages(draft.pipeline_model_parallel_layout)).count("t"))
+        except ValueError:
+            # The rules report what is wrong with it.
+            return ranks * virtual
+    if per_stage is not None and per_stage > 0:
+        return int(ranks * per_stage * (virtual if virtual > 1 else 2))
+    ends = (draft.decoder_first_pipeline_num_layers, draft.decoder_last_pipeline_num_layers)
+    given = [count for count in ends if count is not None]
+    return int(sum(given) + 4 * virtual * max(0, ranks - len(given)))
 
 
 def letter(placement: Placement, stage: int) -> str:
-    """Which of its rank's stages this is: a, b, ...; nothing where each rank has one."""
-    own = placement.stages_of(placement.rank_of[stage])
-    return "" if len(own) == 1 else _letter(own.index(stage))
+    """Returns the letter of a stage among those of its rank: a, b, ...; empty if each rank has one stage."""
+    stages = placement.stages_of(placement.rank_of[stage])
+    return "" if len(stages) == 1 else _letter(stages.index(stage))
 
 
 def _letter(index: int) -> str:
@@ -50,11 +184,8 @@ def _label(placement: Placement, slot: Slot) -> str:
     return f"{slot.action.kind.value}{slot.action.micro_batch}{letter(placement, slot.action.stage)}"
 
 
-# --- terminal ---
-
-
 def rows(checked: Checked, placement: Placement, width: int, colours: bool) -> list[str]:
-    """The schedule in lines of at most `width` characters; a long one continues below."""
+    """Draws the schedule as lines of at most `width` characters; a long one is split into several blocks."""
     cell = 1 + max(len(_label(placement, slot)) for slots in checked.timeline for slot in slots)
     margin = len(f"rank {placement.ranks - 1} ")
     per_line = max(1, (width - margin - 2) // cell)
@@ -70,7 +201,7 @@ def rows(checked: Checked, placement: Placement, width: int, colours: bool) -> l
 
 
 def _scale(first: int, last: int, cell: int) -> str:
-    """Time above the columns, every fifth step."""
+    """Returns the time axis with every fifth step."""
     marks = (f"{time:<{cell}}" if time % 5 == 0 else " " * cell for time in range(first, last))
     return "".join(mark[:cell] for mark in marks).rstrip()
 
@@ -78,7 +209,7 @@ def _scale(first: int, last: int, cell: int) -> str:
 def _cells(
     slots: Sequence[Slot], placement: Placement, first: int, last: int, cell: int, colours: bool
 ) -> Iterator[str]:
-    """What one rank does from `first` to `last`; a computation that lasts several steps fills them all."""
+    """Yields the cells of one rank from `first` to `last`; a slot of several steps fills several cells."""
     at = first
     for slot in slots:
         start, end = max(slot.start, first), min(slot.end, last)
@@ -86,7 +217,7 @@ def _cells(
             continue
         yield _idle(start - at, cell)
         length = (end - start) * cell
-        # Where a line ends inside a computation, the next one goes on with a dash.
+        # A slot that continues from the previous block begins with a dash.
         text = _label(placement, slot) if start == slot.start else "─"
         yield _painted(text[: length - 1].ljust(length - 1, "─") + " ", placement, slot, colours)
         at = end
@@ -101,12 +232,12 @@ def _painted(text: str, placement: Placement, slot: Slot, colours: bool) -> str:
     if not colours:
         return text
     palette = {Kind.FORWARD: _FORWARD, Kind.WEIGHT: _WEIGHT}.get(slot.action.kind, _BACKWARD)
-    return f"\x1b[97;48;5;{_of_stage(palette, placement, slot)}m{text[:-1]}\x1b[0m "
+    return f"\x1b[97;48;5;{_stage_colour(palette, placement, slot)}m{text[:-1]}\x1b[0m "
 
 
-def _of_stage(palette: Sequence[T], placement: Placement, slot: Slot) -> T:
-    own = placement.stages_of(placement.rank_of[slot.action.stage])
-    return palette[own.index(slot.action.stage) % len(palette)]
+def _stage_colour(palette: Sequence[T], placement: Placement, slot: Slot) -> T:
+    stages = placement.stages_of(placement.rank_of[slot.action.stage])
+    return palette[stages.index(slot.action.stage) % len(palette)]
 
 
 def _legend(checked: Checked, placement: Placement) -> list[str]:
@@ -123,25 +254,20 @@ def _legend(checked: Checked, placement: Placement) -> list[str]:
         names += " (B is I and W in one)"
     lines = [f"{names}, {_IDLE} waiting"]
     if placement.stages > placement.ranks:
-        dealt = (
+        letters = (
             f"{_letter(i)} stages {first}-{first + placement.ranks - 1}"
             for i, first in enumerate(range(0, placement.stages, placement.ranks))
         )
-        lines.append(f"letters tell the stages of a rank apart: {', '.join(dealt)}")
+        lines.append(f"letters denote the stages of a rank: {', '.join(letters)}")
     return lines
 
 
-# --- picture ---
-
-_STEP, _ROW, _LEFT, _TOP = 22, 26, 70, 50
-
-
 def picture(checked: Checked, placement: Placement, title: str) -> str:
-    """The schedule as an SVG."""
-    keys = _keys(checked, placement)
-    # Letters are as wide as the font that is found makes them; this leaves room for wide ones.
-    wide = max(10 * len(title), *(7 * len(line) for line in keys)) + 24
-    width, height = max(_LEFT + checked.time * _STEP + 20, wide), _TOP + placement.ranks * _ROW + 60
+    """Draws the schedule as an SVG."""
+    legend = _picture_legend(checked, placement)
+    # The width of the text depends on the viewer's font; this fits wide ones.
+    text_width = max(10 * len(title), *(7 * len(line) for line in legend)) + 24
+    width, height = max(_LEFT + checked.time * _STEP + 20, text_width), _TOP + placement.ranks * _ROW + 60
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="11">',
@@ -154,17 +280,17 @@ def picture(checked: Checked, placement: Placement, title: str) -> str:
         parts.append(
             f'<rect x="{_LEFT}" y="{y}" width="{checked.time * _STEP}" height="{_ROW - 4}" fill="#eeeeee"/>'
         )
-        parts += [_box(slot, placement, y) for slot in slots]
+        parts += [_svg_slot(slot, placement, y) for slot in slots]
     y = _TOP + placement.ranks * _ROW
     parts += [
         f'<text x="{_LEFT + time * _STEP}" y="{y + 12}" fill="#777777">{time}</text>'
         for time in range(0, checked.time + 1, 5)
     ]
-    parts += [f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>' for i, line in enumerate(keys)]
+    parts += [f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>' for i, line in enumerate(legend)]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _keys(checked: Checked, placement: Placement) -> list[str]:
+def _picture_legend(checked: Checked, placement: Placement) -> list[str]:
     colours = "blue: forward, green: backward (takes two steps), grey: waiting; the numbers are micro-batches"
     if any(checked.deferred):
         colours = (
@@ -174,7 +300,7 @@ def _keys(checked: Checked, placement: Placement) -> list[str]:
     return [colours, *_legend(checked, placement)[1:]]
 
 
-def _box(slot: Slot, placement: Placement, y: int) -> str:
+def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:
     palettes = {Kind.FORWARD: _PICTURE_FORWARD, Kind.WEIGHT: _PICTURE_WEIGHT}
     palette = palettes.get(slot.action.kind, _PICTURE_BACKWARD)
     x, width = _LEFT + slot.start * _STEP, (slot.end - slot.start) * _STEP
@@ -182,147 +308,6 @@ def _box(slot: Slot, placement: Placement, y: int) -> str:
     return (
         f"<g><title>{NAMES.get(slot.action.kind, slot.action.kind.name.lower())} of micro-batch {slot.action.micro_batch}, stage "
         f'{slot.action.stage}</title><rect x="{x}" y="{y}" width="{width - 1}" height="{_ROW - 4}" rx="2" '
-        f'fill="{_of_stage(palette, placement, slot)}"/><text x="{x + width / 2:g}" y="{y + 15}" fill="white" '
+        f'fill="{_stage_colour(palette, placement, slot)}"/><text x="{x + width / 2:g}" y="{y + 15}" fill="white" '
         f'text-anchor="middle">{text}</text></g>'
     )
-
-
-_PICTURE = ".svg"
-
-
-@dataclass(frozen=True)
-class LayoutOptions(Options):
-    draw: str | None = option(
-        None, "draw the schedule here; with a file name, as a picture", value=f"FILE{_PICTURE}", alone=""
-    )
-    all: bool = option(False, "every rank and every group, however many there are")
-    json: bool = option(False, "everything, for machines")
-
-    def problems(self) -> Iterable[str]:
-        if self.draw and not self.draw.endswith(_PICTURE):
-            yield f"--draw wants the name of a picture that ends in {_PICTURE}, not '{self.draw}'"
-
-
-USAGE = f"""{usage("pentatron layout [--world-size N]", LayoutOptions, "[--setting value ...]")}
-
-Shows which rank sits where, which ranks talk to each other, which layers each pipeline stage holds, and how the
-micro-batches run through the pipeline. Nothing is started; a model that is not named, by --preset or --load, is made up.
-
-{options_help(LayoutOptions)}
-
---world-size N is the number of processes (the product of the parallel sizes).
-
-  pentatron layout --world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --draw
-  pentatron layout --preset llama3-8b --tp_size 2 --pp_size 4 --num-microbatches 8 --draw schedule.svg
-
-All settings of `pentatron train` are understood; those about parallelism are:
-"""
-_NARROWEST = 40
-
-
-def layout_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
-        return 0
-    options, settings = read_among(
-        LayoutOptions, words, dataclasses.replace(LAYOUT, own=flags_of(LayoutOptions))
-    )
-    file = Path(options.draw) if options.draw else None
-    report = describe(settings)
-    if file is not None:
-        _write(file, picture(report.checked, report.placement, report.schedule_in_words))
-    show_report(report, options.json, lambda report: as_text(report, options.all), as_data)
-    if options.json:
-        return 0
-    if file is not None:
-        say(f"\nthe schedule is drawn in {file}: open it in any browser")
-    elif options.draw is not None:
-        paint("\n" + "\n".join(rows(report.checked, report.placement, _width(), _has_colours())))
-    elif report.placement.stages > 1:
-        say("\nadd --draw to see the schedule")
-    return 0
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--draw {file}: {error.strerror}; name a file that can be written") from None
-
-
-def _width() -> int:
-    return max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
-
-
-def _has_colours() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-
-
-def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:
-    """The layout that the words ask for; raises every problem at once."""
-    draft = gather(words, entry)
-    facts = _facts(draft)
-    known = learn_from_named(draft, facts) or draft.preset is not None
-    stands_in = not known and _stand_in(draft)
-    _settle_batch(draft)
-    resolved = resolve(draft, facts, built_only=False)
-    per_machine = facts.local_processes if draft.given("nproc_per_node") else None
-    return Report(resolved.config, per_machine, tuple(resolved.notices), stands_in)
-
-
-def _facts(draft: Draft) -> Facts:
-    """As many processes as were said, or as one copy of the model takes."""
-    world = draft.world_size
-    per_machine = draft.nproc_per_node if draft.given("nproc_per_node") else None
-    if world is None:
-        copies = draft.data_parallel_size or 1
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        world = per_machine or copies
-        if per_machine is None:
-            for name in sizes:
-                world *= getattr(draft, name)
-    # Numbers below 1 are refused later, together with all other problems.
-    world = max(1, world)
-    return Facts(world, max(1, per_machine or world))
-
-
-def _stand_in(draft: Draft) -> bool:
-    """Makes up what was not said of the model, so that it fits the sizes; returns whether the layers are made up."""
-    tensor = max(1, draft.tensor_model_parallel_size)
-    heads = draft.num_attention_heads or 8 * tensor
-    made = {
-        "num_layers": _layers(draft),
-        "hidden_size": 64 * heads,
-        "seq_length": 256 * tensor * max(1, draft.context_parallel_size),
-    }
-    if not draft.given("hidden_size"):
-        made |= {"num_attention_heads": heads}
-    shape = {name: value for name, value in made.items() if not draft.given(name)}
-    draft.assign(f"default of {LAYOUT.name}", **shape)
-    return "num_layers" in shape
-
-
-def _settle_batch(draft: Draft) -> None:
-    """Micro-batches enough to show how the pipeline runs, where nobody says how many there are."""
-    said = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
-    if all(getattr(draft, name) is None for name in said) and not draft.step_batch_size_schedule:
-        enough = max(4, 2 * draft.pipeline_model_parallel_size)
-        draft.assign(f"default of {LAYOUT.name}", gradient_accumulation_steps=enough)
-
-
-def _layers(draft: Draft) -> int:
-    """Four for each stage, unless the pipeline's own settings say otherwise."""
-    ranks = max(1, draft.pipeline_model_parallel_size)
-    virtual = max(1, draft.virtual_pipeline_model_parallel_size or 1)
-    each = draft.num_layers_per_virtual_pipeline_stage
-    if draft.pipeline_model_parallel_layout is not None:
-        try:
-            return max(1, "".join(written_stages(draft.pipeline_model_parallel_layout)).count("t"))
-        except ValueError:
-            # The rule about layouts written out says what is wrong with it.
-            return ranks * virtual
-    if each is not None and each > 0:
-        return int(ranks * each * (virtual if virtual > 1 else 2))
-    ends = (draft.decoder_first_pipeline_num_layers, draft.decoder_last_pipeline_num_layers)
-    fixed = [count for count in ends if count is not None]
-    return int(sum(fixed) + 4 * virtual * max(0, ranks - len(fixed)))

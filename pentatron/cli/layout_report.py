@@ -1,4 +1,4 @@
-"""What `pentatron layout` shows, as text to read and as data for machines."""
+"""Report of `pentatron layout` as text and as JSON, and the table of batch sizes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,45 +7,44 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.layout.actions import Placement
-from pentatron.layout.batch import Stretch
 from pentatron.layout.check import Checked, check
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.settings.parameters import costs_of, is_tied
 from pentatron.settings.run import RunConfig, size_problem
 from pentatron.text import plural
 
-# The batch sizes of a run as a short table.
-
-
+# Rows of a long table of batch sizes that are printed at its start and end.
 _FIRST, _LAST = 5, 3
 
 
 def batch_sizes(config: RunConfig, steps: int | None = None) -> list[dict[str, Any]]:
-    """Every size the batch has in so many steps (in all of the plan, if nobody says), and from which step on."""
-    return [_row(config, stretch) for stretch in config.batch_plan.sizes(steps)]
-
-
-def _row(config: RunConfig, stretch: Stretch) -> dict[str, Any]:
-    problem = size_problem(config, stretch.size)
-    return {
-        "iteration": stretch.first_step,
-        "samples": stretch.first_sample,
-        "batch_size": stretch.size,
-        "micro_batches": None if problem is not None else config.accumulation_of(stretch.size),
-        "problem": problem,
-    }
+    """Returns every batch size within `steps` (default: the whole plan) and the iteration at which it
+    begins."""
+    rows = []
+    for stretch in config.batch_plan.sizes(steps):
+        problem = size_problem(config, stretch.size)
+        rows.append(
+            {
+                "iteration": stretch.first_step,
+                "samples": stretch.first_sample,
+                "batch_size": stretch.size,
+                "micro_batches": None if problem is not None else config.accumulation_of(stretch.size),
+                "problem": problem,
+            }
+        )
+    return rows
 
 
 def batch_table(config: RunConfig, steps: int | None = None) -> str:
-    """Empty where every step has the same size."""
+    """Formats the batch sizes as a table; empty if the batch size is constant."""
     rows = batch_sizes(config, steps)
     if config.batch_plan.is_constant:
         return ""
-    cut = len(rows) > _FIRST + _LAST + 1
+    shortened = len(rows) > _FIRST + _LAST + 1
     lines = ["Batch sizes, and after which iteration they begin", ""]
     lines.append("  iteration       samples  batch size  micro-batches")
-    lines += [_line(row) for row in (rows[:_FIRST] if cut else rows)]
-    if cut:
+    lines += [_line(row) for row in (rows[:_FIRST] if shortened else rows)]
+    if shortened:
         lines.append(f"        ...  {len(rows) - _FIRST - _LAST} more sizes")
         lines += [_line(row) for row in rows[-_LAST:]]
     return "\n".join(lines)
@@ -53,31 +52,29 @@ def batch_table(config: RunConfig, steps: int | None = None) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     begins = f"  {row['iteration']:>9}  {row['samples']:>12}  {row['batch_size']:>10}"
-    return (
-        f"{begins}  does not fit: {row['problem']}"
-        if row["problem"]
-        else f"{begins}  {row['micro_batches']:>13}"
+    return begins + (
+        f"  does not fit: {row['problem']}" if row["problem"] else f"  {row['micro_batches']:>13}"
     )
 
 
 _MEANINGS: dict[Axis, str] = {
     "tensor": "share every layer: parts of one matrix product, summed after it",
     "context": "share every sequence: each holds a part of it",
-    "data": "hold the same weights and see other samples: gradients are summed",
-    "pipeline": "hold the layers one after the other: activations go forth, gradients back",
+    "data": "hold the same weights for different samples: gradients are summed",
+    "pipeline": "hold consecutive layers: activations are sent forward, gradients back",
     "expert_tensor": "share every expert",
-    "expert": "hold different experts: tokens travel between them",
+    "expert": "hold different experts: tokens are exchanged (all-to-all)",
     "expert_data": "hold the same experts: their gradients are summed",
     "kv": "hold the same key/value head: its gradient is summed",
     "embedding": "first and last stage, which both hold the tied embedding",
-    "shards": "hold the weights between them (ZeRO 3): each keeps a share and gathers the rest when it is needed",
-    "instances": "hold the same share of the weights: gradients are summed",
-    "expert_shards": "hold the experts of a rank between them, as `shards` do the rest",
-    "expert_instances": "hold the same share of the experts: gradients are summed",
+    "shards": "shard the weights (ZeRO 3): each keeps a shard and all-gathers the rest when it is needed",
+    "instances": "hold the same shard of the weights: gradients are summed",
+    "expert_shards": "shard the experts of a rank, as `shards` do the other weights",
+    "expert_instances": "hold the same shard of the experts: gradients are summed",
 }
 _DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 _SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data")
-# What the stages of ZeRO divide.
+# What each ZeRO stage shards.
 _DIVIDED = {
     1: "optimizer state",
     2: "optimizer state and gradients",
@@ -89,7 +86,7 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class Report:
-    """A layout with what follows from it. `stands_in`: the model's shape is made up, as none was named."""
+    """A layout and what follows from it. `stands_in`: no model was named, so that its shape is assumed."""
 
     config: RunConfig
     per_machine: int | None
@@ -114,27 +111,27 @@ class Report:
 
     @property
     def axes(self) -> list[Axis]:
-        """The axes along which any rank has company."""
+        """The axes that have groups of more than one rank."""
         grid = self.grid
-        found: list[Axis] = [axis for axis in _DENSE if getattr(grid, axis) > 1]
+        axes: list[Axis] = [axis for axis in _DENSE if getattr(grid, axis) > 1]
         if self.has_experts:
-            found += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
+            axes += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
         if grid.kv_copies > 1:
-            found.append("kv")
-        ends_apart = self.placement.rank_of[0] != self.placement.rank_of[-1]
-        if ends_apart and is_tied(self.config.model):
-            found.append("embedding")
+            axes.append("kv")
+        split_ends = self.placement.rank_of[0] != self.placement.rank_of[-1]
+        if split_ends and is_tied(self.config.model):
+            axes.append("embedding")
         if grid.instances > 1:
-            found += ["shards", "instances"]
-            found += ["expert_shards", "expert_instances"] if self.has_experts else []
-        return [axis for axis in found if any(len(members) > 1 for members in grid.groups(axis))]
+            axes += ["shards", "instances"]
+            axes += ["expert_shards", "expert_instances"] if self.has_experts else []
+        return [axis for axis in axes if any(len(members) > 1 for members in grid.groups(axis))]
 
     @property
     def shares(self) -> list[float]:
-        """What part of the computation each stage does."""
+        """The share of the computation of each stage."""
         costs = costs_of(self.config.settings)
-        each = [costs.of(part) for part in self.config.stages]
-        return [cost / sum(each) for cost in each]
+        stage_costs = [costs.of(part) for part in self.config.stages]
+        return [cost / sum(stage_costs) for cost in stage_costs]
 
     @property
     def kind(self) -> str:
@@ -143,23 +140,20 @@ class Report:
     @property
     def schedule_in_words(self) -> str:
         stages = self.placement.stages
-        where = f"{self.grid.pipeline} {plural(self.grid.pipeline, 'pipeline rank')}"
+        ranks = f"{self.grid.pipeline} {plural(self.grid.pipeline, 'pipeline rank')}"
         if stages > self.grid.pipeline:
-            where += f" with {self.config.virtual_stages} stages each"
+            ranks += f" with {self.config.virtual_stages} stages each"
         count = self.config.accumulation
-        return f"{self.kind}: {count} {plural(count, 'micro-batch')} on {where}"
+        return f"{self.kind}: {count} {plural(count, 'micro-batch')} on {ranks}"
 
     def machine(self, rank: int) -> int | None:
         return None if self.per_machine is None else rank // self.per_machine
 
 
-# --- text ---
-
-
 def as_text(report: Report, everything: bool) -> str:
     blocks = [_equation(report), _ranks(report, everything), _groups(report, everything)]
     blocks += [_stages(report), _schedule(report), batch_table(report.config)]
-    blocks += ["\n".join(f"note: {notice}" for notice in report.notices)]
+    blocks.append("\n".join(f"note: {notice}" for notice in report.notices))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -186,19 +180,13 @@ def _ranks(report: Report, everything: bool) -> str:
     columns = [axis.replace("_", " ") for axis in (*_DENSE, *(_SPARSE if report.has_experts else ()))]
     if report.per_machine is not None:
         columns.insert(0, "machine")
-    shown = range(grid.world_size)
-    cut = grid.world_size > _MOST_ROWS and not everything
-    if cut:
-        shown = range(_MOST_ROWS // 2)
+    ends = _MOST_ROWS // 2 if grid.world_size > _MOST_ROWS and not everything else grid.world_size
     lines = ["Ranks: tensor neighbours are numbered first, then context, data and pipeline", ""]
     lines.append("  rank" + "".join(f"  {column:>8}" for column in columns))
-    lines += [_rank(report, rank, columns) for rank in shown]
-    if cut:
-        hidden = grid.world_size - 2 * len(shown)
-        lines.append(f"   ...  {hidden} more ranks (--all shows them)")
-        lines += [
-            _rank(report, rank, columns) for rank in range(grid.world_size - len(shown), grid.world_size)
-        ]
+    lines += [_rank(report, rank, columns) for rank in range(ends)]
+    if ends < grid.world_size:
+        lines.append(f"   ...  {grid.world_size - 2 * ends} more ranks (--all shows them)")
+        lines += [_rank(report, rank, columns) for rank in range(grid.world_size - ends, grid.world_size)]
     return "\n".join(lines)
 
 
@@ -211,7 +199,7 @@ def _rank(report: Report, rank: int, columns: Sequence[str]) -> str:
 def _groups(report: Report, everything: bool) -> str:
     if not report.axes:
         return ""
-    lines = ["Groups: ranks that talk to each other", ""]
+    lines = ["Process groups: ranks that communicate with each other", ""]
     width = max(14, *(len(axis) + 2 for axis in report.axes))
     for axis in report.axes:
         groups = [members for members in report.grid.groups(axis) if len(members) > 1]
@@ -223,7 +211,7 @@ def _groups(report: Report, everything: bool) -> str:
 
 
 def _members(ranks: Sequence[int], everything: bool) -> str:
-    """`0-3` for neighbours, `0,4,8` or `0,4,...,60` for others."""
+    """Formats a group: `0-3` if contiguous, otherwise `0,4,8` or `0,4,...,60`."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) > 4 and not everything:
@@ -233,14 +221,12 @@ def _members(ranks: Sequence[int], everything: bool) -> str:
 
 def _stages(report: Report) -> str:
     model, shares = report.config.model, report.shares
-    stands_in = " (no model is named: this shape is made up)" if report.stands_in else ""
+    stands_in = " (no model is named: this shape is assumed)" if report.stands_in else ""
     lines = [f"Stages: {model.num_layers} layers, {model.hidden_size} wide{stands_in}", ""]
     lines.append(f"  stage  pipeline rank  {'layers':<9}  {'also holds':<14}  share of the computation")
     for stage, part in enumerate(report.config.stages):
         layers = _layers(part.layers)
-        holds = " ".join(
-            word for word, there in (("embedding", part.embedding), ("head", part.head)) if there
-        )
+        holds = " ".join(["embedding"] * part.embedding + ["head"] * part.head)
         bar = "█" * max(1, round(_BAR * shares[stage] / max(shares)))
         lines.append(
             f"  {stage:>5}  {report.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
@@ -254,31 +240,27 @@ def _layers(numbers: Sequence[int]) -> str:
 
 
 def _recompute(report: Report) -> list[str]:
-    """What runs again in backward, and what a micro-batch therefore keeps until then."""
+    """Describes what is recomputed in backward, and what a micro-batch keeps for it."""
     memory = report.config.memory
     if memory.recompute_granularity is None:
         return []
     if memory.recompute_granularity == "selective":
         modules = ", ".join(memory.recompute_modules)
-        lines = [
-            "",
-            f"  recompute: {modules} of every layer that has it keeps its input alone and runs again",
-        ]
+        text = f"{modules} of every layer that has it keeps only its input and is recomputed"
+        lines = ["", f"  recompute: {text}"]
     else:
-        lines = [
-            "",
-            "  recompute: these layers run again; a micro-batch keeps one input for each run of them",
-        ]
+        text = "these layers are recomputed; a micro-batch keeps one input for each run of them"
+        lines = ["", f"  recompute: {text}"]
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
-            again = "  ".join(_layers(run) for run in runs) or "none"
-            rest = len(part.layers) - sum(map(len, runs))
+            recomputed = "  ".join(_layers(run) for run in runs) or "none"
+            kept = len(part.layers) - sum(map(len, runs))
             inputs = f"keeps {len(runs)} {plural(len(runs), 'input')}"
-            whole = f" and all of {rest} {plural(rest, 'layer')}" if rest else ""
-            lines.append(f"    stage {stage:>2}  {again}: {inputs}{whole}")
+            kept_text = f" and all of {kept} {plural(kept, 'layer')}" if kept else ""
+            lines.append(f"    stage {stage:>2}  {recomputed}: {inputs}{kept_text}")
     if any(report.checked.deferred):
         lines.append(
-            "  that holds up to the first half of its backward; what weight gradients need is kept to the second"
+            "  this holds until the first half of its backward; the inputs of weight gradients are kept until the second"
         )
     return lines
 
@@ -297,8 +279,8 @@ def _schedule(report: Report) -> str:
         for rank, alive in enumerate(checked.alive)
     ]
     if any(checked.deferred):
-        held = ", ".join(map(str, checked.deferred))
-        lines.append(f"  of them between the halves of their backward, at most, by rank: {held}")
+        deferred = ", ".join(map(str, checked.deferred))
+        lines.append(f"  of them between the halves of a split backward, at most, by rank: {deferred}")
     lines.append("")
     backward = "each half of a backward as 1" if any(checked.deferred) else "a backward as 2"
     lines.append(
@@ -308,15 +290,12 @@ def _schedule(report: Report) -> str:
         lines.append(
             "  more micro-batches (a smaller --micro-batch-size or a larger --global-batch-size) or virtual stages help"
         )
-    of_rank = [sum(report.shares[s] for s in report.placement.stages_of(rank)) for rank in range(ranks)]
-    # The most expensive rank sets the pace; the others are done sooner.
-    idle = 1 - (1 - checked.bubble) / (ranks * max(of_rank))
+    rank_shares = [sum(report.shares[s] for s in report.placement.stages_of(rank)) for rank in range(ranks)]
+    # The rank with the largest share sets the pace; the others wait for it.
+    idle = 1 - (1 - checked.bubble) / (ranks * max(rank_shares))
     if idle > checked.bubble + 0.01:
-        lines.append(f"  with the stages as unequal as they are here: about {idle:.0%}")
+        lines.append(f"  with the unequal stages of this layout: about {idle:.0%}")
     return "\n".join(lines)
-
-
-# --- data ---
 
 
 def as_data(report: Report) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""`tools/checkpoint/convert.py`: an import under the flags Megatron-LM's converter has.
+"""`tools/checkpoint/convert.py`: `pentatron import` with the flags of Megatron-LM's converter.
 
-What those flags ask for beside the conversion does not exist here: a checkpoint has no layout, no padding and one format.
-Each of them is either acted on or answered with a line.
+Flags for layouts, padding and formats have no effect here, because a checkpoint has no layout, no padding and
+one format; each is accepted with a note or refused with a reason.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from pentatron.cli.output import say
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
 
-# By the beginning of what --model-size may be; the rest, such as -7B, is the size, which config.json knows better.
+# model_type by the prefix of --model-size; the rest, such as -7B, is not needed.
 MODEL_SIZES = {
     "qwen2.5": "qwen2",
     "qwen2-moe": "qwen2_moe",
@@ -40,8 +40,8 @@ class ConvertOptions(Options):
     save_dir: str = option("", "the checkpoint to make; give it to --load", value="OUT")
     bf16: bool = option(False, "bf16 as the type of the weights (that of the source)")
     fp16: bool = option(False, "fp16 as the type of the weights")
-    allow_narrowing: bool = option(False, "also if it cannot hold every value of the source")
-    tokenizer_model: str | None = option(None, "tokenizer to carry along (that of the folder)", value="PATH")
+    allow_narrowing: bool = option(False, "allow a type that cannot hold every value of the source")
+    tokenizer_model: str | None = option(None, "tokenizer to copy (that of the folder)", value="PATH")
     model_size: str | None = option(
         None, f"checked against the folder's model_type: {', '.join(MODEL_SIZES)}", value="NAME"
     )
@@ -52,11 +52,11 @@ class ConvertOptions(Options):
     progress_bar: str = option("auto", "", choices=("auto", "on", "off"))
     model_type: str = option("GPT", "models that predict the next token; anything else is refused")
     loader: str = option(
-        "llama_mistral", "what is read: a Hugging Face folder", value="llama_mistral|mixtral_hf"
+        "llama_mistral", "input format: a Hugging Face folder", value="llama_mistral|mixtral_hf"
     )
-    saver: str = option("core", "what is written: a checkpoint that --load reads", value="core|mcore")
+    saver: str = option("core", "output format: a checkpoint that --load reads", value="core|mcore")
     checkpoint_type: str = option("hf", "the folder as Hugging Face has it")
-    target_tensor_parallel_size: int | None = option(None, "accepted; a line says why it changes nothing")
+    target_tensor_parallel_size: int | None = option(None, "accepted without effect; a note gives the reason")
     target_pipeline_parallel_size: int | None = option(None, "likewise")
     target_expert_parallel_size: int | None = option(None, "likewise")
     loader_transformer_impl: str | None = option(None, "likewise", value="NAME")
@@ -74,24 +74,24 @@ class ConvertOptions(Options):
         if self.model_size and _family(self.model_size) is None:
             guess = did_you_mean(self.model_size, MODEL_SIZES)
             yield (
-                f"--model-size {self.model_size} is not known{guess}; leave it out, config.json says what the model is, or say "
+                f"--model-size {self.model_size} is not known{guess}; leave it out, because config.json has the model type, or use "
                 f"one of {', '.join(MODEL_SIZES)}"
             )
 
 
-# What an option may be, and why it may be nothing else.
+# Allowed values of options, and the reason.
 _ONLY: dict[str, tuple[tuple[str, ...], str]] = {
-    "model_type": (("GPT",), "models that predict the next token are what is trained here"),
+    "model_type": (("GPT",), "only models that predict the next token are trained"),
     "loader": (
         ("llama_mistral", "mixtral_hf"),
-        "Hugging Face folders are what is read here; the way back is pentatron export CHECKPOINT HF_DIR",
+        "only Hugging Face folders are read; to convert back, use pentatron export CHECKPOINT HF_DIR",
     ),
-    "saver": (("core", "mcore"), "there is one format of checkpoints here, which --load reads"),
+    "saver": (("core", "mcore"), "there is one checkpoint format, which --load reads"),
     "checkpoint_type": (
         ("hf",),
         "give the folder as Hugging Face has it, with config.json and safetensors files",
     ),
-    "loader_transformer_impl": (("local", "transformer_engine"), "those are the names Megatron has for it"),
+    "loader_transformer_impl": (("local", "transformer_engine"), "these are Megatron's names"),
 }
 USAGE = f"""usage: tools/checkpoint/convert.py --load-dir HF_DIR --save-dir OUT [--flag value ...]
 
@@ -99,7 +99,7 @@ Makes a checkpoint of a Hugging Face folder, as `pentatron import HF_DIR OUT` do
 
 {options_help(ConvertOptions)}
 
-The way back is `pentatron export CHECKPOINT HF_DIR`.
+To convert back, use `pentatron export CHECKPOINT HF_DIR`.
 """
 
 
@@ -107,7 +107,7 @@ def convert_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words or not words:
         say(USAGE)
         return 0
-    stray = "convert.py takes flags alone, not '{word}'; convert.py --help lists them"
+    stray = "convert.py takes only flags, not '{word}'; convert.py --help lists them"
     options, _ = read(ConvertOptions, words, "convert.py", stray=stray)
     for note in _notes(options):
         say(f"note: {note}")
@@ -116,22 +116,33 @@ def convert_command(words: Sequence[str]) -> int:
     def convert() -> int:
         if options.model_size:
             _check_family(source, options.model_size)
-        return run_import(source, out, _as_import(options))
+        return run_import(
+            source,
+            out,
+            ImportOptions(
+                dtype="bf16" if options.bf16 else "fp16" if options.fp16 else None,
+                allow_narrowing=options.allow_narrowing,
+                tokenizer=options.tokenizer_model,
+                verify=options.verify,
+                progress_bar=options.progress_bar,
+            ),
+        )
 
     return until_stopped(out, convert)
 
 
 def _notes(options: ConvertOptions) -> list[str]:
-    """Why an option that was given changes nothing."""
+    """Returns why given options have no effect."""
     notes = []
-    sizes = [f"target-{axis}-parallel-size" for axis in ("tensor", "pipeline", "expert")]
-    asked = {name: getattr(options, name.replace("-", "_")) for name in sizes}
-    if given := [f"--{name} {size}" for name, size in asked.items() if size]:
-        notes.append(f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not cut for one")
+    sizes = {
+        axis: getattr(options, f"target_{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert")
+    }
+    if given := [f"--target-{axis}-parallel-size {size}" for axis, size in sizes.items() if size]:
+        notes.append(f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not split for one")
     if options.make_vocab_size_divisible_by:
         notes.append(
             f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}: a checkpoint here holds no padding; a run "
-            f"pads the vocabulary as its own flag of that name says"
+            f"pads the vocabulary by its own flag of that name"
         )
     if options.loader_transformer_impl:
         notes.append(
@@ -141,7 +152,7 @@ def _notes(options: ConvertOptions) -> list[str]:
 
 
 def _family(size: str) -> str | None:
-    """The model_type that a --model-size means."""
+    """Returns the model_type of a --model-size."""
     name = size.lower()
     return next((family for start, family in MODEL_SIZES.items() if name.startswith(start)), None)
 
@@ -152,19 +163,9 @@ def _check_family(source: str, size: str) -> None:
     from pentatron.hf.hub import resolve_folder
 
     with open_folder(resolve_folder(source)) as folder:
-        found = model_type_of(folder.config)
-    if found != _family(size):
+        model_type = model_type_of(folder.config)
+    if model_type != _family(size):
         raise UserError(
-            f"--model-size {size} means models of type {_family(size)}, but {source} holds one of type {found}; leave the flag "
+            f"--model-size {size} means models of type {_family(size)}, but {source} holds one of type {model_type}; leave the flag "
             f"out, or name the right folder"
         )
-
-
-def _as_import(options: ConvertOptions) -> ImportOptions:
-    return ImportOptions(
-        dtype="bf16" if options.bf16 else "fp16" if options.fp16 else None,
-        allow_narrowing=options.allow_narrowing,
-        tokenizer=options.tokenizer_model,
-        verify=options.verify,
-        progress_bar=options.progress_bar,
-    )

@@ -1,4 +1,5 @@
-"""`pentatron monitor [RUN_DIR]`: how a run is doing, from its files; works on a finished or crashed one too."""
+"""`pentatron monitor [RUN_DIR]`: shows the state of a running, finished or crashed run from the files in its
+folder."""
 
 import contextlib
 import math
@@ -29,30 +30,30 @@ from pentatron.text import counted, duration, parse_json
 class MonitorOptions(Options):
     interval: float = option(
         5.0,
-        "between looks",
+        "seconds between updates",
         value="SECONDS",
         limit=Limit(lambda seconds: seconds > 0, "a number of seconds above 0"),
     )
-    once: bool = option(False, "look once")
+    once: bool = option(False, "print the state once")
 
 
 USAGE = f"""{usage("pentatron monitor [RUN_DIR]", MonitorOptions)}
 
-Shows how a run is doing, renewed every few seconds until it ends or you press Ctrl-C: loss curve and validations, speed, time
-left, how busy every rank is and which one is slow, memory of every rank, the last checkpoint. Where the output is no
-terminal, one line for every look. A run that has ended is shown once. Without RUN_DIR: the newest run under runs/ and
+Shows the state of a run, updated every few seconds until it ends or you press Ctrl-C: loss curve and validations, speed, time
+left, utilization of every rank and stragglers, memory of every rank, the last checkpoint. If the output is not a
+terminal, prints one line for every update. A run that has ended is shown once. Without RUN_DIR: the newest run under runs/ and
 output_*/.
 
 {options_help(MonitorOptions)}
 
-A rank is busy when it does not wait for others: waiting in collectives and for messages of the pipeline is left out, or all ranks
-would seem as slow as the slowest. Both are measured in the steps that get a line in the log (--log-interval).
+A rank is busy when it does not wait for others. Waiting in collectives and for pipeline messages is excluded, because all ranks
+would seem as slow as the slowest otherwise. Both are measured in the steps that are logged (--log-interval).
 """
 _ENDED = ("finished", "stopped", "crashed")
-# A run that says nothing for so many steps' time, and at least so many seconds, is called silent.
+# A run without a new step for the time of this many steps, and at least this many seconds, is called silent.
 _SILENT_STEPS, _SILENT_SECONDS = 20, 120.0
-# Lines of the log among which a farewell is looked for.
-_LAST_WORDS = 10
+# Last lines of the log that are searched for the stop reason or the failure.
+_LAST_LINES = 10
 _HOME, _REST_OF_LINE, _REST_OF_SCREEN, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -63,7 +64,7 @@ def monitor_command(words: Sequence[str]) -> int:
         return 0
     options, plain = read(MonitorOptions, words, "pentatron monitor")
     if len(plain) > 1:
-        raise UserError(f"one run at a time: {plain[1]} is too much")
+        raise UserError(f"one run at a time: {plain[1]} is not needed")
     folder = Path(plain[0]) if plain else newest_run(Path())
     follower = Follower(folder / "metrics.jsonl")
     if not follower.path.exists():
@@ -73,32 +74,28 @@ def monitor_command(words: Sequence[str]) -> int:
             )
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
-        _watch(folder, follower, options.interval, options.once)
+        seen = follower.poll()
+        run = look(folder, seen)
+        if options.once or run.state in _ENDED:
+            paint("\n".join(view(run, seen, _screen())))
+        elif sys.stdout.isatty():
+            _redraw_until_end(folder, follower, options.interval)
+        else:
+            _print_until_end(folder, follower, options.interval)
     except KeyboardInterrupt:
-        # The usual way to leave; the run goes on.
+        # Ctrl-C ends the monitor, not the run.
         say("")
     return 0
 
 
-def _watch(folder: Path, follower: Follower, interval: float, once: bool) -> None:
-    seen = follower.poll()
-    run = look(folder, seen)
-    if once or run.state in _ENDED:
-        paint("\n".join(view(run, seen, _screen())))
-    elif sys.stdout.isatty():
-        _draw_until_it_ends(folder, follower, interval)
-    else:
-        _write_until_it_ends(folder, follower, interval)
-
-
-def _draw_until_it_ends(folder: Path, follower: Follower, interval: float) -> None:
+def _redraw_until_end(folder: Path, follower: Follower, interval: float) -> None:
     out = sys.stdout
     out.write(_CLEAR + _HIDE_CURSOR)
     try:
         while True:
             seen = follower.poll()
             run = look(folder, seen)
-            lines = [*view(run, seen, _screen()), "", "Ctrl-C leaves; the run goes on"]
+            lines = [*view(run, seen, _screen()), "", "Ctrl-C leaves; the run continues"]
             ended = run.state in _ENDED
             shown = lines[:-2] if ended else lines
             frame = f"{_REST_OF_LINE}\n".join(shown[: max(1, _screen().height - 1)])
@@ -112,7 +109,7 @@ def _draw_until_it_ends(folder: Path, follower: Follower, interval: float) -> No
         out.flush()
 
 
-def _write_until_it_ends(folder: Path, follower: Follower, interval: float) -> None:
+def _print_until_end(folder: Path, follower: Follower, interval: float) -> None:
     say(f"watching {folder}")
     shown = -1
     while True:
@@ -136,62 +133,63 @@ def _screen() -> Screen:
 
 
 def newest_run(root: Path) -> Path:
-    """The run whose metrics were written last."""
-    found = [*root.glob("runs/*/metrics.jsonl"), *root.glob("output_*/metrics.jsonl")]
-    if not found:
+    """Returns the run whose metrics were written last."""
+    metrics = [*root.glob("runs/*/metrics.jsonl"), *root.glob("output_*/metrics.jsonl")]
+    if not metrics:
         raise UserError(
             "there is no run under runs/ or output_*/ here; name its folder: pentatron monitor RUN_DIR"
         )
-    return max(found, key=lambda path: path.stat().st_mtime).parent
-
-
-# --- what the files of a run say about it ---
+    return max(metrics, key=lambda path: path.stat().st_mtime).parent
 
 
 def look(folder: Path, seen: Followed) -> Run:
+    """Reads the state of the run from its files."""
     saved = _saved_settings(folder)
     total = saved.train_iters
     if not isinstance(total, int):
         raise UserError(
-            f"{folder / 'config.yaml'} does not say how long the run is; is {folder} the folder of a run?"
+            f"{folder / 'config.yaml'} has no length of the run (train_iters); is {folder} the folder of a run?"
         )
-    state, about = _state(folder, seen, total)
-    left, checkpoint = _samples_left(saved, seen, total), _checkpoint(folder, saved)
-    return Run(str(folder), state, about, total, checkpoint, left, _restarts(folder))
+    state, details = _state(folder, seen, total)
+    samples_left, checkpoint = _samples_left(saved, seen, total), _checkpoint(folder, saved)
+    return Run(str(folder), state, details, total, checkpoint, samples_left, _restarts(folder))
 
 
 def _restarts(folder: Path) -> str:
-    """How often the job was started again, and why the last time."""
+    """Formats the number of restarts and the reason of the last one; empty if restarts.jsonl is missing or
+    unreadable."""
     try:
-        rows = list(_whole_rows((folder / "restarts.jsonl").read_bytes()))
+        rows = list(_intact_rows((folder / "restarts.jsonl").read_bytes()))
         last, lost = rows[-1], sum(row["steps_lost"] for row in rows)
         return f"{len(rows)}, {counted(lost, 'step')} lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return ""
 
 
-def _whole_rows(text: bytes) -> Iterator[Any]:
-    """Without lines that a crash cut short or a disk damaged."""
+def _intact_rows(text: bytes) -> Iterator[Any]:
+    """Yields the rows of a JSONL file, without lines that are truncated or damaged."""
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
             yield parse_json(line)
 
 
 def _saved_settings(folder: Path) -> Settings:
-    """Read from the saved configuration, so that the monitor needs nothing of the run but its folder."""
-    saved = folder / "config.yaml"
-    found: dict[str, Any] = {}
-    for line in saved.read_text(encoding="utf-8", errors="replace").splitlines() if saved.exists() else ():
+    """Reads the settings from config.yaml; does not need a YAML parser, because every value is JSON on one
+    line."""
+    path = folder / "config.yaml"
+    values: dict[str, Any] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
         if name in table():
-            # A file that somebody edited may hold anything.
+            # The file may have been edited.
             with contextlib.suppress(ValueError):
-                found[name] = parse_json(value.split("  #")[0])
-    return Settings.defaults(**found)
+                values[name] = parse_json(value.split("  #")[0])
+    return Settings.defaults(**values)
 
 
 def _samples_left(saved: Settings, seen: Followed, total: int) -> int | None:
-    """By the sizes that the steps to come will have; None where the files do not tell."""
+    """Returns the samples of the remaining steps by the batch plan; None if the files do not have the
+    information."""
     consumed = seen.recent[-1].get("consumed_samples") if seen.recent else None
     if not isinstance(consumed, int) or not saved.global_batch_size:
         return None
@@ -203,26 +201,34 @@ def _samples_left(saved: Settings, seen: Followed, total: int) -> int | None:
 
 
 def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
-    """What the run is doing, and a line about it where the word alone does not say enough."""
+    """Returns the state of the run, and a line of details if there are any."""
     is_done = seen.step >= total
-    if is_done and _has_said_farewell(folder):
+    if is_done and _has_closing_line(folder):
         return "finished", ""
-    silent = time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime
     alive = _is_alive(folder)
     if alive is False:
-        return _how_it_ended(folder, seen)
-    patience = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_a_step(seen)) if seen.recent else math.inf
-    if silent > patience:
-        where = "its process is there" if alive else "whether its process is there cannot be seen from here"
-        return "silent", f"no step for {duration(silent)}; {where}"
+        return _end_state(folder, seen)
+    timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_a_step(seen)) if seen.recent else math.inf
+    if silence > timeout:
+        process = (
+            "its process is alive" if alive else "whether its process is alive cannot be determined from here"
+        )
+        return "silent", f"no step for {duration(silence)}; {process}"
     return (
         "running",
-        "all steps are done; what follows them (checkpoint, evaluation) is not yet" if is_done else "",
+        "all steps are done; the final checkpoint and evaluation are not yet" if is_done else "",
     )
 
 
-def _has_said_farewell(folder: Path) -> bool:
-    """After the last line of a step, the log of a run that is through names its folder. A folder without a log holds numbers alone."""
+def _log_lines(folder: Path) -> list[str]:
+    log = folder / "train.log"
+    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+
+
+def _has_closing_line(folder: Path) -> bool:
+    """Whether the log of a run has its closing line, which names the run folder, after the last step. A
+    folder without a log has metrics only."""
     lines = _log_lines(folder)
     for line in reversed(lines):
         if line.startswith("run folder: "):
@@ -232,54 +238,48 @@ def _has_said_farewell(folder: Path) -> bool:
     return not lines
 
 
-def _log_lines(folder: Path) -> list[str]:
-    log = folder / "train.log"
-    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-
-
 def _is_alive(folder: Path) -> bool | None:
-    """Whether the first process of the run is there; None where that cannot be seen, as from another machine."""
+    """Whether the process that holds the lock of the run folder is alive; None if that is unknown, as on
+    another machine."""
     try:
         owner = parse_json((folder / ".lock").read_text(encoding="utf-8"))
         if owner["host"] != socket.gethostname():
             return None
         if owner["pid"] < 1:
-            # A group of processes, for the system.
+            # os.kill() would signal a process group.
             return None
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return False
     except PermissionError:
+        # The process exists and belongs to another user.
         return True
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return True
 
 
-def _how_it_ended(folder: Path, seen: Followed) -> tuple[str, str]:
-    # The farewell of a run that was asked to stop, or that had an end of its own set; or what it failed with.
-    for line in reversed(_log_lines(folder)[-_LAST_WORDS:]):
+def _end_state(folder: Path, seen: Followed) -> tuple[str, str]:
+    """Returns the state of a run whose process is gone, with the stop reason or the failure from its log."""
+    for line in reversed(_log_lines(folder)[-_LAST_LINES:]):
         if f"after step {seen.step};" in line or "before the first step;" in line:
             return "stopped", line.strip()
         if line.startswith(FAILED):
             return "crashed", line.strip()
     return (
         "crashed",
-        f"it ended after step {seen.step} without a word in {folder / 'train.log'}: it failed or was killed",
+        f"it ended after step {seen.step} without a message in {folder / 'train.log'}: it failed or was killed",
     )
 
 
 def _checkpoint(folder: Path, saved: Settings) -> str:
-    places = [Path(str(saved.save))] if saved.save else []
-    for place in [*places, folder / "checkpoints"]:
-        pointer = place / "latest"
-        if pointer.is_file() and (named := _first_line(pointer)):
-            age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
-            return f"{place / named}, saved {age} ago"
+    folders = [Path(str(saved.save))] if saved.save else []
+    for parent in [*folders, folder / "checkpoints"]:
+        pointer = parent / "latest"
+        if not pointer.is_file():
+            continue
+        with contextlib.suppress(OSError):
+            if name := pointer.read_text(encoding="utf-8", errors="replace").strip().replace("\0", ""):
+                age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
+                return f"{parent / name}, saved {age} ago"
     return "none yet"
-
-
-def _first_line(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").strip().replace("\0", "")
-    return ""

@@ -1,4 +1,5 @@
-"""`pentatron plan`: what a model needs and costs on some GPUs, which layouts fit, and the command for the best."""
+"""`pentatron plan`: memory, time and traffic of a model's layouts on some GPUs, and the command to train the
+best one."""
 
 import dataclasses
 import os
@@ -28,7 +29,223 @@ from pentatron.settings.resolve import foreseen, gather
 from pentatron.settings.settings import Draft, Facts, unset
 from pentatron.text import divisors, parse_json
 
-# What `pentatron plan` knows, as data for machines.
+_OTHERS = [name for name in DEVICES if name != "h100"]
+
+
+def _gigabytes(written: str, flag: str) -> float:
+    """Parses `80`, `80GB` or `79.1GiB`; all are in powers of two, as vendors and drivers mean them."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:gi?b?)?\s*", written.lower())
+    if match is None or float(match[1]) <= 0:
+        raise UserError(f"{flag} wants a number above 0, not '{written}'")
+    return float(match[1])
+
+
+@dataclass(frozen=True)
+class PlanOptions(Options):
+    gpus: int | None = option(None, "number of GPUs (those of this machine, else 8)", limit=ONE_OR_MORE)
+    gpu: str | None = option(None, f"h100 (the default), {', '.join(_OTHERS)}", value="NAME")
+    gpu_memory: float | None = option(
+        None, "memory of one GPU, if it differs: 24, 80, 141 ...", value="GB", parse=_gigabytes
+    )
+    host_memory: float | None = option(
+        None, "host memory of one machine, for optimizer offload", value="GB", parse=_gigabytes
+    )
+    gpus_per_machine: int = option(8, "GPUs of one machine", limit=ONE_OR_MORE)
+    efficiency: float = option(
+        EFFICIENCY,
+        "share of the peak that matmuls reach",
+        limit=Limit(SHARE.holds, "a share of the peak; use a number such as 0.5"),
+    )
+    top: int = option(8, "how many layouts to list", limit=ONE_OR_MORE)
+    json: bool = option(False, "print JSON")
+
+
+USAGE = f"""{usage("pentatron plan [FOLDER]", PlanOptions, "[--setting value ...]")}
+
+Estimates what a model needs, before anything is started: parameters, FLOPs, the memory of every GPU part by part, the
+pipeline bubble, communication and step time; then lists the layouts that fit, the fastest first, with the command to copy.
+
+FOLDER is a Hugging Face folder, or only its config.json.
+
+{options_help(PlanOptions)}
+
+  pentatron plan --preset llama3-8b --gpus 8
+  pentatron plan --preset qwen3-30b-a3b --gpus 32 --gpu a100 --seq-length 8192 --global-batch-size 256
+  pentatron plan models/Qwen2.5-7B --gpus 16 --gpu-memory 40 --tp 2 --pp 2
+
+All settings of `pentatron train` are accepted. With settings of a layout, that layout is shown in detail; without any,
+the best one is. The list tries all sizes of the axes and keeps other given settings (--zero-stage, --pipeline-schedule ...).
+`pentatron layout` shows the role of every rank; docs/how-it-works/memory.md explains the formulas.
+"""
+# Nothing is trained, so that data and run length are placeholders.
+PLAN = EntryPoint(
+    name="pentatron plan",
+    summary="Say what a model needs and costs under the same settings as `pentatron train`. Nothing is started.",
+    refused={
+        "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
+    },
+    defaults={"dataset_size": 1000, "train_iters": 1},
+    own=flags_of(PlanOptions),
+)
+_MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
+_BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
+_DEFAULT_LENGTH, _TOKENS_A_STEP = 4096, 2**20
+
+
+def plan_command(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        say(USAGE)
+        return 0
+    report, options = describe(words)
+    show_report(report, options.json, as_text, as_data)
+    return 0
+
+
+def describe(words: Sequence[str]) -> tuple[Report, PlanOptions]:
+    folder = words[0] if words and not is_flag(words[0]) else None
+    options, settings = read_among(PlanOptions, words[folder is not None :], PLAN)
+    draft = gather(settings, PLAN)
+    device = _device(options)
+    world = options.gpus or draft.world_size or _visible_gpus() or 8
+    if world > options.gpus_per_machine and world % options.gpus_per_machine:
+        machine_sizes = [d for d in divisors(world) if d <= options.gpus_per_machine]
+        raise UserError(
+            f"{world} GPUs are not a whole number of machines with {options.gpus_per_machine}; add --gpus-per-machine {max(machine_sizes)}, or plan for "
+            f"{world // options.gpus_per_machine * options.gpus_per_machine} or {-(-world // options.gpus_per_machine) * options.gpus_per_machine} (--gpus)"
+        )
+    facts = Facts(max(1, world), max(1, min(world, options.gpus_per_machine)))
+    assumed: list[str] = []
+    if options.gpus is None and draft.world_size is None:
+        assumed.append(f"{world} GPUs (--gpus)")
+    _learn_model(draft, facts, folder)
+    free_batch = all(getattr(draft, name) is None for name in _BATCH)
+    assumed += _assign_defaults(draft, device, world)
+    host_memory = None if options.host_memory is None else options.host_memory * GIB
+    search = Search(
+        draft, device, world, options.gpus_per_machine, options.efficiency, free_batch, host_memory
+    )
+    given = [name for name in LAYOUT if draft.given(name) and name != "micro_batch_size"]
+    layouts = search.layouts()
+    slow_bf16 = []
+    if draft.bf16 and not device.chip.bf16:
+        slow_bf16 = [
+            f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"
+        ]
+    report = Report(
+        search=search,
+        given=search.as_given() if given else None,
+        layouts=layouts,
+        model=folder or draft.preset or draft.load or "the model",
+        assumed=tuple(assumed),
+        top=options.top,
+        notices=(*draft.notices, *slow_bf16),
+    )
+    if not layouts and report.given is None:
+        # Raises the rules' reasons why no layout is possible.
+        search.as_given()
+        raise UserError(
+            f"no division of {world} GPUs suits this model and batch; try another number of GPUs or --global-batch-size"
+        )
+    return report, options
+
+
+def _device(options: PlanOptions) -> Device:
+    device = device_named(options.gpu or "h100")
+    if options.gpu_memory is None:
+        return device
+    name = device.name if options.gpu else f"{options.gpu_memory:g} GB GPU (else as {device.name})"
+    return dataclasses.replace(device, name=name, memory=int(options.gpu_memory * GIB))
+
+
+def _visible_gpus() -> int:
+    """Returns the number of GPUs of this machine without importing torch, which takes a second."""
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count and visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return count
+
+
+def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
+    if folder is not None:
+        _learn_folder(draft, facts, folder)
+    elif not unset(draft.load):
+        learn_from_named(draft, facts)
+    elif not any(draft.given(name) for name in _MODEL):
+        raise UserError(
+            "which model? Give --preset NAME (pentatron presets lists them), a Hugging Face folder, --config FILE, or its "
+            "shape: --num-layers, --hidden-size ..."
+        )
+    find_tokenizer(draft)
+    learn_vocabulary(draft)
+
+
+def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
+    """Reads the model's settings from config.json; the weights need not exist."""
+    from pentatron.hf.architecture import settings_of
+
+    path = Path(folder) / "config.json" if Path(folder).is_dir() else Path(folder)
+    if not path.is_file():
+        _require_model(folder)
+        draft.assign("flag --load", load=folder)
+        learn_from_named(draft, facts)
+        return
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); name a Hugging Face folder") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no settings of a model; name a Hugging Face folder")
+    adopt(draft, facts, settings_of(config), str(path.parent), "or plan another model")
+    draft.assign("flag --load", load=str(path.parent))
+
+
+def _require_model(folder: str) -> None:
+    """Raises an error about the folder argument, in place of one about `--load`, if it holds no model."""
+    from pentatron.checkpoint.find import refuse_other_formats
+    from pentatron.generate.source import find_source
+    from pentatron.hf.hub import is_hub_id
+
+    if is_hub_id(folder) or find_source(Path(folder)) is not None:
+        return
+    if folder in presets():
+        raise UserError(f"there is no folder {folder}; the preset of that name is --preset {folder}")
+    refuse_other_formats(Path(folder))
+    problem = "holds no checkpoint and no Hugging Face model" if Path(folder).exists() else "does not exist"
+    raise UserError(
+        f"{folder} {problem}; name a Hugging Face folder or a run, or a model with --preset NAME (pentatron presets lists them)"
+    )
+
+
+def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
+    """Assigns required settings that are not given; returns descriptions of them."""
+    if draft.fp8_format is not None and not device.chip.fp8:
+        raise UserError(
+            f"--fp8 {draft.fp8_format} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
+            "leave it out"
+        )
+    if requires_graphs(draft.cuda_graphs) and not device.is_gpu:
+        raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
+    assumed = []
+    if not draft.given("seq_length"):
+        longest = (
+            foreseen(draft, Facts(world)).max_position_embeddings if draft.max_position_embeddings else None
+        )
+        length = min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
+        draft.assign("flag --seq-length", seq_length=length)
+        assumed.append(f"sequences of {length} tokens (--seq-length)")
+    if all(getattr(draft, name) is None for name in _BATCH):
+        batch = max(1, _TOKENS_A_STEP // draft.seq_length // world) * world
+        draft.assign("flag --global-batch-size", global_batch_size=batch)
+        assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
+    if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16")):
+        half = "bf16" if device.chip.bf16 else "fp16"
+        draft.assign(f"flag --{half}", **{half: True})
+        assumed.append(f"{half} (--{half})" + ("" if device.chip.bf16 else f", as {device.name} has no bf16"))
+    if unset(draft.vocab_size) and unset(draft.padded_vocab_size):
+        draft.assign("flag --vocab-size", vocab_size=32768)
+        assumed.append("32768 words (--vocab-size)")
+    return assumed
 
 
 def as_data(report: Report) -> dict[str, Any]:
@@ -92,222 +309,3 @@ def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
         "tokens_per_second_per_gpu": speed,
         "mfu": utilisation,
     }
-
-
-_OTHERS = [name for name in DEVICES if name != "h100"]
-
-
-def _gigabytes(written: str, flag: str) -> float:
-    """`80`, `80GB` or `79.1GiB`: vendors and drivers both mean powers of two here."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:gi?b?)?\s*", written.lower())
-    if found is None or float(found[1]) <= 0:
-        raise UserError(f"{flag} wants a number above 0, not '{written}'")
-    return float(found[1])
-
-
-@dataclass(frozen=True)
-class PlanOptions(Options):
-    gpus: int | None = option(None, "how many GPUs (those of this machine, else 8)", limit=ONE_OR_MORE)
-    gpu: str | None = option(None, f"h100 (the default), {', '.join(_OTHERS)}", value="NAME")
-    gpu_memory: float | None = option(
-        None, "memory of one, if it is another: 24, 80, 141 ...", value="GB", parse=_gigabytes
-    )
-    host_memory: float | None = option(
-        None, "memory of one machine, for an optimizer that is kept there", value="GB", parse=_gigabytes
-    )
-    gpus_per_machine: int = option(8, "GPUs that are linked with each other", limit=ONE_OR_MORE)
-    efficiency: float = option(
-        EFFICIENCY,
-        "share of the peak that matmuls reach",
-        limit=Limit(SHARE.holds, "a share of the peak; use a number such as 0.5"),
-    )
-    top: int = option(8, "how many layouts to list", limit=ONE_OR_MORE)
-    json: bool = option(False, "everything, for machines")
-
-
-USAGE = f"""{usage("pentatron plan [FOLDER]", PlanOptions, "[--setting value ...]")}
-
-Says what a model needs and costs, before anything is started: parameters, FLOPs, the memory of every GPU part by part, the
-pipeline's bubble, what is sent, and an estimate of the time; then which layouts fit, the fastest first, with the command to copy.
-
-FOLDER is a Hugging Face folder, of which config.json is enough.
-
-{options_help(PlanOptions)}
-
-  pentatron plan --preset llama3-8b --gpus 8
-  pentatron plan --preset qwen3-30b-a3b --gpus 32 --gpu a100 --seq-length 8192 --global-batch-size 256
-  pentatron plan models/Qwen2.5-7B --gpus 16 --gpu-memory 40 --tp 2 --pp 2
-
-All settings of `pentatron train` are understood. With settings of a layout, that layout is looked at first; without any,
-the best one is. The list tries all sizes of the axes; what else is given (--zero-stage, --pipeline-schedule ...) holds for all. `pentatron layout` shows which rank does what; docs/how-it-works/memory.md explains the formulas.
-"""
-# Trains nothing, so data and length are settled here.
-PLAN = EntryPoint(
-    name="pentatron plan",
-    summary="Say what a model needs and costs under the same settings as `pentatron train`. Nothing is started.",
-    refused={
-        "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
-    },
-    defaults={"dataset_size": 1000, "train_iters": 1},
-    own=flags_of(PlanOptions),
-)
-_MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
-_BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
-_LONGEST, _TOKENS_A_STEP = 4096, 2**20
-
-
-def plan_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
-    report, options = describe(words)
-    show_report(report, options.json, as_text, as_data)
-    return 0
-
-
-def describe(words: Sequence[str]) -> tuple[Report, PlanOptions]:
-    folder = words[0] if words and not is_flag(words[0]) else None
-    options, settings = read_among(PlanOptions, words[folder is not None :], PLAN)
-    draft = gather(settings, PLAN)
-    device = _device(options)
-    world = options.gpus or draft.world_size or _visible() or 8
-    if world > options.gpus_per_machine and world % options.gpus_per_machine:
-        whole = [d for d in divisors(world) if d <= options.gpus_per_machine]
-        raise UserError(
-            f"{world} GPUs are no whole number of machines with {options.gpus_per_machine}; add --gpus-per-machine {max(whole)}, or plan for "
-            f"{world // options.gpus_per_machine * options.gpus_per_machine} or {-(-world // options.gpus_per_machine) * options.gpus_per_machine} (--gpus)"
-        )
-    facts = Facts(max(1, world), max(1, min(world, options.gpus_per_machine)))
-    assumed: list[str] = []
-    if options.gpus is None and draft.world_size is None:
-        assumed.append(f"{world} GPUs (--gpus)")
-    _learn_model(draft, facts, folder)
-    free_batch = all(getattr(draft, name) is None for name in _BATCH)
-    assumed += _complete(draft, device, world)
-    host = None if options.host_memory is None else options.host_memory * GIB
-    search = Search(draft, device, world, options.gpus_per_machine, options.efficiency, free_batch, host)
-    given = [name for name in LAYOUT if draft.given(name) and name != "micro_batch_size"]
-    layouts = search.layouts()
-    report = Report(
-        search=search,
-        given=search.as_given() if given else None,
-        layouts=layouts,
-        model=folder or draft.preset or draft.load or "the model",
-        assumed=tuple(assumed),
-        top=options.top,
-        notices=(*draft.notices, *_about(draft, device)),
-    )
-    if not layouts and report.given is None:
-        # Let the rules say why nothing is possible.
-        search.as_given()
-        raise UserError(
-            f"no division of {world} GPUs suits this model and batch; try another number of GPUs or --global-batch-size"
-        )
-    return report, options
-
-
-def _device(options: PlanOptions) -> Device:
-    device = device_named(options.gpu or "h100")
-    if options.gpu_memory is None:
-        return device
-    memory = int(options.gpu_memory * GIB)
-    name = device.name if options.gpu else f"{options.gpu_memory:g} GB GPU (else as {device.name})"
-    return dataclasses.replace(device, name=name, memory=memory)
-
-
-def _visible() -> int:
-    """GPUs of this machine, without the second that importing torch takes where there are none."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return 0
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip()])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
-    if folder is not None:
-        _learn_folder(draft, facts, folder)
-    elif not unset(draft.load):
-        learn_from_named(draft, facts)
-    elif not any(draft.given(name) for name in _MODEL):
-        raise UserError(
-            "which model? Give --preset NAME (pentatron presets lists them), a Hugging Face folder, --config FILE, or its "
-            "shape: --num-layers, --hidden-size ..."
-        )
-    find_tokenizer(draft)
-    learn_vocabulary(draft)
-
-
-def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
-    """From config.json alone; the weights need not be there."""
-    from pentatron.hf.architecture import settings_of
-
-    path = Path(folder) / "config.json" if Path(folder).is_dir() else Path(folder)
-    if not path.is_file():
-        _require_model(folder)
-        draft.assign("flag --load", load=folder)
-        learn_from_named(draft, facts)
-        return
-    try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); name a Hugging Face folder") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no settings of a model; name a Hugging Face folder")
-    adopt(draft, facts, settings_of(config), str(path.parent), "or plan another model")
-    draft.assign("flag --load", load=str(path.parent))
-
-
-def _require_model(folder: str) -> None:
-    """In the words of whoever typed no `--load`."""
-    from pentatron.checkpoint.find import refuse_other_formats
-    from pentatron.generate.source import find_source
-    from pentatron.hf.hub import is_hub_id
-
-    if is_hub_id(folder) or find_source(Path(folder)) is not None:
-        return
-    if folder in presets():
-        raise UserError(f"there is no folder {folder}; the preset of that name is --preset {folder}")
-    refuse_other_formats(Path(folder))
-    found = "holds no checkpoint and no Hugging Face model" if Path(folder).exists() else "does not exist"
-    raise UserError(
-        f"{folder} {found}; name a Hugging Face folder or a run, or a model with --preset NAME (pentatron presets lists them)"
-    )
-
-
-def _complete(draft: Draft, device: Device, world: int) -> list[str]:
-    """Settles what a plan needs and nobody said; returns what was settled."""
-    if draft.fp8_format is not None and not device.chip.fp8:
-        raise UserError(
-            f"--fp8 {draft.fp8_format} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
-            "leave it out"
-        )
-    if requires_graphs(draft.cuda_graphs) and not device.is_gpu:
-        raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
-    assumed = []
-    if not draft.given("seq_length"):
-        known = (
-            foreseen(draft, Facts(world)).max_position_embeddings if draft.max_position_embeddings else None
-        )
-        length = min(_LONGEST, known or _LONGEST)
-        draft.assign("flag --seq-length", seq_length=length)
-        assumed.append(f"sequences of {length} tokens (--seq-length)")
-    if all(getattr(draft, name) is None for name in _BATCH):
-        batch = max(1, _TOKENS_A_STEP // draft.seq_length // world) * world
-        draft.assign("flag --global-batch-size", global_batch_size=batch)
-        assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
-    if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16")):
-        half = "bf16" if device.chip.bf16 else "fp16"
-        draft.assign(f"flag --{half}", **{half: True})
-        assumed.append(f"{half} (--{half})" + ("" if device.chip.bf16 else f", as {device.name} has no bf16"))
-    if unset(draft.vocab_size) and unset(draft.padded_vocab_size):
-        draft.assign("flag --vocab-size", vocab_size=32768)
-        assumed.append("32768 words (--vocab-size)")
-    return assumed
-
-
-def _about(draft: Draft, device: Device) -> list[str]:
-    if draft.bf16 and not device.chip.bf16:
-        return [f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"]
-    return []

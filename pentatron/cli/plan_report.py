@@ -1,7 +1,7 @@
-"""What `pentatron plan` shows, as text to read."""
+"""Report of `pentatron plan` as text, and the training command of a layout."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,10 +16,7 @@ from pentatron.settings.command_line import is_flag
 from pentatron.settings.run import table
 from pentatron.text import binary_size, parameter_count, seconds_text
 
-# The command to copy from a plan: the user's own words, and the settings of the layout.
-
-
-# Settings of this command, or of what is not trained here: they are no part of the command to copy.
+# Settings of the planner itself, which the training command does not have.
 _NOT_COPIED = ("world_size", "nproc_per_node", "dataset_size", "train_iters")
 _DATA = (
     *("data_path", "train_data_path", "data_path_config", "data_args_path", "per_split_data_args_path"),
@@ -27,135 +24,25 @@ _DATA = (
 )
 _STEPS = 100
 _WIDTH = 105
-
-
-def command_block(search: Search, layout: Layout, which: str) -> str:
-    lines = [f"To train {which}", "", *(f"  {line}" for line in command(search, layout))]
-    if not names_data(search):
-        lines.append("  (with data of yours: --data-path PREFIX instead of --mock-data)")
-    if search.world > search.per_machine:
-        machines = search.world // search.per_machine
-        lines.append(
-            f"  on each of {machines} machines, with MASTER the name of the first; `pentatron launch slurm` writes a job"
-        )
-    return "\n".join(lines)
-
-
-def command(search: Search, layout: Layout) -> list[str]:
-    """The words to copy, in lines."""
-    parts = [_phrases(part) for part in _settings(search, layout)]
-    lines = [_launcher(search), *(line for part in parts for line in _filled(part))]
-    return [
-        f"{'    ' if i else ''}{line}{' ' + chr(92) if i < len(lines) - 1 else ''}"
-        for i, line in enumerate(lines)
-    ]
-
-
-def _phrases(words: Sequence[str]) -> list[str]:
-    """Every flag with its values."""
-    found: list[list[str]] = []
-    for word in words:
-        if is_flag(word) or not found:
-            found.append([])
-        found[-1].append(word)
-    return [shlex.join(phrase) for phrase in found]
-
-
-def _filled(phrases: Sequence[str]) -> list[str]:
-    """In lines of a terminal's width."""
-    lines: list[str] = []
-    for phrase in phrases:
-        if lines and len(lines[-1]) + len(phrase) < _WIDTH:
-            lines[-1] += f" {phrase}"
-        else:
-            lines.append(phrase)
-    return lines
-
-
-def settings_words(search: Search, layout: Layout) -> list[str]:
-    """What `pentatron train` is given, beside the number of processes."""
-    return [word for part in _settings(search, layout) for word in part]
-
-
-def names_data(search: Search) -> bool:
-    draft = search.draft
-    return any(draft.given(name) or draft.source(name).startswith("preset") for name in _DATA)
-
-
-def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
-    """Of the layout, and of everything else."""
-    draft = search.draft
-    of_layout = [
-        word
-        for name, value in layout.settings.items()
-        if value != table()[name].default
-        for word in words_of(name, value)
-    ]
-    of_layout += [
-        word for name, value in _against_a_file(search, layout).items() for word in words_of(name, value)
-    ]
-    if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        of_layout += words_of("micro_batch_size", draft.micro_batch_size)
-    rest = [
-        word
-        for name in table()
-        if draft.source(name).startswith("flag") and name not in (*LAYOUT, *_NOT_COPIED)
-        for word in words_of(name, getattr(draft, name))
-    ]
-    if not names_data(search):
-        rest.append("--mock-data")
-    rest += words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
-    if search.device.name == "CPU process" and not draft.given("device"):
-        rest += ["--device", "cpu"]
-    return of_layout, rest
-
-
-def _against_a_file(search: Search, layout: Layout) -> dict[str, Any]:
-    """Sizes of this layout that are not written because they are usual, and others in a file that the command names."""
-    draft, parallel = search.draft, layout.config.parallel
-    in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
-    own = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
-    return {
-        name: value for name, value in own.items() if isinstance(value, int) and value != getattr(draft, name)
-    }
-
-
-def words_of(name: str, value: Any) -> list[str]:
-    item = table()[name]
-    if isinstance(value, bool):
-        return [item.written(value)]
-    values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-    return [item.flag, *map(str, values)]
-
-
-def _launcher(search: Search) -> str:
-    if search.world <= search.per_machine:
-        return f"pentatron train --nproc-per-node {search.world}"
-    machines = -(-search.world // search.per_machine)
-    return (
-        f"torchrun --nnodes {machines} --nproc_per_node {search.per_machine} --rdzv_backend c10d "
-        f"--rdzv_endpoint $MASTER:29500 -m pentatron train"
-    )
-
-
 _BAR = 20
 _MOST_RANKS = 8
 _PARTS = {
-    "weights": "what the model computes with",
+    "weights": "parameters in the model's precision",
     "gradients": "from backward to the update",
     "optimizer": "",
     "activations": "kept for backward",
-    "logits": "of the last layer, or what became of them",
+    "logits": "of the output layer, or log-probabilities",
     "buffers": "messages and collectives",
-    "working": "for a moment in backward: what runs again, gradients of the loss or of one matrix",
-    "graphs": "beside recorded micro-batches, in whose memory there is no room for others: evaluation, first gradients",
+    "working": "temporary in backward: recomputed layers, gradients of the loss or of one matrix",
+    "graphs": "outside CUDA graphs, which do not share their memory: evaluation, first gradients",
 }
 _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """`given` is the layout the user wrote, if any; `layouts` are those that were found, the best first."""
+    """Result of a search. `given` is the layout the user wrote, if any; `layouts` are those found, the best
+    first."""
 
     search: Search
     given: Layout | None
@@ -167,7 +54,7 @@ class Report:
 
     @property
     def shown(self) -> Layout:
-        """Whose memory is shown in full."""
+        """The layout whose memory is shown in full."""
         return self.given or self.layouts[0]
 
     @property
@@ -176,14 +63,14 @@ class Report:
 
     @property
     def chosen(self) -> tuple[Layout, str] | None:
-        """The layout of the command to copy, and which it is."""
+        """The layout of the training command, and its description."""
         if self.given is not None and self.given.fits:
             return self.given, "the layout as given"
         return None if self.best is None else (self.best, "the first of the list")
 
     @property
     def varied(self) -> list[str]:
-        """Sizes that the user gave, other than which the list tries too."""
+        """Given sizes that the list varies nevertheless."""
         return [name for name in SIZES if self.search.draft.given(name)]
 
     @cached_property
@@ -202,9 +89,10 @@ def as_text(report: Report) -> str:
         _list(report),
         _detail(report),
         _experts(report),
-        _command(report),
+        "" if report.chosen is None else command_block(report.search, *report.chosen),
+        _assumptions(report),
+        "\n".join(f"note: {notice}" for notice in report.notices),
     ]
-    blocks += [_assumptions(report), "\n".join(f"note: {notice}" for notice in report.notices)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -214,12 +102,11 @@ def _model(report: Report) -> str:
     parameters, active = total_parameters(shape)
     tokens = train.global_batch_size * model.seq_length
     flops = report.shown.estimate.flops
-    groups = (
-        f" in {model.num_query_groups} groups" if model.num_query_groups != model.num_attention_heads else ""
-    )
-    count = f"{parameter_count(parameters)} parameters" + (
-        f", {parameter_count(active)} of them for each token" if active < parameters else ""
-    )
+    grouped = model.num_query_groups != model.num_attention_heads
+    groups = f" in {model.num_query_groups} groups" if grouped else ""
+    count = f"{parameter_count(parameters)} parameters"
+    if active < parameters:
+        count += f", {parameter_count(active)} of them for each token"
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
     return "\n".join(
         [
@@ -245,38 +132,41 @@ def _tree(report: Report) -> str:
 
 
 def _list(report: Report) -> str:
-    fitting = [layout for layout in report.layouts if layout.fits]
-    room = binary_size(usable(report.search.device))
+    search, fitting = report.search, [layout for layout in report.layouts if layout.fits]
+    if not report.layouts:
+        return f"No other layout of {search.world} GPUs is possible with {_flags(search.kept)}"
     if fitting:
         title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)} divisions), the fastest first"
     else:
-        host = report.search.host_memory
-        own = "" if host is None else f", and a machine {binary_size(host)} of its own"
-        title = f"No layout fits: a GPU has room for {room}{own}. The smallest are"
-    if not report.layouts:
-        return f"No other layout of {report.search.world} GPUs is possible with {_flags(report.search.kept)}"
+        host = search.host_memory
+        host_text = "" if host is None else f", and a machine {binary_size(host)} of its own"
+        title = f"No layout fits: a GPU has room for {binary_size(usable(search.device))}{host_text}. The smallest are"
     lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
-    if report.varied or report.search.kept:
-        lines += ["", f"  {_what_varied(report)}"]
+    if report.varied or search.kept:
+        lines += ["", f"  {_varied_text(report)}"]
     if not fitting:
         lines += ["", f"  {_remedies(report)}"]
     return "\n".join(lines)
 
 
-def _what_varied(report: Report) -> str:
-    """Which of the settings the user gave the list does not keep to, and which it does."""
+def _varied_text(report: Report) -> str:
+    """Describes which given settings the list varies and which it keeps."""
     kept, draft = report.search.kept, report.search.draft
     parts = []
     if report.varied:
         given = _flags({name: getattr(draft, name) for name in report.varied})
-        parts.append(f"other sizes than {given} are tried here too")
+        parts.append(f"sizes other than {given} are listed too")
     if kept:
         parts.append(f"all have {_flags(kept)}, as given")
     return "; ".join(parts)
 
 
+def _flag_words(settings: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in words_of(name, value)]
+
+
 def _flags(settings: Mapping[str, Any]) -> str:
-    return " ".join(word for name, value in settings.items() for word in words_of(name, value))
+    return " ".join(_flag_words(settings))
 
 
 def _remedies(report: Report) -> str:
@@ -293,33 +183,24 @@ def _rows(report: Report, layouts: Sequence[Layout]) -> Iterator[str]:
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
     width = 8 if any(layout.shape.decisions.offload.on for layout in layouts) else 5
     yield (
-        "      "
-        + "".join(f"{head:>5}" for head in heads)
-        + (
-            f"{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
-        )
+        f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  "
+        f"{'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
     )
     for number, layout in enumerate(layouts, 1):
         yield _row(report, number, layout, split, sparse, width)
 
 
 def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool, width: int) -> str:
-    """`width`: of the column ZeRO."""
+    """Formats a row of the list; `width` is that of the ZeRO column."""
     grid, config = layout.shape.grid, layout.config
     stages = f"{grid.pipeline}×{config.virtual_stages}" if config.virtual_stages > 1 else f"{grid.pipeline}"
-    sizes = [
-        f"{grid.tensor}",
-        stages,
-        *([f"{grid.context}"] if split else []),
-        *([f"{grid.expert}"] if sparse else []),
-    ]
-    sizes.append(f"{grid.data}")
+    sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
     zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
     total = layout.largest.total
     speed, utilisation = speed_of(layout)
     return (
         f"  {number:>3} "
-        + "".join(f"{size:>5}" for size in sizes)
+        + "".join(f"{size:>5}" for size in [*sizes, grid.data])
         + f"{zero:>{width}}  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {binary_size(total):>12}  "
         + f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  {seconds_text(layout.estimate.seconds):>7}  "
         + f"{speed:>12,.0f}  {utilisation:>3.0%}"
@@ -327,7 +208,7 @@ def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool,
 
 
 def speed_of(layout: Layout) -> tuple[float, float]:
-    """Tokens a second on each device, and the share of its peak that is used."""
+    """Returns tokens per second per device, and the MFU."""
     config, estimate = layout.config, layout.estimate
     devices, seconds = layout.shape.grid.world_size, estimate.seconds
     tokens = config.train.global_batch_size * config.model.seq_length / seconds / devices
@@ -335,7 +216,7 @@ def speed_of(layout: Layout) -> tuple[float, float]:
 
 
 def _bar(share: float) -> str:
-    """Of a device's memory; a full bar ends in an arrow where there is more."""
+    """Draws a share of a device's memory; the bar ends in an arrow if it exceeds 1."""
     filled = round(_BAR * min(1.0, share))
     return ("█" * filled + "·" * (_BAR - filled)) if share <= 1 else "█" * (_BAR - 1) + "▶"
 
@@ -368,11 +249,11 @@ def _verdict(layout: Layout) -> str:
 
 
 def parts_of(rank: RankMemory) -> dict[str, int]:
-    held = rank.held
+    static = rank.held
     return {
-        "weights": held.weights,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
+        "weights": static.weights,
+        "gradients": static.gradients,
+        "optimizer": static.optimizer,
         "activations": rank.activations,
         "logits": rank.logits,
         "buffers": rank.buffers,
@@ -388,68 +269,53 @@ def _memory(layout: Layout) -> Iterator[str]:
         yield "  memory of a GPU"
     else:
         yield f"  {'stages of rank':<16}" + "".join(f"{rank:>10}" for rank in shown)
+
+    def row(title: str, cells: Iterable[str], note: str) -> str:
+        return f"  {title:<16}{''.join(f'{cell:>10}' for cell in cells)}  {note}"
+
     parts = [parts_of(ranks[rank]) for rank in shown]
-    meanings = _PARTS | {"optimizer": _optimizer(layout)}
-    for name, meaning in meanings.items():
+    for name, meaning in (_PARTS | {"optimizer": _optimizer(layout)}).items():
         if any(part[name] for part in parts):
-            yield (
-                f"  {name:<16}" + "".join(f"{binary_size(part[name]):>10}" for part in parts) + f"  {meaning}"
-            )
-    spared = [ranks[rank].spared for rank in shown]
-    if any(spared):
-        minus = "".join(f"{f'-{binary_size(count)}' if count else '':>10}" for count in spared)
-        yield f"  {'not at once':<16}{minus}  gradients come while activations go"
-    totals = [ranks[rank].total for rank in shown]
-    yield (
-        f"  {'together':<16}"
-        + "".join(f"{binary_size(total):>10}" for total in totals)
-        + (
-            f"  {_bar(max(r.total for r in ranks) / layout.device.memory)} of {binary_size(layout.device.memory)}"
-        )
-    )
+            yield row(name, [binary_size(part[name]) for part in parts], meaning)
+    if any(ranks[rank].spared for rank in shown):
+        spared = [f"-{binary_size(ranks[rank].spared)}" if ranks[rank].spared else "" for rank in shown]
+        yield row("not at once", spared, "gradients are allocated while activations are freed")
+    bar = _bar(max(rank.total for rank in ranks) / layout.device.memory)
+    totals = [binary_size(ranks[rank].total) for rank in shown]
+    yield row("together", totals, f"{bar} of {binary_size(layout.device.memory)}")
     if (recorded := layout.if_recorded) is not None:
-        yield (
-            f"  {'with graphs':<16}{binary_size(recorded.total):>10}  small layers are recorded as CUDA graphs, where that leaves room; "
-            f"--cuda-graphs off does without"
-        )
+        note = "small layers are captured as CUDA graphs if there is room; --cuda-graphs off avoids them"
+        yield row("with graphs", [binary_size(recorded.total)], note)
     if layout.memory.host:
         machine = binary_size(layout.host_of_a_machine)
-        compared = (
-            f"of {binary_size(layout.host_memory)}"
-            if layout.host_memory is not None
-            else "not compared with what it has: --host-memory GB"
-        )
-        what = _in_host(layout)
-        yield f"  in host memory  {binary_size(layout.memory.host):>10}  {what} of each GPU, {machine} in a machine ({compared})"
+        limit = "not compared with what it has: --host-memory GB"
+        if layout.host_memory is not None:
+            limit = f"of {binary_size(layout.host_memory)}"
+        note = f"{_in_host(layout)} of each GPU, {machine} in a machine ({limit})"
+        yield row("in host memory", [binary_size(layout.memory.host)], note)
 
 
 def _in_host(layout: Layout) -> str:
-    held = layout.largest.held
-    what = ["the optimizer"] if held.host else []
-    return " and ".join([*what, *(["the copy that is saved in the background"] if held.saving else [])])
+    static = layout.largest.held
+    parts = {"the optimizer": static.host, "the copy that is saved in the background": static.saving}
+    return " and ".join(name for name, count in parts.items() if count)
 
 
 def _optimizer(layout: Layout) -> str:
-    remembered = "Adam's moments" if layout.config.optim.optimizer == "adam" else "momentum"
-    return (
-        " and ".join(
-            [
-                *(["master weights"] if layout.largest.held.master else []),
-                *([remembered] if layout.largest.held.moments else []),
-            ]
-        )
-        + ", in fp32"
-    )
+    static = layout.largest.held
+    state = "Adam's moments" if layout.config.optim.optimizer == "adam" else "momentum"
+    parts = {"master weights": static.master, state: static.moments}
+    return " and ".join(name for name, count in parts.items() if count) + ", in fp32"
 
 
 def _traffic(layout: Layout) -> Iterator[str]:
     traffic, sending = layout.estimate.traffic, layout.estimate.sending
-    found = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
-    if not found:
-        yield "  nothing is sent: there is one GPU"
+    sent = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
+    if not sent:
+        yield "  no communication: there is one GPU"
         return
     yield f"  {'sent in a step':<16}{'bytes':>10}{'not hidden':>12}"
-    for axis, count in found.items():
+    for axis, count in sent.items():
         stage = layout.config.parallel.zero_stage
         meaning = TRADE_OFFS[f"ZeRO {stage}" if axis == "data" and stage else axis]
         yield f"  {_AXES[axis]:<16}{binary_size(count):>10}{seconds_text(getattr(sending, axis)):>12}  {meaning}"
@@ -473,27 +339,22 @@ def _pipeline(layout: Layout) -> Iterator[str]:
 
 def _experts(report: Report) -> str:
     rows = by_expert_size(report.shown)
-    if len(rows) < 2:
-        return ""
-    lines = ["Expert parallelism in this layout, all else equal", ""]
-    lines += [
-        f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(own)}"
-        for size, total, own in rows
+    lines = [
+        f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
+        for size, total, weights in rows
     ]
-    return "\n".join(lines)
-
-
-def _command(report: Report) -> str:
-    return "" if report.chosen is None else command_block(report.search, *report.chosen)
+    return (
+        "\n".join(["Expert parallelism in this layout, all else equal", "", *lines]) if len(rows) > 1 else ""
+    )
 
 
 def _assumptions(report: Report) -> str:
     device, search = report.search.device, report.search
-    lines = ["Assumed", ""]
-    if report.assumed:
-        lines.append(f"  not said, so taken: {'; '.join(report.assumed)}")
     rate = device.peak(report.shape.width) / 1e12
-    lines += [
+    lines = [
+        "Assumed",
+        "",
+        *([f"  not given, so assumed: {'; '.join(report.assumed)}"] if report.assumed else []),
         f"  {device.name}: {rate:.0f} TFLOP/s at its peak, of which matmuls reach {search.efficiency:.0%} (--efficiency), less where they are "
         f"small; {device.link / 1e9:.0f} GB/s between GPUs of a machine, {device.network / 1e9:.0f} GB/s between machines",
         "  tensor and expert parallelism wait for what they send; messages of the pipeline are hidden; gradients are hidden behind the "
@@ -503,3 +364,94 @@ def _assumptions(report: Report) -> str:
         "with pentatron bench",
     ]
     return "\n".join(lines)
+
+
+def command_block(search: Search, layout: Layout, which: str) -> str:
+    lines = [f"To train {which}", "", *(f"  {line}" for line in command(search, layout))]
+    if not names_data(search):
+        lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
+    if search.world > search.per_machine:
+        machines = search.world // search.per_machine
+        lines.append(
+            f"  on each of {machines} machines, with MASTER the host name of the first; `pentatron launch slurm` writes a job"
+        )
+    return "\n".join(lines)
+
+
+def command(search: Search, layout: Layout) -> list[str]:
+    """Returns the lines of the training command."""
+    lines = [_launcher(search), *(line for part in _settings(search, layout) for line in _wrapped(part))]
+    continued = [f"{line} {chr(92)}" for line in lines[:-1]] + lines[-1:]
+    return [f"{'    ' if i else ''}{line}" for i, line in enumerate(continued)]
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """Wraps words to lines of the terminal's width, keeping flags together with their values."""
+    phrases: list[list[str]] = []
+    for word in words:
+        if is_flag(word) or not phrases:
+            phrases.append([])
+        phrases[-1].append(word)
+    lines: list[str] = []
+    for phrase in map(shlex.join, phrases):
+        if lines and len(lines[-1]) + len(phrase) < _WIDTH:
+            lines[-1] += f" {phrase}"
+        else:
+            lines.append(phrase)
+    return lines
+
+
+def settings_words(search: Search, layout: Layout) -> list[str]:
+    """Returns the arguments of `pentatron train`, without the number of processes."""
+    return [word for part in _settings(search, layout) for word in part]
+
+
+def names_data(search: Search) -> bool:
+    draft = search.draft
+    return any(draft.given(name) or draft.source(name).startswith("preset") for name in _DATA)
+
+
+def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
+    """Returns the flags of the layout, and all others."""
+    draft = search.draft
+    layout_settings = {n: v for n, v in layout.settings.items() if v != table()[n].default}
+    layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(search, layout))]
+    if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
+        layout_words += words_of("micro_batch_size", draft.micro_batch_size)
+    from_flags = [
+        n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT, *_NOT_COPIED)
+    ]
+    other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
+    if not names_data(search):
+        other_words.append("--mock-data")
+    other_words += words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
+    if search.device.name == "CPU process" and not draft.given("device"):
+        other_words += ["--device", "cpu"]
+    return layout_words, other_words
+
+
+def _overrides_of_files(search: Search, layout: Layout) -> dict[str, Any]:
+    """Returns sizes of the layout that equal the defaults but must be written, because a file that the
+    command names sets them differently."""
+    draft, parallel = search.draft, layout.config.parallel
+    in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
+    sizes = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
+    return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
+
+
+def words_of(name: str, value: Any) -> list[str]:
+    item = table()[name]
+    if isinstance(value, bool):
+        return [item.written(value)]
+    values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
+    return [item.flag, *map(str, values)]
+
+
+def _launcher(search: Search) -> str:
+    if search.world <= search.per_machine:
+        return f"pentatron train --nproc-per-node {search.world}"
+    machines = -(-search.world // search.per_machine)
+    return (
+        f"torchrun --nnodes {machines} --nproc_per_node {search.per_machine} --rdzv_backend c10d "
+        f"--rdzv_endpoint $MASTER:29500 -m pentatron train"
+    )

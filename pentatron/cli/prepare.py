@@ -1,13 +1,12 @@
-"""`pentatron prepare`: text files to `.bin/.idx` pairs."""
+"""`pentatron prepare`: tokenizes text files to `.bin/.idx` pairs."""
 
 import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.options import Options, idle, option, options_help, read
@@ -35,7 +34,7 @@ class InputOptions(Options):
         missing="name the files with the text",
     )
     output_prefix: str = option(
-        "", "the output is PREFIX_<key>_document", value="PREFIX", missing="say where the result goes"
+        "", "the output is PREFIX_<key>_document", value="PREFIX", missing="name where the result goes"
     )
     json_keys: tuple[str, ...] = option(
         ("text",),
@@ -43,10 +42,10 @@ class InputOptions(Options):
         value="KEY ...",
     )
     text_documents: str = option("file", "what one document of a .txt is", choices=TEXT_DOCUMENTS)
-    append_eod: bool = option(False, "put the end-of-document id behind every document")
+    append_eod: bool = option(False, "append the end-of-document id to every document")
     split_sentences: bool = option(False, "lists of sentences only; the output is PREFIX_<key>_sentence")
     skip_bad_lines: bool = option(
-        False, "leave out lines that are no such object, count them and name the first"
+        False, "skip lines that are not such an object, count them and print the first"
     )
 
 
@@ -56,18 +55,16 @@ class TokenizerOptions(Options):
         "", ", ".join(TOKENIZER_TYPES), value="TYPE", missing=f"it is one of {', '.join(TOKENIZER_TYPES)}"
     )
     tokenizer_model: str | None = option(
-        None,
-        "tokenizer.json, a .model file, the folder that holds it, or a model of the hub",
-        value="PATH",
+        None, "tokenizer.json, a .model file, the folder that holds it, or a model of the hub", value="PATH"
     )
-    vocab_file: str | None = option(None, "one of GPT-2's two files", value="PATH")
-    merge_file: str | None = option(None, "the other one", value="PATH")
+    vocab_file: str | None = option(None, "vocab.json of GPT-2", value="PATH")
+    merge_file: str | None = option(None, "merges.txt of GPT-2", value="PATH")
     vocab_size: int | None = option(None, "for NullTokenizer")
 
 
 @dataclass(frozen=True)
 class WorkOptions(Options):
-    workers: int | None = option(None, "processes that encode (one for each core)", limit=ONE_OR_MORE)
+    workers: int | None = option(None, "tokenizer processes (one for each core)", limit=ONE_OR_MORE)
     log_interval: int | None = option(
         None, "without a terminal: a line every N documents (a line every ten seconds)"
     )
@@ -76,7 +73,7 @@ class WorkOptions(Options):
 
 @dataclass(frozen=True)
 class IdleOptions(Options):
-    """Flags of other programs' preprocessing that change nothing here, and why."""
+    """Flags of other preprocessing programs that have no effect here, with the reason."""
 
     partitions: int | None = option(None, "", notice="the input is cut into chunks as it is read")
     keep_sequential_samples: bool = option(False, "", notice="documents always keep their order")
@@ -98,7 +95,7 @@ class PrepareOptions(IdleOptions, WorkOptions, TokenizerOptions, InputOptions):
 USAGE = f"""usage: pentatron prepare --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE [...]
 
 Turns text into the .bin/.idx pairs that --data-path takes: PREFIX_text_document.bin, .idx and .meta (checksums and the tokenizer's
-fingerprint). The output is the same for any number of workers, appears whole or not at all, and the same command goes on after an interruption.
+fingerprint). The output is the same for any number of workers, appears whole or not at all, and the same command resumes after an interruption.
 
 {options_help(InputOptions)}
 
@@ -106,8 +103,8 @@ fingerprint). The output is the same for any number of workers, appears whole or
 
 {options_help(WorkOptions)}
 """
-_NO_SEARCH = "is not available; one worker for each core is the default and, as a rule, the best"
-_NO_TIKTOKEN = "is not available; take --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
+_NO_SEARCH = "is not available; one worker for each core is the default and, usually the best"
+_NO_TIKTOKEN = "is not available; use --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
 REFUSED = {
     "find-optimal-num-workers": _NO_SEARCH,
     "workers-to-check": _NO_SEARCH,
@@ -127,16 +124,16 @@ def prepare_command(words: Sequence[str]) -> int:
         return 0
     outlive_output()
     job, log_interval = _read(words)
-    # Every worker is one of several processes already; threads of its own would take their cores.
+    # Threads of the tokenizer in every worker process would oversubscribe the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with _open_progress(log_interval) as shown:
+    with closing(_open_progress(log_interval)) as progress:
         try:
-            outcome = prepare(job, shown.report, shown.say)
+            outcome = prepare(job, progress.report, progress.say)
         except KeyboardInterrupt:
-            shown.close()
-            complain("stopped; the same command goes on where this one stopped")
+            progress.close()
+            complain("stopped; the same command resumes where this one stopped")
             return 130
-    _sum_up(job, outcome)
+    _print_summary(job, outcome)
     return 0
 
 
@@ -148,9 +145,10 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
     options, _ = read(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
     for notice in idle(options):
         say(f"note: {notice}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     choice = TokenizerChoice(
         options.tokenizer_type,
-        _found_model(options.tokenizer_model),
+        _resolve_tokenizer(options.tokenizer_model),
         options.vocab_size or None,
         options.vocab_file,
         options.merge_file,
@@ -160,7 +158,7 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
         expand_inputs(options.input),
         Path(options.output_prefix),
         recipe,
-        options.workers or _cores(),
+        options.workers or cores,
         options.text_documents,
         options.skip_bad_lines,
         options.overwrite,
@@ -168,8 +166,9 @@ def _read(words: Sequence[str]) -> "tuple[Job, int]":
     return job, options.log_interval or 0
 
 
-def _found_model(name: str | None) -> str | None:
-    """A path stays what it is; the name of a model on the hub becomes the folder of its tokenizer."""
+def _resolve_tokenizer(name: str | None) -> str | None:
+    """Returns an existing path unchanged, and for a model of the hub the folder of its downloaded
+    tokenizer."""
     if not name or Path(name).exists():
         return name
     from pentatron.hf.hub import TOKENIZER_FILES, is_hub_id, resolve_folder
@@ -184,11 +183,7 @@ def _found_model(name: str | None) -> str | None:
     return str(folder)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _sum_up(job: "Job", outcome: "Outcome") -> None:
+def _print_summary(job: "Job", outcome: "Outcome") -> None:
     from pentatron.data.indexed import IndexedDataset
     from pentatron.data.inspect import document_lengths
 
@@ -203,7 +198,7 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
         say(
             f"{counted(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
             f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')})"
-            f"{', going on after an interruption' if outcome.resumed else ''}"
+            f"{', resumed after an interruption' if outcome.resumed else ''}"
         )
         if counts.blank_lines:
             say(f"{counted(counts.blank_lines, 'blank line')} left out")
@@ -224,11 +219,8 @@ def _sum_up(job: "Job", outcome: "Outcome") -> None:
         say("\n".join(lengths.lines()))
 
 
-# --- progress ---
-
-
-class _Lines(AbstractContextManager["_Lines"]):
-    """A line now and then, for logs."""
+class _LineProgress:
+    """Progress as lines at intervals, for logs."""
 
     def __init__(self, every_documents: int) -> None:
         self._every = every_documents
@@ -250,24 +242,17 @@ class _Lines(AbstractContextManager["_Lines"]):
             due = now - self._last >= _SECONDS_BETWEEN_LINES
         if due:
             self._last = now
-            say(
-                f"{100 * counts.read / max(1, total):.0f} %  {_facts(counts, self._before, now - self._started)}"
-            )
+            text = f"{100 * counts.read / max(1, total):.0f} %  {counts.documents:,} documents, {counts.tokens:,} tokens"
+            if new_tokens := counts.tokens - self._before:
+                text += f", {new_tokens / max(now - self._started, 1e-9):,.0f} tokens/s"
+            say(text)
 
     def close(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
-
-class _Bar(_Lines):
-    """A bar on a terminal."""
+class _BarProgress(_LineProgress):
+    """Progress as a bar on a terminal."""
 
     def __init__(self, console: Any) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -299,18 +284,12 @@ class _Bar(_Lines):
         self._progress.stop()
 
 
-def _facts(counts: "Counts", tokens_before: int, seconds: float) -> str:
-    shown = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
-    since = counts.tokens - tokens_before
-    return f"{shown}, {since / max(seconds, 1e-9):,.0f} tokens/s" if since else shown
-
-
-def _open_progress(log_interval: int) -> _Lines:
+def _open_progress(log_interval: int) -> _LineProgress:
     if sys.stdout.isatty() and not log_interval:
         try:
             from rich.console import Console
         except ImportError:
             say("no progress bar: the rich library is not installed (pip install rich)")
         else:
-            return _Bar(Console())
-    return _Lines(log_interval)
+            return _BarProgress(Console())
+    return _LineProgress(log_interval)

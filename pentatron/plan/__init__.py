@@ -1,1 +1,1 @@
-"""Memory, time and traffic of a layout, by arithmetic alone: nothing here imports torch."""
+"""Estimates of memory, time and traffic of a layout. Does not import torch."""

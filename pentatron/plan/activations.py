@@ -1,9 +1,9 @@
-"""What a micro-batch leaves on a rank between its forward and its backward, in bytes, part by part.
+"""Bytes of activations that a micro-batch keeps on a rank from forward to backward.
 
-The formulas follow what the layers of `pentatron.nn` save for autograd, with an attention kernel that keeps no scores (flash);
-`make plan-check` holds them against the memory of a real step. Compiled layers keep less: a compiler computes again what is cheap, so that
-norms leave their input and a number for each row, and a gate's activation is made anew. Below, T are the tokens a rank's attention sees, S those of
-which it has the stream (T / tensor ranks with sequence parallelism), e the bytes of a number.
+The formulas follow what the layers of `pentatron.nn` save for autograd, with an attention kernel that does
+not store scores (flash attention); `make plan-check` compares them with the measured memory of a real step.
+Compiled layers save less, because the compiler recomputes cheap operations: a norm saves its input and one
+statistic a row, and the output of a gate's activation function is recomputed.
 """
 
 from collections import Counter
@@ -15,16 +15,17 @@ from pentatron.plan.shape import Shape
 from pentatron.settings.parameters import has_shared_gate
 
 _FP32, _INDEX = 4, 8
-# Elements that the loss in plain torch has in fp32 at a time.
-_BLOCK = 2**25
-_UNFUSED = ("math", "unfused", "local")
-# Tokens of which a fused loss without a backward has the logits at a time.
+# Elements that the loss in plain torch converts to fp32 at a time.
+_LOSS_BLOCK = 2**25
+_UNFUSED_BACKENDS = ("math", "unfused", "local")
+# Most tokens in a chunk of the fused loss in evaluation.
 _EVALUATED = 4096
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on one stage: in layers and around them, and of the last logits."""
+    """Bytes that one micro-batch keeps on one stage: `layers` in and around the layers, `logits` for the
+    loss."""
 
     layers: int = 0
     logits: int = 0
@@ -35,42 +36,51 @@ class Activations:
 
 
 def kept(shape: Shape, part: StagePart) -> Activations:
-    """From the end of a forward to the backward."""
+    """Returns the activations that a stage keeps from the end of a forward to its backward."""
     runs = shape.config.recomputed(part)
-    again = {layer for run in runs for layer in run}
-    stream = shape.width * shape.in_stream * shape.hidden
-    total = len(runs) * stream
-    total += _sum_of(shape, [number for number in part.layers if number not in again])
-    total += _around(shape, part)
-    if not part.embedding and not again and not _norm_keeps_input(shape):
-        # What came from the stage before; elsewhere the first norm or run keeps it anyway.
-        total += stream
+    recomputed = {layer for run in runs for layer in run}
+    hidden_states = shape.width * shape.in_stream * shape.hidden
+    total = len(runs) * hidden_states
+    total += _layers_sum(shape, [number for number in part.layers if number not in recomputed])
+    total += _outside_layers(shape, part)
+    model = shape.config.model
+    norm_saves_input = (
+        model.normalization != "RMSNorm"
+        or not _norm_saves_fp32(shape)
+        or "layernorm" in _recomputed_modules(shape)
+    )
+    if not part.embedding and not recomputed and not norm_saves_input:
+        # The input received from the previous stage; otherwise the first norm or recomputed run saves it
+        # anyway.
+        total += hidden_states
     return Activations(total, logits(shape) if part.head else 0)
 
 
-def _sum_of(shape: Shape, layers: Sequence[int]) -> int:
-    kinds = Counter((number in shape.sparse_layers, number in shape.fp8_layers) for number in layers)
+def _layers_sum(shape: Shape, numbers: Sequence[int]) -> int:
+    kinds = Counter((number in shape.sparse_layers, number in shape.fp8_layers) for number in numbers)
     return sum(count * layer(shape, sparse, fp8=fp8) for (sparse, fp8), count in kinds.items())
 
 
 def first_layer(shape: Shape, part: StagePart) -> int:
-    """What is left when the backward of a stage has come to its first layer."""
-    return _sum_of(shape, part.layers[:1])
+    """Returns the activations that are left when the backward of a stage reaches its first layer."""
+    return _layers_sum(shape, part.layers[:1])
 
 
 def rerun(shape: Shape, part: StagePart) -> int:
-    """What comes back for a while when layers, or a module of one, run again in backward: the largest of these."""
+    """Returns the largest amount of activations that recomputing layers, or a module of a layer, restores in
+    backward."""
     runs = shape.config.recomputed(part)
     if runs:
-        return max(_sum_of(shape, run) for run in runs)
-    if not _modules(shape):
+        return max(_layers_sum(shape, run) for run in runs)
+    if not _recomputed_modules(shape):
         return 0
     kinds = {number in shape.sparse_layers for number in part.layers}
     return max((layer(shape, kind, frozenset()) - layer(shape, kind) for kind in kinds), default=0)
 
 
 def deferred(shape: Shape, part: StagePart) -> int:
-    """Between the halves of a backward: the input and the gradient of the output of every product with a weight."""
+    """Returns the bytes kept between the input-gradient and weight-gradient halves of a split backward: the
+    input and the output gradient of every linear layer."""
     s, tokens = shape, shape.tokens
     attention = 2 * s.hidden + 2 * s.queries + 2 * s.keys
     total = 0
@@ -87,8 +97,9 @@ def deferred(shape: Shape, part: StagePart) -> int:
 
 
 def logits(shape: Shape) -> int:
-    """Fused: logits in the model's precision, of as many tokens as a chunk has. Otherwise log-probabilities in fp32, of the words
-    without padding where one rank has all of them."""
+    """Returns the bytes the loss keeps for backward. A fused loss keeps the logits of one chunk in the
+    model's precision; otherwise log-probabilities are kept in fp32, without vocabulary padding if one rank
+    holds the whole vocabulary."""
     model = shape.config.model
     if shape.decisions.loss.on:
         return shape.width * chunk(shape) * shape.words
@@ -97,36 +108,39 @@ def logits(shape: Shape) -> int:
 
 
 def logits_evaluated(shape: Shape) -> int:
-    """Without a backward. What is not fused has logits in the model's precision and in fp32, and log-probabilities; a fused loss without
-    a kernel of its own two blocks in fp32."""
+    """Returns the bytes of the loss in evaluation. An unfused loss has logits in the model's precision and in
+    fp32, and log-probabilities; a fused loss without its own kernel has two fp32 blocks."""
     if shape.decisions.loss.on:
         elements = min(chunk(shape), _EVALUATED) * shape.words
         return shape.width * elements + (
-            0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_BLOCK, elements)
+            0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_LOSS_BLOCK, elements)
         )
     cast = _FP32 if shape.width != _FP32 else 0
     return (shape.width + cast + _FP32) * shape.tokens * shape.words
 
 
 def in_layer(shape: Shape) -> int:
-    """The most that a layer without experts has at once in forward: no more than all that it could keep."""
+    """Returns an upper bound of the forward peak of a dense layer: everything that it could save for
+    backward."""
     return layer(shape, sparse=False, modules=frozenset())
 
 
 def chunk(shape: Shape) -> int:
-    """Tokens of which a fused loss has the logits at a time; products that are deferred take all at once."""
+    """Returns the number of tokens in a chunk of the fused loss; deferred weight gradients require a single
+    chunk."""
     if shape.config.defers_weight_gradients:
         return shape.tokens
     return min(shape.tokens, shape.decisions.loss.chunk)
 
 
 def loss_in_backward(shape: Shape) -> int:
-    """Beside the log-probabilities, while the loss is differentiated: their gradient and that of the logits, in fp32; where ranks
-    share the words, also the latter in the model's precision. A fused loss writes the gradient over the logits, without a kernel of its
-    own by way of two blocks in fp32."""
+    """Returns the extra bytes while the loss is differentiated, beside the log-probabilities: their gradient
+    and that of the logits in fp32, and with a vocabulary-parallel loss also the latter in the model's
+    precision. A fused loss overwrites the logits with their gradient; without its own kernel it needs two
+    fp32 blocks for that."""
     model = shape.config.model
     if shape.decisions.loss.on:
-        return 0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_BLOCK, chunk(shape) * shape.words)
+        return 0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_LOSS_BLOCK, chunk(shape) * shape.words)
     if shape.grid.tensor == 1:
         return 2 * _FP32 * shape.tokens * model.vocab_size
     cast = shape.width if shape.width != _FP32 else 0
@@ -134,36 +148,32 @@ def loss_in_backward(shape: Shape) -> int:
 
 
 def layer(shape: Shape, sparse: bool, modules: frozenset[str] | None = None, fp8: bool = False) -> int:
-    """Of a layer, with experts or without, that is not recomputed as a whole; `modules` of it are. `fp8`: its matrices keep their
-    inputs rounded."""
-    modules = _modules(shape) if modules is None else modules
-    keys = 2 * _INDEX * shape.in_stream if shape.config.model.hidden_dropout else 0
-    norms = 2 * _norm(shape, "layernorm" in modules)
-    after = _experts(shape, modules) if sparse else _mlp(shape, "mlp" in modules, fp8)
-    return norms + _attention(shape, "core_attn" in modules, fp8) + after + keys
+    """Returns the activations of one layer, dense or with experts, that is not recomputed as a whole.
+
+    `modules` are those that selective recompute covers. With `fp8`, linear layers save their quantized
+    inputs.
+    """
+    modules = _recomputed_modules(shape) if modules is None else modules
+    dropout_indices = 2 * _INDEX * shape.in_stream if shape.config.model.hidden_dropout else 0
+    # The output of a norm is saved by the linear layer that reads it.
+    norm = shape.width * shape.hidden if "layernorm" in modules else _norm_row(shape, shape.hidden)
+    feed_forward = _experts(shape, modules) if sparse else _mlp(shape, "mlp" in modules, fp8)
+    return (
+        2 * shape.in_stream * norm
+        + _attention(shape, "core_attn" in modules, fp8)
+        + feed_forward
+        + dropout_indices
+    )
 
 
-def _modules(shape: Shape) -> frozenset[str]:
+def _recomputed_modules(shape: Shape) -> frozenset[str]:
     memory = shape.config.memory
     return frozenset(memory.recompute_modules if memory.recompute_granularity == "selective" else ())
 
 
-def _norm_keeps_input(shape: Shape) -> bool:
-    rms = shape.config.model.normalization == "RMSNorm"
-    return not rms or not _norm_widens(shape) or "layernorm" in _modules(shape)
-
-
-def _norm_widens(shape: Shape) -> bool:
-    """An RMSNorm in fewer bits than fp32 keeps a copy of its input in fp32 instead, unless it is compiled or on a CPU."""
+def _norm_saves_fp32(shape: Shape) -> bool:
+    """Whether an RMSNorm in lower precision saves an fp32 copy of its input: on a GPU, and not compiled."""
     return bool(shape.on_gpu) and shape.width != _FP32 and not shape.decisions.compilation.on
-
-
-def _norm(shape: Shape, again: bool) -> int:
-    """The input, and of an RMSNorm what it becomes before it meets the weights. The output is kept by who uses it."""
-    rows, width = shape.in_stream, shape.hidden
-    if again:
-        return shape.width * rows * width
-    return rows * _norm_row(shape, width)
 
 
 def _norm_row(shape: Shape, width: int) -> int:
@@ -171,79 +181,84 @@ def _norm_row(shape: Shape, width: int) -> int:
         return shape.width * width + 2 * _FP32
     if shape.decisions.compilation.on:
         return shape.width * width + _FP32
-    return ((_FP32 if _norm_widens(shape) else shape.width) + shape.width) * width + _FP32
+    return ((_FP32 if _norm_saves_fp32(shape) else shape.width) + shape.width) * width + _FP32
 
 
-def _attention(shape: Shape, again: bool, fp8: bool) -> int:
-    """Input, fused projection, rotated queries and keys, output, a number for each head and token."""
+def _attention(shape: Shape, recomputed: bool, fp8: bool) -> int:
+    """Returns the bytes of an attention block: its input, the fused QKV projection, rotated queries and keys,
+    the output, and the log-sum-exp of each head and token."""
     s, model = shape, shape.config.model
     e, tokens = s.width, s.tokens
     projected = s.queries + 2 * s.keys
-    given, found = (1 if fp8 else e) * tokens * s.hidden, (1 if fp8 else e) * tokens * s.queries
-    if again:
-        # A compiler makes what the heads found anew as well.
-        return given + e * tokens * projected + (0 if s.decisions.compilation.on else found)
+    inputs, output = (1 if fp8 else e) * tokens * s.hidden, (1 if fp8 else e) * tokens * s.queries
+    if recomputed:
+        # A compiler recomputes the attention output as well.
+        return inputs + e * tokens * projected + (0 if s.decisions.compilation.on else output)
     rotated = model.position_embedding_type == "rope"
-    # Queries of several groups cannot stay a view of the projection.
+    # Queries of several key/value groups are not a view of the projection, so that they are copied.
     copied = s.heads > s.groups > 1
-    core = _FP32 * tokens * s.heads
+    saved = _FP32 * tokens * s.heads
     if s.grid.context > 1 and s.config.parallel.cp_comm_type == "a2a":
-        # Exchanged in one piece, so that the projection itself is not needed.
-        core += e * tokens * (s.queries + 2 * max(s.keys, s.head * s.grid.context // s.heads)) + found
+        # The all-to-all exchanges one contiguous tensor, so that the projection itself is not saved.
+        saved += e * tokens * (s.queries + 2 * max(s.keys, s.head * s.grid.context // s.heads)) + output
     else:
-        core += e * tokens * projected
-        # Computed head by head, it is laid out anew, token by token, for what follows. A GPU's kernels compute it so.
-        anew = s.grid.context > 1 or (rotated and not s.on_gpu) or fp8
-        core += e * tokens * s.queries if anew else 0
+        saved += e * tokens * projected
+        # The head-major output is copied to token-major layout, except where a GPU kernel writes that
+        # directly.
+        relaid = s.grid.context > 1 or (rotated and not s.on_gpu) or fp8
+        saved += e * tokens * s.queries if relaid else 0
         if rotated or model.qk_layernorm:
-            core += e * tokens * (s.queries + s.keys)
+            saved += e * tokens * (s.queries + s.keys)
         elif copied:
-            core += e * tokens * s.queries
+            saved += e * tokens * s.queries
     if model.qk_layernorm:
-        core += _norms_of_heads(s, copied)
-    return given + core + found + _scores(s)
+        saved += _qk_norms(s, copied)
+    return inputs + saved + output + _scores(s)
 
 
-def _norms_of_heads(shape: Shape, copied: bool) -> int:
+def _qk_norms(shape: Shape, copied: bool) -> int:
     s, tokens = shape, shape.tokens
     rows = tokens * (s.heads + s.groups)
     layer_norm = s.config.model.normalization == "LayerNorm"
     if layer_norm or s.decisions.compilation.on:
         return (s.width * tokens * s.queries if copied else 0) + (1 + layer_norm) * _FP32 * rows
-    widened = _FP32 * tokens * (s.queries + s.keys)
-    if not _norm_widens(s):
-        # Kept as it is: a view of the projection, unless it had to be copied.
-        widened = s.width * tokens * s.queries if copied else 0
-    return widened + s.width * tokens * (s.queries + s.keys) + _FP32 * rows
+    inputs = _FP32 * tokens * (s.queries + s.keys)
+    if not _norm_saves_fp32(s):
+        # Saved without a conversion: a view of the projection, unless it had to be copied.
+        inputs = s.width * tokens * s.queries if copied else 0
+    return inputs + s.width * tokens * (s.queries + s.keys) + _FP32 * rows
 
 
 def _scores(shape: Shape) -> int:
-    """What kernels keep that do not compute scores anew: probabilities, and with dropout what it left of them."""
+    """Returns the bytes of attention probabilities, for kernels that store them, and of their dropout."""
     config = shape.config
-    # On a GPU no other kernel takes groups of queries in fp32.
-    plain = shape.on_gpu and shape.width == _FP32 and shape.heads > shape.groups
-    plain = plain and config.kernels.attention_backend == "auto" and shape.grid.context == 1
-    kept = plain or config.kernels.attention_backend in _UNFUSED or config.model.attention_dropout
-    if not kept:
+    # On a GPU no fused kernel supports grouped queries in fp32.
+    fallback = shape.on_gpu and shape.width == _FP32 and shape.heads > shape.groups
+    fallback = fallback and config.kernels.attention_backend == "auto" and shape.grid.context == 1
+    stored = (
+        fallback or config.kernels.attention_backend in _UNFUSED_BACKENDS or config.model.attention_dropout
+    )
+    if not stored:
         return 0
     per_head = shape.tokens * config.model.seq_length // shape.grid.context
     copies = 2 if config.model.attention_dropout else 1
     return copies * shape.width * shape.heads * per_head
 
 
-def _mlp(shape: Shape, again: bool, fp8: bool) -> int:
-    if again:
+def _mlp(shape: Shape, recomputed: bool, fp8: bool) -> int:
+    if recomputed:
         return shape.width * shape.in_stream * shape.hidden
     if fp8:
-        # The input of each matrix in one byte; of a gate that is a part of the first matrix, what that one made.
-        wide = (2 if shape.decisions.gate.on else between(shape) - 1) * shape.width
-        return shape.tokens * (shape.hidden + (wide + 1) * shape.inner)
+        # Inputs of the matrices in one byte; the outputs of the first one in full precision for the gate's
+        # backward.
+        kept_widths = (2 if shape.decisions.gate.on else between(shape) - 1) * shape.width
+        return shape.tokens * (shape.hidden + (kept_widths + 1) * shape.inner)
     return shape.width * shape.tokens * (shape.hidden + between(shape) * shape.inner)
 
 
 def between(shape: Shape, sparse: bool = False) -> int:
-    """Of the inner width: both halves, and unless they are made anew the activated one and the product; or what goes into GELU and
-    what comes out."""
+    """Returns how many tensors of the FFN width are saved per token: both halves of the gate and, unless
+    recomputed, the activated half and the product; or the input and output of GELU."""
     if not shape.config.model.gated_linear_unit:
         return 2
     if shape.decisions.gate.in_second and not sparse:
@@ -253,67 +268,61 @@ def between(shape: Shape, sparse: bool = False) -> int:
 
 def _experts(shape: Shape, modules: frozenset[str]) -> int:
     s, moe, e = shape, shape.config.moe, shape.width
-    stream = e * s.in_stream * s.hidden
+    hidden_states = e * s.in_stream * s.hidden
     if "moe" in modules:
-        return stream
-    total = _router(s)
+        return hidden_states
+    total = _router(s) + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
     if s.decisions.experts.on_device:
-        total += _together(s, "moe_act" in modules)
-        return total + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
+        # Grouped matmuls: the dispatched rows, the outputs of the first matrices, weights, and the
+        # permutation both ways.
+        inputs = 0 if "moe_act" in modules else e * s.rows * s.hidden
+        return total + inputs + e * s.rows * (s.halves * s.expert_inner + 1) + 2 * _INDEX * s.rows
     inner = s.halves if "moe_act" in modules else between(s, sparse=True)
     total += e * s.rows * (s.hidden + inner * s.expert_inner) + _INDEX * s.rows
     pairs = s.in_stream * moe.moe_router_topk
     if moe.moe_token_dispatcher_type == "allgather":
         pairs *= s.grid.expert * s.grid.expert_tensor
-    total += pairs * (e * (s.hidden + 1) + _INDEX)
-    if not s.shared_inner:
-        return total
-    return total + _shared_expert(s, "shared_experts" in modules)
-
-
-def _together(shape: Shape, again: bool) -> int:
-    """Experts multiplied as one: the rows they get, what the first matrices make of them, weights, and the order both ways."""
-    rows, e = shape.rows, shape.width
-    given = 0 if again else e * rows * shape.hidden
-    return given + e * rows * (shape.halves * shape.expert_inner + 1) + 2 * _INDEX * rows
+    return total + pairs * (e * (s.hidden + 1) + _INDEX)
 
 
 def _router(shape: Shape) -> int:
-    """Its input, in its own precision; probabilities and choices; scores of all experts, where a loss looks at them."""
+    """Returns the bytes of the router: its input in the router's precision, probabilities and indices, and
+    the scores of all experts if an auxiliary loss reads them."""
     s, moe = shape, shape.config.moe
-    wide = {"fp32": _FP32, "fp64": 2 * _FP32}.get(moe.moe_router_dtype or "", s.width)
-    total = wide * s.in_stream * s.hidden
+    router_bytes = {"fp32": _FP32, "fp64": 2 * _FP32}.get(moe.moe_router_dtype or "", s.width)
+    total = router_bytes * s.in_stream * s.hidden
     balanced = any(moe.moe_aux_loss_coeff) and moe.moe_router_load_balancing_type != ("none",)
-    whole = moe.moe_router_pre_softmax + moe.moe_router_score_function.count("sigmoid")
-    whole += balanced + bool(moe.moe_z_loss_coeff)
-    return total + s.in_stream * (_FP32 * moe.experts * whole + (_FP32 + _INDEX) * moe.moe_router_topk)
+    full_scores = moe.moe_router_pre_softmax + moe.moe_router_score_function.count("sigmoid")
+    full_scores += balanced + bool(moe.moe_z_loss_coeff)
+    return total + s.in_stream * (_FP32 * moe.experts * full_scores + (_FP32 + _INDEX) * moe.moe_router_topk)
 
 
-def _shared_expert(shape: Shape, again: bool) -> int:
+def _shared_expert(shape: Shape, recomputed: bool) -> int:
     s, e = shape, shape.width
-    stream = e * s.in_stream * s.hidden
-    # Without sequence parallelism, and in the same precision, the router has kept this already.
-    same = s.config.moe.moe_router_dtype in (None, "fp32" if e == _FP32 else "")
-    if again:
-        return 0 if same else stream
-    given = e * s.tokens * s.hidden if s.sequence_parallel else (0 if same else stream)
-    gated = stream if has_shared_gate(s.config.moe) else 0
-    kept = 2 if s.decisions.gate.in_second else between(s, sparse=True)
-    return given + gated + e * s.tokens * kept * s.shared_inner
+    hidden_states = e * s.in_stream * s.hidden
+    # The router has saved this input already, if its precision is the same.
+    router_saves_input = s.config.moe.moe_router_dtype in (None, "fp32" if e == _FP32 else "")
+    if recomputed:
+        return 0 if router_saves_input else hidden_states
+    inputs = e * s.tokens * s.hidden if s.sequence_parallel else (0 if router_saves_input else hidden_states)
+    gate = hidden_states if has_shared_gate(s.config.moe) else 0
+    saved = 2 if s.decisions.gate.in_second else between(s, sparse=True)
+    return inputs + gate + e * s.tokens * saved * s.shared_inner
 
 
-def _around(shape: Shape, part: StagePart) -> int:
-    """Angles of rotation, tokens to look up, the last norm and the input of the head."""
+def _outside_layers(shape: Shape, part: StagePart) -> int:
+    """Returns the bytes outside the layers: rotary angles, token ids, the final norm and the input of the
+    output layer."""
     s, model = shape, shape.config.model
-    split = s.grid.tensor > 1
+    vocabulary_parallel = s.grid.tensor > 1
     total = 0
     if model.position_embedding_type == "rope" and part.layers:
         total += _FP32 * s.tokens * int(s.head * model.rotary_percent)
     if part.embedding:
-        total += s.tokens * (_INDEX + split)
+        total += s.tokens * (_INDEX + vocabulary_parallel)
         total += _INDEX * s.in_stream if model.hidden_dropout else 0
         total += _INDEX * s.tokens if model.position_embedding_type == "learned_absolute" else 0
     if part.head:
         total += s.in_stream * _norm_row(s, s.hidden) + s.width * s.tokens * s.hidden
-        total += s.tokens * (_INDEX + _FP32 + (split and not s.decisions.loss.on))
+        total += s.tokens * (_INDEX + _FP32 + (vocabulary_parallel and not s.decisions.loss.on))
     return total

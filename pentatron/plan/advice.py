@@ -1,4 +1,4 @@
-"""The guides' decision tree and tables, asked for the model and the devices at hand."""
+"""Answers to the guides' decision tree and rows of their tables, for a model and the devices at hand."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,44 +11,42 @@ from pentatron.plan.static_memory import moments, total_parameters, whole
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, divisors
 
-# What expert parallelism saves: the memory of a device for every size it could have.
-
-
-def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
-    """Expert-parallel size, bytes on a device, and those of its experts' weights; all other settings as they are."""
-    shape = layout.shape
-    experts = shape.config.moe.num_experts
-    if not experts:
-        return []
-    ranks = shape.grid.stage_size // shape.grid.expert_tensor
-    found = []
-    for size in divisors(experts):
-        if ranks % size:
-            continue
-        parallel = dataclasses.replace(shape.config.parallel, expert_model_parallel_size=size)
-        other = Shape(dataclasses.replace(shape.config, parallel=parallel), on_gpu=shape.on_gpu)
-        found.append((size, largest_of(other).total, _experts_weights(other)))
-    return found
-
-
-def _experts_weights(shape: Shape) -> int:
-    """Of the pipeline rank that has most."""
-    each = sum(p.elements for p in shape.parameters.experts.parameters)
-    layers = max(
-        sum(len(shape.sparse_layers.intersection(part.layers)) for part in shape.parts(rank).values())
-        for rank in range(shape.grid.pipeline)
-    )
-    return shape.width * each * layers
-
-
 BILLION = 1e9
 _DEEP = 30
 _FP32 = 4
 
 
+def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
+    """Returns, for every possible expert-parallel size, the bytes per device and those of its experts'
+    weights; all other settings are unchanged."""
+    shape = layout.shape
+    experts = shape.config.moe.num_experts
+    if not experts:
+        return []
+    ranks = shape.grid.stage_size // shape.grid.expert_tensor
+    rows = []
+    for size in divisors(experts):
+        if ranks % size:
+            continue
+        parallel = dataclasses.replace(shape.config.parallel, expert_model_parallel_size=size)
+        varied = Shape(dataclasses.replace(shape.config, parallel=parallel), on_gpu=shape.on_gpu)
+        rows.append((size, largest_of(varied).total, _experts_weights(varied)))
+    return rows
+
+
+def _experts_weights(shape: Shape) -> int:
+    """Returns the bytes of experts' weights on the pipeline rank that has most."""
+    expert = sum(p.elements for p in shape.parameters.experts.parameters)
+    layers = max(
+        sum(len(shape.sparse_layers.intersection(part.layers)) for part in shape.parts(rank).values())
+        for rank in range(shape.grid.pipeline)
+    )
+    return shape.width * expert * layers
+
+
 @dataclass(frozen=True)
 class Suggested:
-    """A row of a guide's table: for models from `low` to `high` billion parameters."""
+    """A row of a guide's table: a layout for models from `low` to `high` billion parameters."""
 
     low: float
     high: float
@@ -66,7 +64,7 @@ class Suggested:
         return f"{sizes}, {self.remark}" if self.remark else sizes
 
 
-# By the number of GPUs, and by the size alone.
+# The guides' two tables: with the number of GPUs, and by the size of the model alone.
 TABLE_3D = (
     Suggested(0, 1, 4, 1, 1, 4),
     Suggested(1, 3, 4, 2, 1, 2),
@@ -83,23 +81,15 @@ SETS = {
 }
 
 
-@dataclass(frozen=True)
-class ByFamily:
-    """The second table: sizes of published models with ranges."""
-
-    low: float
-    high: float
-    words: str
-
-
+# Ranges of published models in billion parameters.
 BY_FAMILY = (
-    ByFamily(5, 15, "TP 1-2, PP 1, DP as many as there are, 8 GPUs or more"),
-    ByFamily(25, 40, "TP 4-8, PP 1-2, 32 GPUs or more"),
-    ByFamily(65, 80, "TP 8, PP 2-4, 64 GPUs or more"),
-    ByFamily(300, 500, "TP 8, PP 8-16, 512 GPUs or more"),
+    (5, 15, "TP 1-2, PP 1, DP as many as there are, 8 GPUs or more"),
+    (25, 40, "TP 4-8, PP 1-2, 32 GPUs or more"),
+    (65, 80, "TP 8, PP 2-4, 64 GPUs or more"),
+    (300, 500, "TP 8, PP 8-16, 512 GPUs or more"),
 )
 
-# What each way costs and saves.
+# Costs and savings of each axis and of each ZeRO stage.
 TRADE_OFFS = {
     "data": "simple; every GPU holds the whole model; little traffic, no memory saved",
     "ZeRO 1": "divides the optimizer's state over the data-parallel ranks at no extra traffic",
@@ -107,14 +97,14 @@ TRADE_OFFS = {
     "ZeRO 3": "divides weights too: high traffic, very high saving",
     "tensor": "for huge layers: traffic in every layer, so inside a machine; high saving",
     "pipeline": "divides the layers: little traffic, but ranks wait in the bubble; high saving",
-    "context": "divides every sequence: for long ones; saves activations alone",
-    "expert": "divides the experts: tokens travel; high saving where most weights are experts'",
+    "context": "divides every sequence: for long ones; saves activations only",
+    "expert": "divides the experts: tokens are exchanged; high saving if most weights are experts'",
 }
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question of the decision tree."""
+    """A question of the decision tree and its answer."""
 
     question: str
     answer: str
@@ -122,24 +112,26 @@ class Answer:
 
 @dataclass(frozen=True)
 class Advice:
+    """The decision tree, the axes of the best layout, and the matching rows of the guides' tables."""
+
     tree: tuple[Answer, ...]
     combination: str
     tables: tuple[str, ...]
 
 
 def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
-    """`base` is any layout of the model; `layouts` those that were found."""
+    """Answers the decision tree. `base` is any layout of the model; `layouts` is the result of the search."""
     shape, device = base.shape, search.device
     parameters, _ = total_parameters(shape)
-    one = _alone(search, shape)
-    alone = largest_of(one)
-    undivided = [found for found in layouts if found.shape.grid.tensor * found.shape.grid.pipeline == 1]
-    fitting = [found for found in undivided if found.fits]
-    layer_bytes = _layer_bytes(one)
+    single = _alone(search, shape)
+    unaided = largest_of(single)
+    undivided = [layout for layout in layouts if layout.shape.grid.tensor * layout.shape.grid.pipeline == 1]
+    fitting = [layout for layout in undivided if layout.fits]
+    layer_bytes = _layer_bytes(single)
     layer_fits = layer_bytes < usable(device)
     depth = shape.config.model.num_layers
     tree = (
-        Answer("Does it fit one GPU?", _fits_one(alone, usable(device), fitting, search.world)),
+        Answer("Does it fit one GPU?", _fits_one(unaided, usable(device), fitting, search.world)),
         Answer(
             "Does a single layer fit one GPU?",
             f"{'yes' if layer_fits else 'no'}, it takes {binary_size(layer_bytes)}: "
@@ -150,15 +142,21 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
             f"yes, {depth} layers: a pipeline is worth a thought" if depth > _DEEP else f"no, {depth} layers",
         ),
     )
-    best = next((found for found in layouts if found.fits), None)
-    return Advice(tree, _combination(best), _tables(parameters))
+    best = next((layout for layout in layouts if layout.fits), None)
+    tables = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
+    tables += [
+        f"suggested sets, {name}: {row.in_words()}" for name, row in SETS.items() if row.covers(parameters)
+    ]
+    size = parameters / BILLION
+    tables += [f"table by model: {text}" for low, high, text in BY_FAMILY if low <= size < high]
+    return Advice(tree, _combination(best), tuple(tables))
 
 
 def _alone(search: Search, shape: Shape) -> Shape:
-    """The model on one GPU, without any remedy but those that the user asked for."""
-    one = whole(shape)
-    config = one.config
-    asked = Settings.defaults(**search.kept)
+    """Returns the model on one GPU, with only those memory savings that the user requested."""
+    single = whole(shape)
+    config = single.config
+    requested = Settings.defaults(**search.kept)
     memory = (
         config.memory
         if "recompute_granularity" in search.kept
@@ -168,71 +166,50 @@ def _alone(search: Search, shape: Shape) -> Shape:
         dataclasses.replace(
             config,
             memory=memory,
-            parallel=dataclasses.replace(config.parallel, optimizer_cpu_offload=asked.optimizer_cpu_offload),
-            train=dataclasses.replace(config.train, micro_batch_size=asked.micro_batch_size or 1),
+            parallel=dataclasses.replace(
+                config.parallel, optimizer_cpu_offload=requested.optimizer_cpu_offload
+            ),
+            train=dataclasses.replace(config.train, micro_batch_size=requested.micro_batch_size or 1),
         ),
-        on_gpu=one.on_gpu,
+        on_gpu=single.on_gpu,
     )
 
 
-def _fits_one(alone: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
-    """`fitting`: the layouts without tensor and pipeline parallelism that fit."""
-    held = alone.held.on_device
+def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
+    """Answers the first question; `fitting` are the layouts without tensor and pipeline parallelism that
+    fit."""
+    static = unaided.held.on_device
     needed = (
-        f"weights, gradients and optimizer take {binary_size(held)}, "
-        f"activations and buffers of a micro-batch {binary_size(alone.total - held)}"
+        f"weights, gradients and optimizer take {binary_size(static)}, "
+        f"activations and buffers of a micro-batch {binary_size(unaided.total - static)}"
     )
-    if alone.total <= room:
+    if unaided.total <= room:
         return f"yes, {needed}: data parallelism is enough"
     if fitting:
         ways = [f"data parallelism with ZeRO over {world} GPUs"] if world > 1 else []
-        if all(found.config.memory.recompute_granularity for found in fitting):
+        if all(layout.config.memory.recompute_granularity for layout in fitting):
             ways.append("recompute")
-        if all(found.shape.decisions.offload.on for found in fitting):
+        if all(layout.shape.decisions.offload.on for layout in fitting):
             ways.append("the optimizer in host memory")
-        enough = (
-            f"{' and '.join(ways)} are enough"
-            if len(ways) > 1
-            else f"{ways[0] if ways else 'what is asked for'} is enough"
-        )
+        enough = f"{' and '.join(ways) or 'what is asked for'} {'are' if len(ways) > 1 else 'is'} enough"
         return f"no, {needed}; but {enough}"
-    if held <= room:
+    if static <= room:
         return f"no, {needed}: smaller micro-batches (--micro-batch-size), recompute or a division of the model will help"
     return f"no, {needed}: the model must be divided"
 
 
-def _layer_bytes(one: Shape) -> int:
-    """Of the largest layer, undivided, with what a micro-batch leaves in it."""
-    sparse = bool(one.sparse_layers)
-    parameters = sum(p.elements for p in one.parameters.layer(min(one.sparse_layers) if sparse else 0))
-    return _bytes_of_a_parameter(one) * parameters + layer(one, sparse, frozenset())
-
-
-def _bytes_of_a_parameter(shape: Shape) -> int:
-    """Weights, gradients and what the optimizer remembers, with nothing divided; fp32 weights are their own master."""
-    return shape.width + _FP32 * (1 + (shape.width != _FP32) + moments(shape))
+def _layer_bytes(single: Shape) -> int:
+    """Returns the bytes of the largest layer, undivided, with the activations of a micro-batch."""
+    sparse = bool(single.sparse_layers)
+    parameters = sum(p.elements for p in single.parameters.layer(min(single.sparse_layers) if sparse else 0))
+    # Weights, gradients, master weights unless the weights are fp32, and optimizer state.
+    parameter_bytes = single.width + _FP32 * (1 + (single.width != _FP32) + moments(single))
+    return parameter_bytes * parameters + layer(single, sparse, frozenset())
 
 
 def _combination(best: Layout | None) -> str:
     if best is None:
         return ""
     grid = best.shape.grid
-    names = [
-        ("DP", grid.data),
-        ("TP", grid.tensor),
-        ("PP", grid.pipeline),
-        ("CP", grid.context),
-        ("EP", grid.expert),
-    ]
-    return " + ".join(name for name, size in names if size > 1) or "one GPU"
-
-
-def _tables(parameters: float) -> tuple[str, ...]:
-    """What the guides' tables say for this size."""
-    found = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
-    found += [
-        f"suggested sets, {name}: {row.in_words()}" for name, row in SETS.items() if row.covers(parameters)
-    ]
-    size = parameters / BILLION
-    found += [f"table by model: {row.words}" for row in BY_FAMILY if row.low <= size < row.high]
-    return tuple(found)
+    sizes = {"DP": grid.data, "TP": grid.tensor, "PP": grid.pipeline, "CP": grid.context, "EP": grid.expert}
+    return " + ".join(name for name, size in sizes.items() if size > 1) or "one GPU"

@@ -1,4 +1,4 @@
-"""Whether a run will fit the device at hand, said before it starts; and what to do when memory ran out all the same."""
+"""Checks before a run whether it fits the memory of a process, and suggests remedies if memory runs out."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,13 +8,17 @@ from pentatron.plan.static_memory import Held
 from pentatron.settings.run import RunConfig
 from pentatron.text import binary_size, in_mib
 
-# Above this share of what is free, memory may run out: the allocator's gaps and the libraries need the rest.
+# Above this share of free memory a run may go out of memory: fragmentation and the libraries need the rest.
 _TIGHT = 0.95
+# Megatron-LM's bytes per parameter: undivided; with the distributed optimizer, replicated and divided.
+_BYTES, _REPLICATED_BYTES, _OPTIMIZER_BYTES = 18, 6, 12
+# Megatron-LM's allowance without sequence parallelism.
+_ALLOWANCE = 1.05
 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of one process: `total` there is at all, `free` of it now. `kind` is GPU or host."""
+    """Memory available to one process in bytes. `kind` is GPU or host."""
 
     kind: str
     total: float
@@ -23,52 +27,55 @@ class Room:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`impossible`: not even what is held between steps has room, so that a start could only end badly."""
+    """A sentence for the user. `impossible`: not even the static memory fits, so that the run must fail."""
 
     sentence: str
     impossible: bool
 
 
 def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
-    """What to tell the user of a pipeline rank's memory; None if it fits. What cannot be on one rank cannot be on any."""
+    """Checks the memory of a pipeline rank; returns None if it fits.
+
+    The run is impossible if the static memory of any rank exceeds the total memory.
+    """
     memory = memory_of(config, room.kind == "GPU")
-    planned = max(memory.ranks, key=lambda rank: _held(rank, room))
-    impossible = _held(planned, room) > room.total
+    planned = max(memory.ranks, key=lambda rank: _static_memory(rank, room))
+    impossible = _static_memory(planned, room) > room.total
     if not impossible:
         planned = memory.ranks[pipeline_rank]
-    held = _held(planned, room)
-    needed = planned.total - planned.held.on_device + held
+    static = _static_memory(planned, room)
+    needed = planned.total - planned.held.on_device + static
     if needed <= _TIGHT * room.free:
         return None
-    # Layers of the user's own may hold less than the configured ones.
+    # Custom layers of the user (--spec) may need less memory than the configured ones.
     impossible = impossible and not config.model.spec
-    where = (
+    available = (
         f"a process has {binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free"
     )
-    says = "cannot fit" if impossible else "may not fit"
-    what = (
-        f"weights, gradients and optimizer alone take {binary_size(held)}"
+    verdict = "cannot fit" if impossible else "may not fit"
+    parts = (
+        f"weights, gradients and optimizer alone take {binary_size(static)}"
         if impossible
         else in_parts(planned)
     )
     return Verdict(
-        f"this run {says}: it needs about {binary_size(needed)} for each process, and {where} ({what}); "
+        f"this run {verdict}: it needs about {binary_size(needed)} for each process, and {available} ({parts}); "
         f"{remedies(config, planned)}; `pentatron plan` lists layouts that fit",
         impossible,
     )
 
 
 def judge_host(config: RunConfig, room: Room) -> Verdict | None:
-    """The same of what processes that compute on GPUs keep in the machine's memory; None if it fits, or is nothing."""
-    held = max((rank.held for rank in memory_of(config, on_gpu=True).ranks), key=lambda each: each.in_host)
-    needed = held.in_host
+    """Checks the host memory of processes that compute on GPUs; returns None if it fits."""
+    static = max((rank.held for rank in memory_of(config, on_gpu=True).ranks), key=lambda each: each.in_host)
+    needed = static.in_host
     if needed <= _TIGHT * room.free:
         return None
     impossible = needed > room.total and not config.model.spec
-    ways = [way for way in _of_what_is_held(config) if "zero-stage" in way or "distributed" in way]
-    ways += ["saving without --async-save"] if held.saving else []
+    ways = [way for way in _static_remedies(config) if "zero-stage" in way or "distributed" in way]
+    ways += ["saving without --async-save"] if static.saving else []
     return Verdict(
-        f"this run {'cannot' if impossible else 'may not'} fit: {' and '.join(_in_host(held))} in host memory for each process, and a "
+        f"this run {'cannot' if impossible else 'may not'} fit: {' and '.join(_in_host(static))} in host memory for each process, and a "
         f"process has {binary_size(room.total)} of it, {binary_size(room.free)} free; "
         f"try {', '.join([*ways, 'fewer processes on a machine', 'a smaller model'])}; `pentatron plan` lists layouts that fit",
         impossible,
@@ -82,12 +89,13 @@ def _in_host(held: Held) -> Iterator[str]:
         yield f"--async-save {'' if held.host else 'keeps '}a copy of {binary_size(held.saving)} to write from"
 
 
-def _held(planned: RankMemory, room: Room) -> int:
-    """Between steps, in this kind of memory."""
+def _static_memory(planned: RankMemory, room: Room) -> int:
+    """Returns the static memory in this kind of memory."""
     return planned.held.on_device + (planned.held.in_host if room.kind == "host" else 0)
 
 
 def in_parts(planned: RankMemory) -> str:
+    """Formats the parts of a rank's memory that are not zero."""
     parts = {
         "weights": planned.held.weights,
         "gradients": planned.held.gradients,
@@ -100,30 +108,30 @@ def in_parts(planned: RankMemory) -> str:
 
 
 def planned_line(config: RunConfig, on_gpu: bool) -> str:
-    """For the log, beside what is measured: what each pipeline rank was to need."""
+    """Formats the planned memory of every pipeline rank, for the log beside the measured memory."""
     memory = memory_of(config, on_gpu)
     totals = [in_mib(rank.total, ".1f") for rank in memory.ranks]
     return f"planned memory by pipeline rank (MB): {', '.join(totals)} ({in_parts(memory.largest)} at most)"
 
 
 def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_graphs: bool = False) -> str:
-    """One sentence for a rank that ran out of memory: what was planned for it, and what to change.
+    """Formats the error of a rank that went out of memory: the planned memory and the remedies.
 
-    `has_graphs`: some are recorded, also where `--cuda-graphs auto` decided that.
+    `has_graphs`: micro-batches are captured as CUDA graphs, also if `--cuda-graphs auto` decided that.
     """
     config = recorded(config) if has_graphs else config
     planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
     return (
-        f"out of {kind} memory ({reason}); this rank was to need about {binary_size(planned.total)}: {in_parts(planned)}. "
+        f"out of {kind} memory ({reason}); the plan for this rank was about {binary_size(planned.total)}: {in_parts(planned)}. "
         f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
     )
 
 
 def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -> str:
-    """What would lower the memory of a rank, as far as it is not done already: first what helps most."""
-    ways = [*_of_activations(config), *_of_what_is_held(config)]
+    """Lists the flags that would lower the memory of a rank and are not set yet, the most effective first."""
+    ways = [*_activation_remedies(config), *_static_remedies(config)]
     if planned.held.on_device > planned.activations + planned.logits + planned.working:
-        ways = [*_of_what_is_held(config), *_of_activations(config)]
+        ways = [*_static_remedies(config), *_activation_remedies(config)]
     model = config.model
     if planned.graphs or has_graphs:
         ways.insert(0, "--cuda-graphs off")
@@ -131,7 +139,7 @@ def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -
     return "try " + ", ".join([*ways, smaller])
 
 
-def _of_activations(config: RunConfig) -> list[str]:
+def _activation_remedies(config: RunConfig) -> list[str]:
     micro, sequence = config.train.micro_batch_size or 1, config.model.seq_length
     ways = (
         [f"a smaller --micro-batch-size ({micro} now; --batch-size in scripts that have it)"]
@@ -149,7 +157,7 @@ def _of_activations(config: RunConfig) -> list[str]:
     return [*ways, f"a shorter --seq-length (such as {shorter}, {sequence} now)"]
 
 
-def _of_what_is_held(config: RunConfig) -> list[str]:
+def _static_remedies(config: RunConfig) -> list[str]:
     grid, parallel, precision = config.grid, config.parallel, config.precision
     ways = []
     if not (precision.bf16 or precision.fp16):
@@ -167,22 +175,9 @@ def _of_what_is_held(config: RunConfig) -> list[str]:
     return ways
 
 
-# Megatron-LM's own estimate of memory, by its published formulas, for logs that people compare.
-#
-# It is coarser than `pentatron.plan.memory`, which follows what the layers here keep: Megatron's counts 18
-# bytes for a parameter, or 6 + 12 / data parallel size with the distributed optimizer, and activations as in
-# table 2 of arXiv 2205.05198. Parameters are counted as Megatron counts them, without biases and routers. The
-# count of the layers here is `pentatron.settings.parameters`.
-
-
-_WHOLE, _DIVIDED, _OF_OPTIMIZER = 18, 6, 12
-# What Megatron adds to its formula without sequence parallelism.
-_SPARE = 1.05
-
-
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the most loaded rank."""
+    """Megatron-LM's estimate of the bytes on the most loaded rank."""
 
     weight_and_optimizer: float
     activation: float
@@ -193,20 +188,28 @@ class Footprint:
 
 
 def footprint(config: RunConfig, micro_batches: int | None = None) -> Footprint:
-    """`micro_batches` of a step; by default those of this run's first."""
+    """Returns Megatron-LM's estimate by its published formulas, for comparable logs; coarser than
+    `pentatron.plan.memory`.
+
+    It counts 18 bytes per parameter, or 6 + 12 / data-parallel size with the distributed optimizer, and
+    activations by table 2 of arXiv 2205.05198. Parameters are counted without biases and routers.
+    `micro_batches` of a step default to those of the first.
+    """
     steps = config.accumulation if micro_batches is None else micro_batches
     selective = config.memory.recompute_granularity == "selective"
     with_sequence = config.parallel.sequence_parallel and selective
-    activation = _with_sequence(config, steps) if with_sequence else _without_sequence(config, steps)
+    activation = (
+        _sequence_parallel_activations(config, steps) if with_sequence else _activations(config, steps)
+    )
     return Footprint(_weight_and_optimizer(config), activation)
 
 
 def footprint_line(config: RunConfig, micro_batches: int | None = None) -> str:
-    """The line that Megatron-LM prints after its first iterations."""
-    found = footprint(config, micro_batches)
+    """Formats the line that Megatron-LM prints after its first iterations."""
+    estimate = footprint(config, micro_batches)
     return (
-        f"Theoretical memory footprints: weight and optimizer={in_mib(found.weight_and_optimizer, '.2f')} MB, "
-        f"activation={in_mib(found.activation, '.2f')} MB, total={in_mib(found.total, '.2f')} MB"
+        f"Theoretical memory footprints: weight and optimizer={in_mib(estimate.weight_and_optimizer, '.2f')} MB, "
+        f"activation={in_mib(estimate.activation, '.2f')} MB, total={in_mib(estimate.total, '.2f')} MB"
     )
 
 
@@ -218,49 +221,49 @@ def _weight_and_optimizer(config: RunConfig) -> float:
     share = model.kv_channels * model.num_attention_heads / hidden
     attention = 2 * hidden * hidden * (1 + model.num_query_groups / model.num_attention_heads) * share
     sparse = len(config.layers_with_experts)
-    inner = (moe.moe_ffn_hidden_size or 0) * (moe.num_experts or 0)
-    inner += moe.moe_shared_expert_intermediate_size or 0
+    ffn = (moe.moe_ffn_hidden_size or 0) * (moe.num_experts or 0)
+    ffn += moe.moe_shared_expert_intermediate_size or 0
     dense_layer = 2 * hidden * (model.ffn_hidden_size * gate + norm) + attention
-    sparse_layer = 2 * hidden * (inner * gate + norm) + attention
+    sparse_layer = 2 * hidden * (ffn * gate + norm) + attention
     block = dense_layer * (model.num_layers - sparse) + sparse_layer * sparse + norm * hidden
     table = hidden * model.padded_vocab_size
     ends = (
         2 if model.untie_embeddings_and_output_weights and parallel.pipeline_model_parallel_size == 1 else 1
     )
-    held = block / parallel.pipeline_model_parallel_size + ends * table
+    parameters = block / parallel.pipeline_model_parallel_size + ends * table
     divided = parallel.zero_stage > 0
-    each = _DIVIDED + _OF_OPTIMIZER / config.grid.data if divided else _WHOLE
-    return held / parallel.tensor_model_parallel_size * each
+    bytes_each = _REPLICATED_BYTES + _OPTIMIZER_BYTES / config.grid.data if divided else _BYTES
+    return parameters / parallel.tensor_model_parallel_size * bytes_each
 
 
-def _with_sequence(config: RunConfig, steps: int) -> float:
+def _sequence_parallel_activations(config: RunConfig, steps: int) -> float:
     model = config.model
-    stream = _stream(config)
-    total = stream * (18 + 4 * model.ffn_hidden_size / model.hidden_size) * model.num_layers
+    hidden_states = _hidden_states(config)
+    total = hidden_states * (18 + 4 * model.ffn_hidden_size / model.hidden_size) * model.num_layers
     total = _in_flight(config, total, steps)
     if config.parallel.pipeline_model_parallel_size == 1:
-        total += stream * 4 * (1 + model.padded_vocab_size / model.hidden_size)
+        total += hidden_states * 4 * (1 + model.padded_vocab_size / model.hidden_size)
     return total / config.parallel.tensor_model_parallel_size
 
 
-def _without_sequence(config: RunConfig, steps: int) -> float:
+def _activations(config: RunConfig, steps: int) -> float:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    stream = _stream(config)
-    total = _in_flight(config, stream * (10 + 24 / tensor) * model.num_layers, steps)
+    hidden_states = _hidden_states(config)
+    total = _in_flight(config, hidden_states * (10 + 24 / tensor) * model.num_layers, steps)
     if config.parallel.pipeline_model_parallel_size == 1:
-        total += 2 * (stream * model.padded_vocab_size / model.hidden_size / tensor + stream)
-    return _SPARE * total
+        total += 2 * (hidden_states * model.padded_vocab_size / model.hidden_size / tensor + hidden_states)
+    return _ALLOWANCE * total
 
 
-def _stream(config: RunConfig) -> int:
+def _hidden_states(config: RunConfig) -> int:
     return config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size
 
 
 def _in_flight(config: RunConfig, layers: float, steps: int) -> float:
-    """With the embedding's input and dropout, for all micro-batches in the pipeline."""
+    """Returns activations of all micro-batches in the pipeline, with the embedding's input and dropout."""
     ranks, virtual = config.parallel.pipeline_model_parallel_size, config.virtual_stages
-    stream = _stream(config)
-    total = layers + (8 * stream / config.model.hidden_size + stream) * ranks
+    hidden_states = _hidden_states(config)
+    total = layers + (8 * hidden_states / config.model.hidden_size + hidden_states) * ranks
     if virtual > 1:
         return total * (1 + (ranks - 1) / (ranks * virtual))
     return total * min(1, steps / ranks)

@@ -1,4 +1,5 @@
-"""Which layouts a model can have on a number of devices, which of them fit, and how fast each would be."""
+"""Search over the layouts of a model on a number of devices: which fit, and how fast each is estimated to
+be."""
 
 import dataclasses
 import math
@@ -21,7 +22,7 @@ from pentatron.settings.settings import Draft, Facts, Settings
 from pentatron.text import divisors
 
 _CHOSEN = "chosen by pentatron plan"
-# How devices and layers are divided: a plan tries other sizes than those given.
+# Settings that divide devices and layers. The search varies them, also if they are given.
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -33,7 +34,7 @@ SIZES = (
     "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout",
 )
-# How a division is run: a plan chooses what is not given, and keeps what is.
+# Settings of how a division is run. The search chooses those that are not given, and keeps the others.
 MANNERS = (
     "sequence_parallel",
     "zero_stage",
@@ -50,12 +51,12 @@ MANNERS = (
 )
 LAYOUT = (*SIZES, *MANNERS)
 _LONGEST_PIPELINE = 64
-# Below this length splitting sequences costs more than it saves.
-_LONG = 16384
+# Below this sequence length context parallelism costs more than it saves.
+_LONG_SEQUENCE = 16384
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-# Micro-batches with more make matmuls no faster.
+# Matmuls are not faster with more tokens than this in a micro-batch.
 _ENOUGH_TOKENS = 8192
-# ZeRO stage, recompute, and whether the optimizer's state is in host memory.
+# ZeRO stage, recompute granularity and optimizer offload, roughly in the order of their cost in time.
 _REMEDIES: tuple[tuple[int, str | None, bool], ...] = (
     (1, None, False),
     (1, "selective", False),
@@ -65,19 +66,22 @@ _REMEDIES: tuple[tuple[int, str | None, bool], ...] = (
     (3, "full", False),
     (2, "full", True),
 )
-# For what torch, the driver and NCCL take, and for gaps between tensors.
+# Reserved for torch, the driver and NCCL, and for fragmentation.
 _OVERHEAD, _USABLE = GIB, 0.95
 
 
 def usable(device: Device) -> float:
-    """What of a device's memory a plan may fill."""
+    """Returns how much of a device's memory a layout may fill."""
     return device.memory * _USABLE - (_OVERHEAD if device.memory > 4 * _OVERHEAD else 0)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`settings` are those a plan chose, as they differ from the defaults. `host_memory`: bytes of a machine, where they are
-    known."""
+    """A configuration with its memory and estimated time.
+
+    `settings` are those the search chose, as far as they differ from the defaults. `host_memory` is that of a
+    machine in bytes, if known.
+    """
 
     shape: Shape
     settings: Mapping[str, Any]
@@ -108,20 +112,21 @@ class Layout:
 
     @cached_property
     def if_recorded(self) -> RankMemory | None:
-        """The memory of the one rank whose micro-batches would be recorded unasked, if there is room for that."""
+        """The memory of the rank with CUDA graphs, if `--cuda-graphs auto` would capture its micro-batches
+        and there is room for them."""
         peak = self.device.peak(self.shape.width) / 1e12
         if not self.device.is_gpu or not decide(self.config, DeviceFacts("cuda", peak=peak)).graphs.if_room:
             return None
-        found = largest_of(self.shape.alike(recorded(self.config)))
-        return found if found.total <= usable(self.device) else None
+        memory = largest_of(self.shape.alike(recorded(self.config)))
+        return memory if memory.total <= usable(self.device) else None
 
     @property
     def host_of_a_machine(self) -> int:
-        """Bytes of a machine's own memory, for what its devices keep there."""
+        """Host memory in bytes that the processes of one machine need."""
         if not (self.shape.decisions.offload.on or self.config.checkpoint.async_save):
             return 0
-        each = max(held(self.shape, rank).in_host for rank in self.shape.telling_ranks)
-        return each * min(self.per_machine, self.shape.grid.world_size)
+        largest = max(held(self.shape, rank).in_host for rank in self.shape.telling_ranks)
+        return largest * min(self.per_machine, self.shape.grid.world_size)
 
     @property
     def lacks_host_memory(self) -> bool:
@@ -135,8 +140,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Search:
-    """`draft` is what the user wrote, `world` devices of one kind in machines of `per_machine`. `free_batch`: nobody said how
-    large a batch is, so that its pieces are as small as can be. `host_memory`: bytes of a machine, if somebody said."""
+    """Searches layouts of the model in `draft` on `world` devices in machines of `per_machine`.
+
+    `free_batch`: no batch size is given, so that micro-batches have one sample. `host_memory` is that of a
+    machine in bytes, if given.
+    """
 
     draft: Draft
     device: Device
@@ -148,7 +156,7 @@ class Search:
 
     @cached_property
     def kept(self) -> dict[str, Any]:
-        """What the user said of how a layout is run: so it is in all that are tried."""
+        """The given settings of how a division is run, which all layouts keep."""
         return {name: getattr(self.draft, name) for name in MANNERS if self.draft.given(name)}
 
     @property
@@ -156,7 +164,7 @@ class Search:
         return Facts(self.world, min(self.world, self.per_machine))
 
     def as_given(self) -> Layout:
-        """The layout that the user wrote, completed as training would."""
+        """Returns the layout that the user wrote, completed as for training."""
         draft = self.draft.copy()
         if self.free_batch and not draft.given("micro_batch_size"):
             draft.assign(f"file {_CHOSEN}", micro_batch_size=1)
@@ -165,140 +173,143 @@ class Search:
         return self._layout(Shape(config, on_gpu=self.device.is_gpu), given)
 
     def layouts(self) -> list[Layout]:
-        """The best of every division of the devices: those that fit, the fastest first, then the others, the smallest first."""
+        """Returns the best layout of every division: those that fit, fastest first, then the others, smallest
+        first."""
         best: dict[tuple[int, ...], Layout] = {}
         for sizes in self._divisions():
             for layout in self._variants(sizes):
-                before = best.get(layout.sizes)
-                if before is None or _rank(layout) < _rank(before):
+                best_so_far = best.get(layout.sizes)
+                if best_so_far is None or _sort_key(layout) < _sort_key(best_so_far):
                     best[layout.sizes] = layout
-        return sorted((found for found in best.values() if self._is_sound(found)), key=_rank)
+        return sorted((layout for layout in best.values() if self._is_sound(layout)), key=_sort_key)
 
     def _layout(self, shape: Shape, settings: Mapping[str, Any]) -> Layout:
         return Layout(shape, settings, self.device, self.per_machine, self.efficiency, self.host_memory)
 
     def _divisions(self) -> Iterator["_Sizes"]:
-        """Sizes of the axes that divide the devices; a rule may still refuse one."""
+        """Yields the sizes of the axes that divide the devices; the rules may still refuse them."""
         draft = self.draft
         experts = draft.num_experts or 1
-        long = draft.seq_length >= _LONG
-        # Experts divided over several machines send every token through the network.
-        most_holders = max(self.per_machine, 8)
+        is_long = draft.seq_length >= _LONG_SEQUENCE
+        # Expert parallelism across machines would send every token through the network.
+        most_experts = max(self.per_machine, 8)
         heads = draft.num_attention_heads
         for tensor in divisors(self.world):
-            # Heads that follow from the width are the rules' business.
+            # If the number of heads is derived from the width, the rules check it.
             if tensor > self.per_machine or (heads is not None and heads % tensor):
                 continue
             for pipeline in divisors(self.world // tensor):
                 if pipeline > min(_LONGEST_PIPELINE, draft.num_layers):
                     continue
                 rest = self.world // tensor // pipeline
-                for context in [n for n in divisors(rest) if n == 1 or (long and n <= self.per_machine)]:
+                for context in [n for n in divisors(rest) if n == 1 or (is_long and n <= self.per_machine)]:
                     for expert in [
-                        n for n in divisors(experts) if n <= most_holders and rest * tensor % n == 0
+                        n for n in divisors(experts) if n <= most_experts and rest * tensor % n == 0
                     ]:
                         yield _Sizes(tensor, pipeline, context, expert)
 
     def _variants(self, sizes: "_Sizes") -> Iterator[Layout]:
-        """Micro-batches, virtual stages and remedies for a division of the devices: no more of a remedy than is needed."""
-        most = self.draft.num_layers // sizes.pipeline
-        virtuals = [v for v in (1, 2, 4) if v == 1 or (sizes.pipeline > 1 and most >= v)]
+        """Yields layouts of a division with different micro-batches and virtual stages, each with the first
+        remedy that fits."""
+        layers = self.draft.num_layers // sizes.pipeline
+        virtuals = [v for v in (1, 2, 4) if v == 1 or (sizes.pipeline > 1 and layers >= v)]
         for virtual in virtuals:
-            base = self._resolved(dataclasses.replace(sizes, virtual=virtual))
-            if base is None:
+            resolved = self._resolved_division(dataclasses.replace(sizes, virtual=virtual))
+            if resolved is None:
                 continue
-            shape, chosen = Shape(base[0], on_gpu=self.device.is_gpu), base[1]
+            shape, chosen = Shape(resolved[0], on_gpu=self.device.is_gpu), resolved[1]
             for micro in self._micro_batches(shape.config):
-                found = self._first_that_fits(shape, chosen, micro)
-                yield found
-                if not found.fits:
-                    # Nor will a larger one.
+                layout = self._first_that_fits(shape, chosen, micro)
+                yield layout
+                if not layout.fits:
+                    # Larger micro-batches do not fit either.
                     break
 
-    def _resolved(self, sizes: "_Sizes") -> tuple[RunConfig, dict[str, Any]] | None:
-        chosen = sizes.settings()
+    def _resolved_division(self, sizes: "_Sizes") -> tuple[RunConfig, dict[str, Any]] | None:
+        settings = sizes.settings()
         if sizes.tensor > 1:
-            chosen |= {"sequence_parallel": True}
-            chosen |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
+            settings |= {"sequence_parallel": True}
+            settings |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
         if self.world // sizes.tensor // sizes.pipeline > 1:
-            chosen |= _overlapped(self._zero_stage(1))
-        chosen = {**chosen, "micro_batch_size": 1, **self.kept}
-        draft = self._without_layout()
-        for name, value in chosen.items():
-            draft.assign(f"file {_CHOSEN}", **{name: value})
+            settings |= self._data_parallel(1)
+        settings = {**settings, "micro_batch_size": 1, **self.kept}
         try:
-            return resolve(draft, self.facts, built_only=False).config, chosen
+            return self._resolve(settings), settings
         except (ConfigError, ValueError):
             return None
 
-    def _without_layout(self) -> Draft:
+    def _resolve(self, settings: Mapping[str, Any]) -> RunConfig:
         draft = self.draft.copy()
-        for name in LAYOUT:
-            if name not in self.kept:
-                draft.assign("default", **{name: table()[name].default})
-        return draft
+        defaults = {name: table()[name].default for name in LAYOUT if name not in self.kept}
+        draft.assign("default", **defaults)
+        draft.assign(f"file {_CHOSEN}", **settings)
+        return resolve(draft, self.facts, built_only=False).config
 
     def _micro_batches(self, config: RunConfig) -> list[int]:
         if self.draft.given("micro_batch_size"):
             return [config.train.micro_batch_size]
-        each = config.train.global_batch_size // config.grid.data
+        samples = config.train.global_batch_size // config.grid.data
         ranks = config.grid.pipeline
         length = config.model.seq_length // config.grid.context
         return [
             n
             for n in _MICRO_BATCHES
-            if each % n == 0
-            and (ranks == 1 or each // n >= ranks)
+            if samples % n == 0
+            and (ranks == 1 or samples // n >= ranks)
             and (n == 1 or n * length <= _ENOUGH_TOKENS)
         ] or [1]
 
     def _first_that_fits(self, base: Shape, chosen: Mapping[str, Any], micro: int) -> Layout:
-        """With the remedy that costs least time of those that make it fit; else the smallest."""
-        found: list[Layout] = []
+        """Returns the layout with the fastest remedy that makes it fit, or the smallest layout if none
+        does."""
+        layouts: list[Layout] = []
         for remedy in self._remedies(chosen):
             settings = {**chosen, **remedy, "micro_batch_size": micro}
             layout = self._layout(base.alike(_changed(base.config, settings)), settings)
-            found.append(layout)
-            # What follows is slower, but for the choice between recompute and dividing more.
+            layouts.append(layout)
+            # Later remedies are slower, except that ZeRO 2 or 3 may be faster than recompute.
             if layout.fits and Settings.defaults(**remedy).recompute_granularity is None:
                 break
-        return min(found, key=_rank)
+        return min(layouts, key=_sort_key)
 
     def _remedies(self, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As far as the user left them open."""
-        model = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        divided = self.world > math.prod(chosen.get(name, 1) for name in model)
-        found: list[dict[str, Any]] = []
+        """Returns the settings of the remedies that are consistent with the given settings."""
+        axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        has_replicas = self.world > math.prod(chosen.get(name, 1) for name in axes)
+        remedies: list[dict[str, Any]] = []
         for stage, recompute, offload in _REMEDIES:
-            if stage > 1 and not divided and not offload:
+            if stage > 1 and not has_replicas and not offload:
                 continue
-            settings = _overlapped(self._zero_stage(stage)) if divided else {}
+            settings = self._data_parallel(stage) if has_replicas else {}
             settings |= {"recompute_granularity": recompute} if recompute is not None else {}
             settings |= {"optimizer_cpu_offload": True} if offload else {}
             settings |= self.kept
-            made = Settings.defaults(**settings)
-            if settings not in found and not (made.zero_stage == 3 and made.optimizer_cpu_offload):
-                found.append(settings)
-        return found or [dict(self.kept)]
+            values = Settings.defaults(**settings)
+            if settings not in remedies and not (values.zero_stage == 3 and values.optimizer_cpu_offload):
+                remedies.append(settings)
+        return remedies or [dict(self.kept)]
 
-    def _zero_stage(self, otherwise: int) -> int:
-        """The stage that the user asked for."""
-        return self.draft.zero_stage if "zero_stage" in self.kept else otherwise
+    def _data_parallel(self, stage: int) -> dict[str, Any]:
+        """Returns the given ZeRO stage, or `stage`, with overlap: ZeRO 3 always overlaps, and ZeRO 0 gathers
+        nothing."""
+        stage = self.draft.zero_stage if "zero_stage" in self.kept else stage
+        return {
+            "zero_stage": stage,
+            "overlap_grad_reduce": stage < 3,
+            "overlap_param_gather": stage in (1, 2),
+        }
 
     def _is_sound(self, layout: Layout) -> bool:
-        """Asks the rules once more, with everything that was chosen."""
-        draft = self._without_layout()
-        for name, value in layout.settings.items():
-            draft.assign(f"file {_CHOSEN}", **{name: value})
+        """Whether the rules accept the layout with all its settings."""
         try:
-            resolve(draft, self.facts, built_only=False)
+            self._resolve(layout.settings)
         except ConfigError:
             return False
         return True
 
 
-def _rank(layout: Layout) -> tuple[float, ...]:
-    """Smaller is better."""
+def _sort_key(layout: Layout) -> tuple[float, ...]:
+    """Sort key of a layout; smaller is better."""
     if not layout.fits:
         return 1.0, layout.largest.total
     return (
@@ -311,7 +322,7 @@ def _rank(layout: Layout) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How the model is divided."""
+    """Sizes of the axes that divide the model."""
 
     tensor: int
     pipeline: int
@@ -320,7 +331,7 @@ class _Sizes:
     virtual: int = 1
 
     def settings(self) -> dict[str, Any]:
-        """The settings that differ from one process."""
+        """Returns the settings that differ from one process."""
         sizes = {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
@@ -331,24 +342,15 @@ class _Sizes:
         return {name: size for name, size in sizes.items() if size != 1}
 
 
-def _overlapped(stage: int) -> dict[str, Any]:
-    """A ZeRO stage with what it can hide: ZeRO 3 always does, and ZeRO 0 gathers nothing."""
-    return {
-        "zero_stage": stage,
-        "overlap_grad_reduce": stage < 3,
-        "overlap_param_gather": stage in (1, 2),
-    }
-
-
 def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The configuration with other remedies, as resolving it anew would make it."""
-    values, kind = dict(settings), Settings.defaults(**settings).recompute_granularity
-    if kind != config.memory.recompute_granularity:
-        of_kind: dict[str | None, dict[str, Any]] = {
+    """Returns the configuration with other remedies, equal to what resolving it again would return."""
+    values, granularity = dict(settings), Settings.defaults(**settings).recompute_granularity
+    if granularity != config.memory.recompute_granularity:
+        defaults: dict[str | None, dict[str, Any]] = {
             "selective": {"recompute_modules": ("core_attn",)},
             "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
         }
-        values = {**of_kind.get(kind, {}), **values}
+        values = {**defaults.get(granularity, {}), **values}
     parts = {}
     for section in ("parallel", "memory", "train"):
         part = getattr(config, section)

@@ -1,4 +1,4 @@
-"""The sizes a plan calculates with: of the model, of one rank's share of it, and of what a micro-batch brings to a rank."""
+"""Sizes that the planner computes with: of the model, of one rank's shard of it, and of a micro-batch."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,32 +11,31 @@ from pentatron.settings.decisions import decide
 from pentatron.settings.parameters import ModelParameters, halves_of, is_tied
 from pentatron.settings.run import RunConfig
 
-_OF_A_DIVISION = (
-    "grid",
-    "stages",
-    "placement",
-    "sparse_layers",
-    "telling_ranks",
-    "parameters",
-)
+# Cached properties that depend only on the division of the model over ranks.
+_DIVISION_PROPERTIES = ("grid", "stages", "placement", "sparse_layers", "telling_ranks", "parameters")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration in short names. Widths are those of one rank."""
+    """A configuration with short names for derived sizes, and what is computed from it only once.
+
+    Widths are those of one rank. `on_gpu` None assumes neither: the device behaves as a CPU, and GPU-only
+    features count if they are requested.
+    """
 
     config: RunConfig
-    # What `pentatron.plan.static_memory` found of each pipeline rank, so that it is packed once.
+    # Filled by `pentatron.plan.static_memory`, so that each pipeline rank is packed once.
     buckets: dict[int, dict[tuple[int, ...], list[tuple[Axis, int]]]] = field(default_factory=dict)
-    # Some settings mean one thing on a GPU and another on a CPU. None: a device that does what a CPU does, and what only
-    # a GPU does where it is asked for.
     on_gpu: bool | None = None
 
     def alike(self, config: RunConfig) -> "Shape":
-        """Of a configuration that divides the same model in the same way; what follows from that is not worked out again."""
-        made = Shape(config, self.buckets, self.on_gpu)
-        made.__dict__.update({name: self.__dict__[name] for name in _OF_A_DIVISION if name in self.__dict__})
-        return made
+        """Returns the shape of a configuration with the same division of the model, sharing everything cached
+        about it."""
+        shape = Shape(config, self.buckets, self.on_gpu)
+        shape.__dict__.update(
+            {name: self.__dict__[name] for name in _DIVISION_PROPERTIES if name in self.__dict__}
+        )
+        return shape
 
     @cached_property
     def decisions(self) -> Decisions:
@@ -60,13 +59,14 @@ class Shape:
         return self.config.accumulation
 
     def parts(self, pipeline_rank: int) -> dict[int, StagePart]:
-        """The stages of a rank by their numbers."""
+        """Returns the stages of a pipeline rank by stage number."""
         return {number: self.stages[number] for number in self.placement.stages_of(pipeline_rank)}
 
     @cached_property
     def telling_ranks(self) -> tuple[int, ...]:
-        """The pipeline ranks of which one needs, and one sends, most: the first, which keeps most micro-batches, the first of those
-        with most layers, and the last, which has the head. In a folded pipeline, all."""
+        """The pipeline ranks among which are those that need most memory and send most: the first, which
+        keeps most micro-batches, the second, the first of those with most layers, and the last, which has the
+        output layer. All ranks if the pipeline is folded."""
         ranks = self.grid.pipeline
         if self.config.parallel.pipeline_schedule not in ("1f1b", "gpipe", "interleaved"):
             return tuple(range(ranks))
@@ -79,23 +79,24 @@ class Shape:
 
     @cached_property
     def parameters(self) -> ModelParameters:
-        """What a rank holds of each part of the model."""
+        """Parameters of a rank's shard of each part of the model."""
         return ModelParameters(self.config.model, self.config.moe, self.sparse_layers, self.grid)
 
     @cached_property
     def width(self) -> int:
-        """Bytes of a number of the model: of its weights and of most activations."""
+        """Bytes per element of weights and of most activations."""
         precision = self.config.precision
         return 2 if precision.bf16 or precision.fp16 else 4
 
     @property
     def recorded(self) -> bool:
-        """Micro-batches, for certain, as CUDA graphs: by default they are where there is room, so that no run needs more for it."""
+        """Whether CUDA graphs are required. By default they are used only if there is memory for them, so
+        that a run never needs more because of them."""
         return bool(self.on_gpu) and self.decisions.graphs.required
 
     @cached_property
     def fp8_layers(self) -> range:
-        """Layers whose matrices keep their inputs in one byte a number."""
+        """Layers whose linear layers save their inputs in fp8."""
         return self.decisions.fp8.layers if self.on_gpu else range(0)
 
     @property
@@ -112,12 +113,12 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Key/value heads of a rank; where there are fewer than ranks, neighbours have the same one."""
+        """Key/value heads of a rank; if there are fewer than ranks, they are replicated."""
         return self.parameters.attention.groups
 
     @cached_property
     def queries(self) -> int:
-        """Width of a rank's queries, and of what its heads found."""
+        """Width of the queries and of the attention output of a rank."""
         return self.heads * self.head
 
     @cached_property
@@ -130,7 +131,7 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """A gated MLP has two matrices before its activation."""
+        """Matrices before the activation function: 2 in a gated MLP, otherwise 1."""
         return halves_of(self.config.model)
 
     @cached_property
@@ -147,15 +148,13 @@ class Shape:
 
     @cached_property
     def tokens(self) -> int:
-        """Of one micro-batch, those that a rank's attention and MLP see."""
+        """Tokens of a micro-batch that the attention and the MLP of a rank process."""
         return self.config.train.micro_batch_size * self.config.model.seq_length // self.grid.context
 
     @cached_property
     def in_stream(self) -> int:
-        """Of one micro-batch, those of which a rank holds the stream between layers."""
+        """Tokens of a micro-batch whose hidden states a rank holds between layers."""
         return self.tokens // self.grid.tensor if self.sequence_parallel else self.tokens
-
-    # --- experts ---
 
     @property
     def expert_inner(self) -> int:
@@ -168,11 +167,11 @@ class Shape:
 
     @cached_property
     def rows(self) -> int:
-        """Pairs of token and expert that come to one rank, if all experts are equally busy."""
-        chosen = self.in_stream * self.config.moe.moe_router_topk * self.grid.expert_tensor
-        limit = self.config.moe.moe_expert_capacity_factor
-        return chosen if limit is None else int(chosen * min(1.0, limit))
+        """Token-expert pairs dispatched to one rank, with balanced experts."""
+        pairs = self.in_stream * self.config.moe.moe_router_topk * self.grid.expert_tensor
+        capacity_factor = self.config.moe.moe_expert_capacity_factor
+        return pairs if capacity_factor is None else int(pairs * min(1.0, capacity_factor))
 
     def ranks(self, axis: Axis) -> int:
-        """How many ranks hold the same of a parameter with copies on this axis."""
+        """Returns the number of replicas of a parameter on this axis."""
         return self.grid.expert_data if axis == "expert_data" else self.grid.data * self.grid.context

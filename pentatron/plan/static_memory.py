@@ -1,7 +1,7 @@
-"""What a rank holds: weights, master weights and Adam's moments from the first step to the last, gradients from backward to the update.
+"""Static memory of a rank: parameters, fp32 master weights, optimizer state and gradients.
 
-ZeRO 0 to 2 keep parameters in flat buckets, packed here by the function that packs the real ones; ZeRO 3 keeps a rectangle
-of each parameter.
+ZeRO 0 to 2 keep parameters in flat buckets, which the same function packs as in training; ZeRO 3 keeps a
+shard of each parameter.
 """
 
 import dataclasses
@@ -15,21 +15,23 @@ from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
 from pentatron.plan.shape import Shape
 from pentatron.settings.parameters import Parameter
-from pentatron.settings.run import RunConfig
 
 _FP32 = 4
 
 
 def moments(shape: Shape) -> int:
-    """Numbers that the optimizer remembers of each parameter."""
+    """Returns the number of values in the optimizer state per parameter."""
     optim = shape.config.optim
     return 2 if optim.optimizer == "adam" else int(optim.sgd_momentum > 0)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one rank. `host` of the optimizer's are in the machine's memory instead of the device's; so is the copy from which
-    checkpoints are saved in the background (`saving`)."""
+    """Static memory of one rank in bytes.
+
+    `host` is the part of the optimizer state that is offloaded to host memory; `saving` is the copy in host
+    memory from which checkpoints are written in the background.
+    """
 
     weights: int = 0
     gradients: int = 0
@@ -44,7 +46,7 @@ class Held:
 
     @property
     def optimizer(self) -> int:
-        """On the device."""
+        """Bytes of optimizer state and master weights on the device."""
         return self.master + self.moments - self.host
 
     @property
@@ -53,127 +55,141 @@ class Held:
 
 
 def held(shape: Shape, pipeline_rank: int) -> Held:
+    """Returns the static memory of a pipeline rank."""
     parts = shape.parts(pipeline_rank)
     if shards_parameters(shape):
-        return _in_shards(shape, parts)
-    return _in_buckets(shape, pipeline_rank)
+        return _sharded_memory(shape, parts)
+    return _bucketed_memory(shape, pipeline_rank)
 
 
 def shards_parameters(shape: Shape) -> bool:
-    """ZeRO 3, and somebody to divide parameters with."""
+    """Whether ZeRO 3 is on and there is more than one rank to shard parameters over."""
     axes: tuple[Axis, ...] = ("replicas", "expert_data") if shape.sparse_layers else ("replicas",)
     return shape.config.parallel.zero_stage == 3 and any(shape.ranks(axis) > 1 for axis in axes)
 
 
 def parameters_of(shape: Shape, parts: Mapping[int, StagePart]) -> dict[tuple[int, ...], list[Parameter]]:
-    """By the stages that use them: one stage, or the two ends of a folded pipeline for a tied embedding."""
-    found: dict[tuple[int, ...], list[Parameter]] = {
+    """Groups the parameters of a rank by the stages that use them: one stage, or the first and the last stage
+    of a folded pipeline for a tied embedding."""
+    by_stages: dict[tuple[int, ...], list[Parameter]] = {
         (number,): shape.parameters.stage(part) for number, part in parts.items()
     }
     ends = [number for number, part in parts.items() if part.embedding or part.head]
     if len(ends) == 2 and shape.tied:
-        table = next(p for p in found[(ends[0],)] if p.at_both_ends)
+        table = next(p for p in by_stages[(ends[0],)] if p.at_both_ends)
         for end in ends:
-            found[(end,)] = [p for p in found[(end,)] if not p.at_both_ends]
-        found[tuple(ends)] = [dataclasses.replace(table, at_both_ends=False)]
-    return found
+            by_stages[(end,)] = [p for p in by_stages[(end,)] if not p.at_both_ends]
+        by_stages[tuple(ends)] = [dataclasses.replace(table, at_both_ends=False)]
+    return by_stages
 
 
 def buckets(shape: Shape, pipeline_rank: int) -> dict[tuple[int, ...], list[tuple[Axis, int]]]:
-    """By the stages that use them, for every bucket of a rank: the axis of its copies, and its elements."""
+    """Returns the replica axis and the number of elements of every bucket of a rank, by the stages that use
+    it."""
     if pipeline_rank not in shape.buckets:
-        found = parameters_of(shape, shape.parts(pipeline_rank))
-        shape.buckets[pipeline_rank] = {stages: _bucket_sizes(shape, each) for stages, each in found.items()}
+        by_stages = parameters_of(shape, shape.parts(pipeline_rank))
+        shape.buckets[pipeline_rank] = {
+            stages: _bucket_sizes(shape, parameters) for stages, parameters in by_stages.items()
+        }
     return shape.buckets[pipeline_rank]
 
 
 def _bucket_sizes(shape: Shape, parameters: Sequence[Parameter]) -> list[tuple[Axis, int]]:
     items = [Item(p.elements, p.copies, p.at_both_ends) for p in parameters]
-    found = packed(items, shape.config.parallel.ddp_bucket_size)
-    return [(bucket.copies, bucket.size(items, shape.ranks(bucket.copies))) for bucket in found]
+    return [
+        (bucket.copies, bucket.size(items, shape.ranks(bucket.copies)))
+        for bucket in packed(items, shape.config.parallel.ddp_bucket_size)
+    ]
 
 
-def _in_buckets(shape: Shape, pipeline_rank: int) -> Held:
+def _bucketed_memory(shape: Shape, pipeline_rank: int) -> Held:
     parallel, offload = shape.config.parallel, shape.decisions.offload.on
     by_stages = buckets(shape, pipeline_rank)
-    every = [bucket for found in by_stages.values() for bucket in found]
-    whole = sum(size for _, size in every)
-    own = sum(size // shape.ranks(axis) for axis, size in every)
-    kept = own if parallel.zero_stage else whole
-    separate = offload or shape.width != _FP32
-    master, state = _FP32 * kept if separate else 0, moments(shape) * _FP32 * kept
+    all_buckets = [bucket for sizes in by_stages.values() for bucket in sizes]
+    elements = sum(size for _, size in all_buckets)
+    shard_elements = sum(size // shape.ranks(axis) for axis, size in all_buckets)
+    state_elements = shard_elements if parallel.zero_stage else elements
+    has_master = offload or shape.width != _FP32
+    master, state = _FP32 * state_elements if has_master else 0, moments(shape) * _FP32 * state_elements
     return Held(
-        weights=shape.width * whole,
+        weights=shape.width * elements,
         gradients=_gradients(shape, pipeline_rank, by_stages),
         master=master,
         moments=state,
         host=master + state if offload else 0,
-        saving=_saving(shape, kept),
+        saving=_saving_copy(shape, state_elements),
     )
 
 
-def _saving(shape: Shape, elements: int) -> int:
-    """Of weights in fp32 and what the optimizer remembers of them. Of ranks that hold the same, one saves all of it at most."""
-    chosen = shape.config.checkpoint
-    in_background = chosen.async_save and chosen.save_checkpoints
+def _saving_copy(shape: Shape, elements: int) -> int:
+    """Returns the bytes of the copy for background saving: fp32 weights and optimizer state. One of the
+    replicas saves all of it at most."""
+    checkpoint = shape.config.checkpoint
+    in_background = checkpoint.async_save and checkpoint.save_checkpoints
     return (1 + moments(shape)) * _FP32 * elements if in_background else 0
 
 
 def _gradients(
     shape: Shape, pipeline_rank: int, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]
 ) -> int:
-    """When all of a step have come, which is the most: fp32 buckets of what has copies, and the other parameters one by one, as
-    backward makes them where it makes one a step, else their sums in fp32."""
-    copied = {
-        stages: [(axis, size) for axis, size in found if shape.ranks(axis) > 1]
-        for stages, found in by_stages.items()
+    """Returns the bytes of gradients at the end of a step, which is their peak: fp32 buckets of replicated
+    parameters; other parameters have theirs in the model's precision if a step has one backward, otherwise as
+    fp32 sums."""
+    replicated = {
+        stages: [(axis, size) for axis, size in sizes if shape.ranks(axis) > 1]
+        for stages, sizes in by_stages.items()
     }
     if shape.config.parallel.zero_stage == 2:
-        total = _FP32 * _scattered(shape, copied)
+        total = _FP32 * _sharded_gradients(shape, replicated)
     else:
-        total = _FP32 * sum(size for found in copied.values() for _, size in found)
-    once = shape.config.accumulation == 1
+        total = _FP32 * sum(size for sizes in replicated.values() for _, size in sizes)
+    one_backward = shape.config.accumulation == 1
     for stages, parameters in parameters_of(shape, shape.parts(pipeline_rank)).items():
         for parameter in parameters:
             if shape.ranks(parameter.copies) == 1:
-                # What two stages share, here or on two ranks, is summed.
-                summed = not once or len(stages) > 1 or (parameter.at_both_ends and shape.grid.pipeline > 1)
-                total += (_FP32 if summed else shape.width) * parameter.elements
+                # Gradients of a parameter that two stages share are summed, on one rank or on two.
+                accumulated = (
+                    not one_backward
+                    or len(stages) > 1
+                    or (parameter.at_both_ends and shape.grid.pipeline > 1)
+                )
+                total += (_FP32 if accumulated else shape.width) * parameter.elements
     return total
 
 
-def _scattered(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]) -> int:
-    """ZeRO 2: shares of gradients, and buffers of the largest bucket's size in which one is collected and reduced. What
-    two stages share is kept in whole."""
-    shared = sum(size for stages, found in by_stages.items() if len(stages) > 1 for _, size in found)
-    single = [bucket for stages, found in by_stages.items() if len(stages) == 1 for bucket in found]
-    kept = sum(size // shape.ranks(axis) for axis, size in single)
+def _sharded_gradients(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]) -> int:
+    """Returns the elements of gradients with ZeRO 2: shards, and buffers of the largest bucket's size for
+    reduction. Gradients that two stages share are not sharded."""
+    shared = sum(size for stages, sizes in by_stages.items() if len(stages) > 1 for _, size in sizes)
+    single = [bucket for stages, sizes in by_stages.items() if len(stages) == 1 for bucket in sizes]
+    shards = sum(size // shape.ranks(axis) for axis, size in single)
     largest = max((size for _, size in single), default=0)
-    # While one bucket is reduced the next one fills; with one bucket there is no next one.
-    kinds = len({axis for axis, _ in single})
-    # Experts and dense layers of a stage fill buckets at the same time.
-    buffers = kinds + (shape.decisions.grad_overlap.on and len(single) > 1)
-    return shared + kept + buffers * largest
+    # Buckets of experts and of dense layers fill at the same time, and with overlap another one fills while
+    # one is reduced.
+    axes = len({axis for axis, _ in single})
+    buffers = axes + (shape.decisions.grad_overlap.on and len(single) > 1)
+    return shared + shards + buffers * largest
 
 
-def _in_shards(shape: Shape, parts: Mapping[int, StagePart]) -> Held:
-    """Weights are the fp32 master themselves; what is gathered of them is in the model's precision, and passes."""
+def _sharded_memory(shape: Shape, parts: Mapping[int, StagePart]) -> Held:
+    """Returns the static memory with ZeRO 3, where the shards are the fp32 master weights."""
     weights = gradients = 0
-    for found in parameters_of(shape, parts).values():
-        shares = [_share(p, shape.ranks(p.copies) // shape.grid.instances) for p in found]
-        weights += sum(shares)
-        gradients += sum(map(aligned, shares))
+    for parameters in parameters_of(shape, parts).values():
+        shards = [_shard_elements(p, shape.ranks(p.copies) // shape.grid.instances) for p in parameters]
+        weights += sum(shards)
+        gradients += sum(map(aligned, shards))
     return Held(
         weights=_FP32 * weights,
         gradients=_FP32 * gradients,
         master=0,
         moments=moments(shape) * _FP32 * weights,
-        saving=_saving(shape, weights),
+        saving=_saving_copy(shape, weights),
     )
 
 
-def _share(parameter: Parameter, ranks: int) -> int:
-    """The largest share of a parameter: rows, unless there are fewer than ranks."""
+def _shard_elements(parameter: Parameter, ranks: int) -> int:
+    """Returns the size of the largest shard of a parameter: split by rows, unless there are fewer rows than
+    ranks."""
     sizes = parameter.shape
     ranks = max(1, ranks)
     if sizes[0] < ranks:
@@ -184,28 +200,24 @@ def _share(parameter: Parameter, ranks: int) -> int:
 
 
 def total_parameters(shape: Shape) -> tuple[int, int]:
-    """Of the whole model, without padding of the vocabulary; and those that one token passes through."""
+    """Returns the parameters of the whole model, without vocabulary padding, and those active per token."""
     model, moe = shape.config.model, shape.config.moe
-    one = whole(shape)
+    single = whole(shape)
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
-    total = sum(p.elements for p in one.parameters.stage(part))
-    tables = 1 if one.tied else 2
-    total -= tables * (one.words - model.vocab_size) * model.hidden_size
+    total = sum(p.elements for p in single.parameters.stage(part))
+    tables = 1 if single.tied else 2
+    total -= tables * (single.words - model.vocab_size) * model.hidden_size
     idle = 0
     if moe.num_experts:
-        each = sum(p.elements for p in one.parameters.experts.parameters) // moe.num_experts
-        idle = len(one.sparse_layers) * each * (moe.num_experts - moe.moe_router_topk)
+        expert = sum(p.elements for p in single.parameters.experts.parameters) // moe.num_experts
+        idle = len(single.sparse_layers) * expert * (moe.num_experts - moe.moe_router_topk)
     return total, total - idle
 
 
 def whole(shape: Shape) -> Shape:
-    """The same model on one process."""
-    return Shape(_on_one_process(shape.config), on_gpu=shape.on_gpu)
-
-
-def _on_one_process(config: RunConfig) -> RunConfig:
+    """Returns the same model on one process."""
     sizes: dict[str, Any] = {
-        f.name: 1 for f in dataclasses.fields(config.parallel) if f.name.endswith("_parallel_size")
+        f.name: 1 for f in dataclasses.fields(shape.config.parallel) if f.name.endswith("_parallel_size")
     }
-    parallel = dataclasses.replace(config.parallel, **sizes, num_distributed_optimizer_instances=1)
-    return dataclasses.replace(config, parallel=parallel)
+    parallel = dataclasses.replace(shape.config.parallel, **sizes, num_distributed_optimizer_instances=1)
+    return Shape(dataclasses.replace(shape.config, parallel=parallel), on_gpu=shape.on_gpu)

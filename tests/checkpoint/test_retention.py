@@ -7,7 +7,7 @@ import pytest
 from pentatron.checkpoint.lock import folder_lock
 from pentatron.checkpoint.retention import Retention, number_of, record_bases, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.cli.checkpoint_prune import exclusive_access, plan_pruning, prune_steps
+from pentatron.cli.checkpoint_prune import exclusive_access, plan_pruning
 from pentatron.errors import UserError
 from tests.checkpoint.steps import save
 from tests.checkpoint.test_damage import DAMAGE
@@ -45,7 +45,7 @@ def steps_in(folder: Path) -> list[int | None]:
 
 def pruned(folder: Path, rule: Retention) -> list[str]:
     planned = plan_pruning(folder, rule, 2, lambda _: None)
-    prune_steps(folder, planned)
+    remove_steps(folder, planned.removed)
     return [problem.sentence for problem in planned.damaged]
 
 

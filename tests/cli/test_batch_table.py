@@ -1,4 +1,4 @@
-"""What `pentatron config` and `pentatron layout` show of batches that change."""
+"""Tables of changing batch sizes in `pentatron config` and `pentatron layout`."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_the_sizes_of_the_175b_script(capsys: pytest.CaptureFixture[str]) -> Non
     ]
     assert "        ...  88 more sizes" in table
     assert any(line.split() == ["19802", "5859424", "1536", "1536"] for line in table)
-    # A run that ends within the ramp has fewer of them, and one without a ramp no table.
+    # A run that ends within the ramp-up has fewer rows, and one without a ramp-up no table.
     assert "more sizes" not in shown(f"{least} {RAMP} --train-iters 8000", capsys)
     assert "batch size" not in shown(f"{least} --train-iters 8", capsys)
 

@@ -1,4 +1,4 @@
-"""`pentatron bench`: a sweep with real processes, and what it leaves behind."""
+"""`pentatron bench`: a sweep with real processes, and its files."""
 
 import csv
 import subprocess
@@ -53,13 +53,13 @@ def test_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
     assert not list(Path("benchmark_results").rglob("checkpoints")), "nothing is saved"
     for name in ("throughput.svg", "memory.svg", "time.svg"):
         assert (tmp_path / "benchmark_results" / name).stat().st_size > 500
-    # The command of a row trains the same by hand.
+    # The command of a row runs the same training.
     command = rows["pp2"]["command"].split()
     assert command[:2] == ["pentatron", "train"] and "--global-batch-size" in command
     assert main(["config", *command[2:]]) == 0
     capfd.readouterr()
 
-    # Earlier results are kept, and a layout that takes too long ends alone.
+    # Earlier results are kept, and a timeout ends only its own layout.
     before = Path("benchmark_results/summary.csv").read_text()
     again = ["bench", "--nproc-per-node", "2", *TINY, "--pp_size", "2", "--layout-timeout", "0.05"]
     assert main([*again, "--device", "cpu"]) == 1
@@ -141,7 +141,7 @@ def test_what_a_benchmark_decides_itself_is_refused(
     flag: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--list", "--device", "cpu", flag, "7"]) == 2
-    assert f"{flag} is not the user's to say in a benchmark; use {instead}" in capsys.readouterr().err
+    assert f"{flag} cannot be set in a benchmark; use {instead}" in capsys.readouterr().err
 
 
 def test_where_no_layout_can_run_no_pictures_are_named(

@@ -1,4 +1,4 @@
-"""`pentatron checkpoint` as it is typed."""
+"""Runs `pentatron checkpoint` through its command line."""
 
 import json
 import re
@@ -220,12 +220,12 @@ def test_prune_says_what_goes_and_stops_before_a_run(steps: Path, capsys: pytest
     )
     assert sorted(p.name for p in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
     code, said = run(capsys, "prune", steps, "--keep", "0")
-    assert code == 2 and "one at least" in said
+    assert code == 2 and "at least the newest step" in said
     assert "removed 1 step, " in run(capsys, "prune", steps, "--keep", "1")[1]
 
 
 def test_large_tensors_are_compared_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never more than a block of each side: with tiny blocks, many small reads find the one element that differs."""
+    """Reads at most one block of each side: with tiny blocks, small reads find the element that differs."""
     import pentatron.checkpoint.tensor_file as tensor_file
 
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 64)
@@ -250,7 +250,7 @@ def test_large_tensors_are_compared_in_blocks(tmp_path: Path, monkeypatch: pytes
 def test_export_and_reshard_take_the_step_before_a_damaged_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As training and generating do, with a line about it; a step that is named is refused."""
+    """Falls back to the previous step with a note, as training does; a named damaged step is refused."""
     folder = save_theirs(theirs("qwen2", num_hidden_layers=1), tmp_path / "theirs")
     assert main(["import", str(folder), str(tmp_path / "ours")]) == 0
     found = find_step(tmp_path / "ours")[0]

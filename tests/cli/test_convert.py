@@ -1,4 +1,4 @@
-"""`pentatron import`, `pentatron export` and tools/checkpoint/convert.py as they are typed."""
+"""Runs `pentatron import`, `pentatron export` and tools/checkpoint/convert.py through their command lines."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.hf.test_round_trip import names, same, tensors
 from tests.train.test_loaded import train_on_a_rank
 
 ROOT = Path(__file__).parents[2]
-# As the guide has it, but for the folders.
+# The command of the guide with other folders.
 GUIDE = """--bf16 --model-type GPT --loader llama_mistral --saver core --target-tensor-parallel-size 2
  --target-pipeline-parallel-size 1 --checkpoint-type hf --model-size qwen2.5 --loader-transformer-impl transformer_engine
  --make-vocab-size-divisible-by 128"""
@@ -48,7 +48,7 @@ def test_there_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "differ from those of transformers" in capsys.readouterr().out
     assert same(tensors(tmp_path / "back"), tensors(folder))
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    # Another tokenizer, and not a mixture of both.
+    # The other tokenizer replaces all files of the first.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer.json").write_text("[]")
     words = ["export", str(tmp_path / "ours"), str(tmp_path / "o"), "--tokenizer", str(tmp_path / "other")]
@@ -65,7 +65,7 @@ def test_there_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_broken_tokenizer_is_not_carried_along_in_silence(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is not JSON is refused; what the library cannot read is told of."""
+    """A tokenizer.json that is not JSON is refused; one that the library cannot read gives a note."""
     (tmp_path / "cut").mkdir()
     cut = tmp_path / "cut" / "tokenizer.json"
     cut.write_text('{"model": {"vocab"')
@@ -82,7 +82,7 @@ def test_a_broken_tokenizer_is_not_carried_along_in_silence(
 
 
 def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run trained in bf16 without a tokenizer: both are told."""
+    """A run trained in bf16 without a tokenizer gives a note about each."""
     assert main(["import", str(folder), str(tmp_path / "ours"), "--dtype", "fp32"]) == 0
     step = find_step(tmp_path / "ours")[0].folder
     for path in (tmp_path / "ours" / "huggingface").iterdir():
@@ -117,7 +117,7 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         ("export a", "say which checkpoint to export"),
         ("import a b --dtyp fp32", r"unknown flag --dtyp (did you mean --dtype?)"),
         ("import a b --dtype int8", "--dtype wants one of fp32, bf16, fp16, not 'int8'"),
-        ("import a b --allow-narrowing", "--allow-narrowing: say to which type"),
+        ("import a b --allow-narrowing", "--allow-narrowing: set the type"),
         ("export a b --max-shard-size many", "--max-shard-size many: write a size such as 5GB"),
         ("import none b", "none is no folder"),
         ("export none b", "none does not exist"),
@@ -138,7 +138,7 @@ def test_without_transformers(
 
 
 class Terminated(Silent):
-    """SIGTERM in the middle."""
+    """Interrupts a conversion with SIGTERM."""
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         if 2 * done > total:
@@ -185,7 +185,7 @@ def test_the_command_of_the_guide(folder: Path, tmp_path: Path) -> None:
     found, _ = find_step(tmp_path / "ours")
     assert {record.dtype for record in found.manifest.tensors.values()} == {"bfloat16"}
     assert "tokenizer.model" in names(tmp_path / "ours" / "huggingface")
-    # Begun from in another layout than the one it was to be cut for, and exported again: not a byte is another.
+    # Loaded in another layout than the requested one and exported again, it has the same bytes.
     words = (
         f"--load {tmp_path / 'ours'} --finetune --ckpt-format torch_dist --pp_size 2 --bf16 --train-iters 0"
     )
@@ -224,13 +224,13 @@ def test_a_checkpoint_of_megatron_is_refused_by_name(
         ("--model-size qwen2.5-7B --fp16", "bf16, of which fp16 cannot hold every value"),
         ("--model-size falcon", "--model-size falcon is not known; leave it out"),
         ("--model-type BERT", "--model-type BERT: only GPT is possible"),
-        ("--loader mcore", "only llama_mistral or mixtral_hf is possible; Hugging Face folders"),
+        ("--loader mcore", "only llama_mistral or mixtral_hf is possible; only Hugging Face folders"),
         ("--saver megatron", "--saver megatron: only core or mcore is possible"),
         ("--checkpoint-type meta", "--checkpoint-type meta: only hf is possible"),
         ("--loader-transformer-impl other", "only local or transformer_engine is possible"),
         ("--bf16 --fp16", "--bf16 and --fp16 contradict each other"),
         ("--tokenizer-model nowhere", "nowhere has no tokenizer files"),
-        ("more", "convert.py takes flags alone, not 'more'"),
+        ("more", "convert.py takes only flags, not 'more'"),
     ],
 )
 def test_flags_act_or_are_refused(
@@ -242,7 +242,7 @@ def test_flags_act_or_are_refused(
 
 
 def test_sizes_of_the_guide_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the loader that the guide points to for them says them."""
+    """The loader that the guide refers to lists the same sizes."""
     loader = runpy.run_path(
         str(ROOT / "tools" / "checkpoint" / "loader_llama_mistral.py"), run_name="__main__"
     )

@@ -213,7 +213,7 @@ def test_a_full_disk_is_a_sentence_with_the_way_out(
     pairs: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        # As a write that fails says it: of no file by name.
+        # An OSError of a failed write has no file name.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("pentatron.data.pair_writer.merge", full)
@@ -234,7 +234,7 @@ def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         ("shw x", "unknown command 'data shw' (did you mean show?)"),
         ("descibe x", "unknown command 'data descibe' (did you mean describe?)"),
-        ("verify", "say which data to use: pentatron data verify PREFIX"),
+        ("verify", "name the data to use: pentatron data verify PREFIX"),
         ("describe /nowhere", "no data file /nowhere.idx"),
     ):
         assert main(["data", *words.split()]) == 2

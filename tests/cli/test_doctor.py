@@ -1,4 +1,4 @@
-"""`pentatron doctor` on this machine, and on one where something is amiss."""
+"""`pentatron doctor` on this machine, and on one with problems."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_a_matmul_is_tried() -> None:
 
 
 def test_two_processes_add_up() -> None:
-    """And where they cannot reach each other, the trial says so."""
+    """The trial reports processes that cannot reach each other."""
     here = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     found = all_reduce("gloo", 2, here)
     assert found.state == OK and "2 processes, 1 MiB in" in found.value, found

@@ -1,4 +1,4 @@
-"""`pentatron bench --find-micro-batch`: what is tried, what is said, and the command that comes of it."""
+"""`pentatron bench --find-micro-batch`: the sizes tried, the output, and the resulting command."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def test_without_a_gpu_it_is_foreseen(
 
 
 def on_a_gpu_of(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A GPU that gives `room` bytes, of which a sample takes a million; what is tried is noted."""
+    """Fakes a GPU with `room` bytes, of which a sample needs a million; returns the sizes tried."""
     tried: list[int] = []
 
     def measured(sweep: Any, layout: MicroBatch, starter: Any, live: Any) -> Row:
@@ -67,9 +67,9 @@ def on_a_gpu_of(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return Row(layout, "ok", 1, "", measured=found)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(bench, "_name_of_gpu", lambda: "Some GPU")
+    monkeypatch.setattr(bench, "_query_gpu", lambda code: "Some GPU")
     monkeypatch.setattr(bench, "measured_layout", measured)
-    monkeypatch.setattr(bench._Hunt, "room", lambda hunt: float(room))
+    monkeypatch.setattr(bench._MicroBatchSearch, "room", lambda search: float(room))
     return tried
 
 
@@ -81,7 +81,7 @@ def test_real_steps_decide_on_a_gpu(
     assert main(ALONE) == 0
     shown = capsys.readouterr().out
     assert "largest: 21;" in shown and {21, 22} <= set(tried)
-    # Begun with what is foreseen, which is far too much here.
+    # The search starts at the estimate, which is far too large here.
     assert f"`pentatron plan`: {tried[0]}" in shown and tried[0] > 21
     assert (tmp_path / "benchmark_results/summary.csv").read_text().count("out of GPU memory") >= 1
     kept = json.loads((tmp_path / "benchmark_results/micro_batch.json").read_text())
@@ -91,7 +91,7 @@ def test_real_steps_decide_on_a_gpu(
         and kept["settings"].startswith("--num-layers 2")
     )
     assert [trial["size"] for trial in kept["trials"]] == tried
-    # Of a batch that was given only its parts.
+    # Only divisors of a given batch.
     tried.clear()
     assert main([*ALONE, "--global-batch-size", "32"]) == 0
     assert "largest: 16;" in capsys.readouterr().out and set(tried) <= {1, 2, 4, 8, 16, 32}
@@ -111,7 +111,7 @@ def test_in_fp8_only_micro_batches_of_so_many_tokens_are_tried(
     tried.clear()
     assert main([*fp8, "--global-batch-size", "12"]) == 0
     assert "largest: 12," in capsys.readouterr().out and set(tried) <= {2, 4, 6, 12}
-    # None is a part of this batch: which lengths would do is said.
+    # No size divides this batch: the error lists possible lengths.
     assert main([*fp8, "--global-batch-size", "9"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "take a multiple of 2 for --micro-batch-size, or one of 16 for --seq-length" in said

@@ -1,4 +1,4 @@
-"""`pentatron layout`: what it shows is what the layout says, it reads well, and nothing is started."""
+"""`pentatron layout`: its output matches the layout, is readable, and nothing is started."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "waiting: 20.0% of the ranks' time (15 steps" in text
     assert "rank 0 ▕F0 F1 ·  ·  B0─── F2 B1─── F3 B2─── ·  B3─── ▏" in text
     assert "rank 1 ▕·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── ·  ·  ▏" in text
-    assert "no model is named: this shape is made up" in text
+    assert "no model is named: this shape is assumed" in text
 
 
 def test_no_escape_codes_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,12 +164,17 @@ EVEN = "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline
 
 def test_layers_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = show(capsys, f"{FULL} uniform --recompute-num-layers 2 {EVEN}")
-    assert "recompute: these layers run again; a micro-batch keeps one input for each run of them" in text
+    assert (
+        "recompute: these layers are recomputed; a micro-batch keeps one input for each run of them" in text
+    )
     assert "    stage  0  0-1  2-3  4: keeps 3 inputs\n    stage  1  5-6  7-8  9: keeps 3 inputs\n" in text
     assert "second" not in text, "no halves of backwards here"
     text = show(capsys, f"{FULL} block --recompute-num-layers 1 {EVEN} --pipeline-schedule zero-bubble")
     assert "    stage  0  0: keeps 1 input and all of 4 layers\n" in text
-    assert "up to the first half of its backward; what weight gradients need is kept to the second" in text
+    assert (
+        "until the first half of its backward; the inputs of weight gradients are kept until the second"
+        in text
+    )
     found = data(capsys, f"{FULL} block --recompute-num-layers 2 {EVEN}")
     assert [stage["recomputed"] for stage in found["stages"]] == [[[0], [1]], [[5], [6]]]
     assert found["recompute"] == {"granularity": "full", "modules": []}
@@ -177,7 +182,9 @@ def test_layers_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_modules_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = show(capsys, "--recompute-granularity selective --recompute-modules core_attn mlp")
-    assert "recompute: core_attn, mlp of every layer that has it keeps its input alone and runs again" in text
+    assert (
+        "recompute: core_attn, mlp of every layer that has it keeps only its input and is recomputed" in text
+    )
     assert "recompute:" not in show(capsys, "--pp_size 2")
 
 
@@ -190,7 +197,7 @@ def test_a_folded_pipeline_shares_a_tied_embedding_with_nobody(capsys: pytest.Ca
 
 
 def cells(lines: list[str], rank: int) -> str:
-    """What is drawn for one rank, all lines joined."""
+    """Returns the drawing of one rank, with all lines joined."""
     return "".join(line[line.index("▕") + 1 : -1] for line in lines if line.startswith(f"rank {rank} "))
 
 
@@ -219,7 +226,7 @@ def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, wid
 
 
 def test_columns_are_time() -> None:
-    """The n-th step begins at n times the width of a cell, on every rank."""
+    """Step n starts at n cell widths on every rank."""
     report = describe("--pp_size 4 --num-microbatches 8".split())
     lines = rows(report.checked, report.placement, 400, colours=False)
     for rank, slots in enumerate(report.checked.timeline):
@@ -233,7 +240,7 @@ def test_columns_are_time() -> None:
 def test_halves_of_backwards_are_told() -> None:
     report = describe("--pp_size 2 --num-microbatches 4 --pipeline-schedule zero-bubble".split())
     text = as_text(report, everything=False)
-    assert "of them between the halves of their backward, at most, by rank: 1, 2" in text
+    assert "of them between the halves of a split backward, at most, by rank: 1, 2" in text
     assert "(13 steps, a forward taken as 1, each half of a backward as 1)" in text
     assert as_data(report)["schedule"]["deferred"] == [1, 2]
     legend = rows(report.checked, report.placement, 80, colours=False)[-1]
@@ -313,6 +320,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_torch_stays_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where it is there: importing it fails here."""
+    """torch is made unimportable."""
     monkeypatch.setitem(sys.modules, "torch", None)
     show(capsys, f"{SIXTEEN} --draw")

@@ -50,7 +50,7 @@ def write(folder: Path, rows: list[dict[str, object]]) -> None:
 
 
 def gone() -> int:
-    """The number of a process that was there."""
+    """Returns the pid of a process that has exited."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     return ended.pid
@@ -71,7 +71,7 @@ def test_a_running_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_slow_rank_and_the_waiting_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps=4)
-    # In one step another rank was held up by accident.
+    # Another rank was slow in one step by chance.
     write(
         folder, [row(s, busy=(1.0, 1.0, 2.0 if s != 3 else 1.0, 1.0 if s != 3 else 1.9)) for s in range(1, 6)]
     )
@@ -124,7 +124,7 @@ def test_a_run_that_crashed_or_was_stopped(tmp_path: Path, capsys: pytest.Captur
     (crashed / "train.log").write_text(" iteration 4/10 | lm loss 1 |\n")
     assert main(["monitor", str(crashed)]) == 0
     shown = capsys.readouterr().out
-    assert ": crashed" in shown and "it ended after step 4 without a word" in shown
+    assert ": crashed" in shown and "it ended after step 4 without a message" in shown
     stopped = make_run(tmp_path / "stopped", steps=4, pid=gone())
     (stopped / "train.log").write_text("stopped by SIGTERM after step 4; its checkpoint is saved\n")
     assert main(["monitor", str(stopped)]) == 0
@@ -140,7 +140,7 @@ def test_a_run_that_failed_is_shown_with_its_last_words(
     assert main(["monitor", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert ": crashed" in shown and "error: rank 3: out of GPU memory (what); try less" in shown
-    assert "without a word" not in shown
+    assert "without a message" not in shown
 
 
 def test_a_run_is_finished_when_what_follows_its_steps_is_done(
@@ -152,7 +152,7 @@ def test_a_run_is_finished_when_what_follows_its_steps_is_done(
     log.write_text(f"{earlier} [2026-11-15 10:00:00.0] iteration       10/      10 | lm loss: 1 |\n")
     assert main(["monitor", str(folder), "--once"]) == 0
     shown = capsys.readouterr().out
-    assert ": running" in shown and "all steps are done; what follows them" in shown
+    assert ": running" in shown and "all steps are done; the final checkpoint" in shown
     log.write_text(log.read_text() + "finished: loss 3 → 2\nrun folder: here\n")
     assert main(["monitor", str(folder)]) == 0
     assert ": finished" in capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_a_run_is_finished_when_what_follows_its_steps_is_done(
 
 
 def test_the_time_left_follows_a_batch_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two samples a second; eight steps are left, of 4, 4 and then 8 samples."""
+    """Two samples a second; eight steps remain, of 4, 4 and then 8 samples."""
     folder = make_run(tmp_path / "run", steps=2)
     write(folder, [row(s, global_batch_size=4) for s in (1, 2)])
     with (folder / "config.yaml").open("a") as file:
@@ -180,7 +180,7 @@ def test_a_run_that_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     elsewhere = json.dumps({"host": "another", "pid": 1, "since": "now"})
     (folder / ".lock").write_text(elsewhere)
     assert main(["monitor", str(folder), "--once"]) == 0
-    assert "cannot be seen from here" in capsys.readouterr().out
+    assert "cannot be determined from here" in capsys.readouterr().out
 
 
 def test_the_lines_go_on_until_the_run_ends(

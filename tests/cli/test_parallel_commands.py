@@ -23,16 +23,16 @@ PARALLEL = "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_p
 
 
 def layout_of(folder: Path) -> tuple[int, ...]:
-    """Tensor and pipeline size of a run, as its folder says."""
+    """Returns tensor and pipeline size from the folder of a run."""
     saved = yaml.safe_load((folder / "config.yaml").read_text())["parallel"]
     return tuple(saved[name] for name in PARALLEL[:2])
 
 
-# --- what the shell scripts make of their variables ---
+# --- variables of the shell scripts ---
 
 
 def words_given(script: str, tmp_path: Path, variables: str, further: str = "") -> str:
-    """The words that reach Python: its place is taken by a program that writes them down."""
+    """Returns the arguments passed to Python, which is replaced by a program that records them."""
     recorder = tmp_path / "recorder"
     recorder.write_text('#!/bin/sh\necho "$@"\n')
     recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 def test_two_launchers_train_one_model(tmp_path: Path) -> None:
-    """As on two machines: each launcher starts one tensor rank."""
+    """Simulates two machines: each launcher starts one tensor rank."""
     folder = tmp_path / "run"
     common = {
         **environment(), "PYTHON": sys.executable, "NUM_NODES": "2", "NUM_GPUS": "1",
@@ -127,11 +127,11 @@ def test_two_launchers_train_one_model(tmp_path: Path) -> None:
     assert [step for step, _ in losses(folder)] == [1, 2, 3]
 
 
-# --- another layout goes on ---
+# --- resume in another layout ---
 
 
 def train_on_a_rank(words: list[str], port: int) -> int:
-    """`pentatron train` as a worker that a launcher has started."""
+    """Runs `pentatron train` as a worker of a launcher."""
     rank, processes = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -141,7 +141,7 @@ def train_on_a_rank(words: list[str], port: int) -> int:
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
-    """One process saves at step 3 and ends at step 6; two pipeline ranks compute steps 4 to 6 again."""
+    """One process saves at step 3 and ends at step 6; two pipeline ranks repeat steps 4 to 6."""
     folder = tmp_path / "run"
     words = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 --dataset-size 100 "
@@ -169,7 +169,7 @@ MODELS = {
 
 
 def sizes(model: str, processes: int, tensor: int, pipeline: int) -> tuple[int, ...]:
-    """The layout of a model of the table, from the configuration it resolves to."""
+    """Returns the resolved layout of a model of the table."""
     words = MODELS.get(model, f"--preset {model}")
     parallel = f"--world-size {processes} --tp_size {tensor} --pp_size {pipeline}"
     report = describe(f"{words} {parallel} --global-batch-size {8 * processes}".split())
@@ -213,7 +213,7 @@ def test_the_table_by_model_size(
 
 
 def test_sixteen_gpus_on_four_machines() -> None:
-    """Guide 003's example: tensor groups stay inside a machine, stages lie on different ones."""
+    """Guide 003's example: tensor groups stay inside a machine, stages are on different ones."""
     report = describe(
         (
             "--world-size 16 --nproc-per-node 4 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "

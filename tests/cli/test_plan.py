@@ -1,4 +1,4 @@
-"""`pentatron plan`: what it says of real models, that its command is one that runs, and that it starts at once."""
+"""`pentatron plan`: reports on real models, a command that runs, and a fast start."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_layouts_are_ranked_and_fit(llama: Report) -> None:
     ],
 )
 def test_every_command_is_one_that_training_takes(words: str, world: int) -> None:
-    """And means what was planned."""
+    """The command resolves to the planned configuration."""
     report = plan(words)
     for layout in report.layouts[:12]:
         made = resolve(gather(settings_words(report.search, layout), TRAIN), Facts(world, min(world, 8)))
@@ -127,7 +127,7 @@ def test_what_is_given_of_how_a_layout_runs_holds_for_the_whole_list() -> None:
         assert words[words.index("--zero-stage") :][:2] == ["--zero-stage", "2"]
     text = as_text(report)
     assert (
-        "other sizes than --tensor-model-parallel-size 2 are tried here too; "
+        "sizes other than --tensor-model-parallel-size 2 are listed too; "
         "all have --zero-stage 2 --pipeline-schedule gpipe, as given" in text
     )
 
@@ -159,7 +159,7 @@ def test_a_gpu_without_bf16_is_planned_in_fp16() -> None:
 
 
 def test_one_gpu_must_have_room_for_activations_too() -> None:
-    """What this model holds is a tenth of the card; what one of its sequences leaves is not."""
+    """Static memory of this model is a tenth of the GPU; activations of one sequence exceed it."""
     tree = plan("--preset gpt2 --gpus 1 --gpu-memory 24 --micro-batch-size 256").advice.tree
     assert tree[0].answer.startswith("no, weights, gradients and optimizer take 2.09 GiB")
     assert "smaller micro-batches" in tree[0].answer
@@ -322,7 +322,7 @@ def test_gpus_fill_whole_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "llama3-8b", "--gpus", "12"]) == 2
     said = capsys.readouterr().err
     assert (
-        "12 GPUs are no whole number of machines with 8; add --gpus-per-machine 6, or plan for 8 or 16"
+        "12 GPUs are not a whole number of machines with 8; add --gpus-per-machine 6, or plan for 8 or 16"
         in said
     )
     assert main(["plan", "--preset", "llama3-8b", "--gpus", "12", "--gpus-per-machine", "6"]) == 0

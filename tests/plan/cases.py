@@ -1,4 +1,4 @@
-"""The layouts in which a plan is held against a real step, and what the two say of each pipeline rank."""
+"""Layouts in which planned memory is compared with a real step, and the comparison of each pipeline rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """A planned and a measured number of bytes. Ranks of a stage count together: experts are not equally busy."""
+    """Planned and measured bytes, summed over the ranks of a stage because experts are not balanced."""
 
     pipeline_rank: int
     what: str

@@ -1,4 +1,4 @@
-"""What a rank really keeps in one training step, counted: the memory behind what autograd saves, and what the optimizer holds.
+"""Counts what a rank keeps in one training step: storages that autograd saves, and the optimizer state.
 
 Memory is counted by storage, each once however many tensors lie in it, and from the moment something is kept to the
 moment the last holder lets go. Weights are not counted among activations.
@@ -26,7 +26,7 @@ from tests.support import resolved
 
 
 class Ledger:
-    """Who keeps which memory. `peak` is the most bytes that were kept at once."""
+    """Owners of storages. `peak` is the largest number of bytes kept at a time."""
 
     def __init__(self) -> None:
         self.holders: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Ledger:
 
 
 class Kept:
-    """Stands for a saved tensor in autograd's graph."""
+    """Placeholder of a saved tensor in autograd's graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -77,22 +77,22 @@ class Watch:
         self._follow_deferred()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        """While a module runs, its weights are known; shards of ZeRO 3 are gathered for no longer than that."""
+        """Excludes weights while a module runs, because ZeRO 3 gathers them only for that time."""
         found = _places(module)
         self._entered.setdefault(id(module), []).append(found)
         self.weights.update(found)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        # Not asked again: by now its weights may be shards.
+        # Taken from the forward, because its weights may be shards by now.
         self.weights.subtract(self._entered[id(module)].pop())
 
     def _angles(self, module: nn.Module, inputs: Any, angles: tuple[Tensor, Tensor]) -> None:
-        """Where layers run again, angles are kept with the other arguments of the run, past autograd."""
+        """Counts arguments of recomputed layers, such as rotary angles, which are kept outside autograd."""
         for angle in angles:
             self.ledger.keep(angle, angle)
 
     def _follow_messages(self) -> None:
-        """What a stage received lives until its backward, needed or not."""
+        """Counts the received input of a stage, which is kept until its backward."""
         forward = model_module.MicroBatches.forward
 
         def following(program: Any, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
@@ -125,7 +125,7 @@ class Watch:
 
 
 def _places(module: nn.Module) -> list[int]:
-    """Where the weights of a module and of what is in it lie, as far as they are whole now."""
+    """Returns the storages of the unsharded weights of a module and its children."""
     return [p.untyped_storage().data_ptr() for p in module.parameters() if not isinstance(p, DTensor)]
 
 
@@ -148,7 +148,7 @@ def measured_on_a_rank(words: str) -> Measured:
     dtype = model_dtype(config)
     offload, options = config.parallel.optimizer_cpu_offload, model.decisions.optimizer
     if offload:
-        # On a CPU nothing is offloaded; told so, the optimizer does as on a GPU.
+        # On a CPU nothing is offloaded unless the optimizer is told that it runs on a GPU.
         options = dataclasses.replace(options, in_host_memory=True)
     optimizer = build_optimizer(model.stages, world, config.optim, options, dtype)
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))

@@ -1,4 +1,4 @@
-"""A plan against steps on a GPU: what the allocator has at most, and at the moments that the formulas speak of."""
+"""Compares planned memory with steps on a GPU: the peak of the allocator, and the moments of the formulas."""
 
 import itertools
 import statistics
@@ -20,7 +20,7 @@ from pentatron.settings.settings import Facts
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 
-# The shapes of docs/performance.md; four sequences of 4096 tokens a step unless the words say otherwise.
+# The shapes of docs/performance.md; four sequences of 4096 tokens a step unless the words set others.
 QWEN3, QWEN2 = "--preset qwen3-8b --num-layers 8", "--preset qwen2.5-1.5b"
 _STEP = "--bf16 --seq-length 4096 --micro-batch-size 4 --global-batch-size 4 --train-iters 4 --lr 1e-5 --mock-data"
 CASES = {
@@ -36,7 +36,7 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes: between steps; of a layer between its forward and its backward; at most."""
+    """Bytes between steps, kept by a layer from forward to backward, and at the peak."""
 
     between: int
     layer: float
@@ -48,7 +48,7 @@ def configured(words: str) -> RunConfig:
 
 
 def planned(config: RunConfig) -> tuple[RankMemory, int]:
-    """What the whole needs, and one layer keeps."""
+    """Returns planned memory of the run and the activations of one layer."""
     shape = Shape(config, on_gpu=True)
     if config.memory.recompute_granularity == "full":
         layer = shape.width * shape.in_stream * shape.hidden
@@ -58,7 +58,7 @@ def planned(config: RunConfig) -> tuple[RankMemory, int]:
 
 
 def measured(config: RunConfig) -> Measured:
-    """Steps after the first: that one has kernels compiled and chosen, for which others are tried."""
+    """Measures steps after the first, in which kernels are compiled and autotuned."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     before = torch.cuda.memory_allocated()
@@ -84,7 +84,7 @@ def measured(config: RunConfig) -> Measured:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     layers = config.model.num_layers
-    # Of the last micro-batch: gradients may be there from the first on. Layers that run again come after these.
+    # Of the last micro-batch, when gradients exist already, and before any recompute.
     of_forward = marks[:layers]
     grown = [after - at for at, after in itertools.pairwise(of_forward)]
     return Measured(torch.cuda.memory_allocated() - before, statistics.median(grown), peak)

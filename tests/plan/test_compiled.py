@@ -1,4 +1,5 @@
-"""What a compiler keeps of a layer: the formula against torch's own division of a graph into forward and backward."""
+"""Activations of a compiled layer: the formula against torch's partition of the graph into forward and
+backward."""
 
 import itertools
 
@@ -15,7 +16,7 @@ from pentatron.plan.shape import Shape
 from tests.support import LLAMA, resolved
 
 LENGTH, WIDTH = 128, 256
-# Widths that are all different, so that no two of what is kept can be taken for each other.
+# All widths differ, so that no two saved tensors can be confused.
 SIZES = (
     f"--num-layers 2 --hidden-size {WIDTH} --num-attention-heads 8 --kv-channels 40 --ffn-hidden-size 640 --seq-length {LENGTH} "
     f"--vocab-size 1024 --micro-batch-size 1 --global-batch-size 1 --bf16 --compile on"
@@ -25,7 +26,7 @@ QWEN3 = f"{GROUPED} --qk-layernorm"
 
 
 def kept_by_a_layer(words: str) -> int:
-    """Bytes of the second of two layers: of the first, what comes from outside counts as well."""
+    """Returns the bytes of the second of two layers, because the first also saves its inputs."""
     config = resolved(words).config
     options = ModelOptions(
         recompute=recompute_of(config.memory), compile=Compile("aot_eager_decomp_partition")

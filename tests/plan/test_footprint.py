@@ -1,4 +1,4 @@
-"""Megatron-LM's estimate of memory, against its formulas written out for single cases."""
+"""Megatron-LM's memory estimate against its formulas for single cases."""
 
 import pytest
 

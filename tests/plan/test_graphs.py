@@ -1,4 +1,4 @@
-"""The memory of a run whose micro-batches are recorded as CUDA graphs."""
+"""Memory of a run whose micro-batches are captured as CUDA graphs."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ def planned(words: str) -> RankMemory:
 
 @pytest.mark.parametrize(("words", "plain", "recorded"), [(QWEN2, 50.6, 52.0), (GPT2, 4.8, 5.0)])
 def test_a_step_of_one_micro_batch_needs_no_more(words: str, plain: float, recorded: float) -> None:
-    """Measured on an H200, without evaluation; what stays held is whole blocks of the allocator."""
+    """Measured on an H200, without evaluation; memory is counted in blocks of the allocator."""
     off, on = (planned(f"{words} --eval-iters 0 --cuda-graphs {how}") for how in ("off", "on"))
     assert off.total == on.total and on.graphs == 0
     assert off.total / GIB == pytest.approx(plain, rel=0.02)
@@ -44,7 +44,7 @@ def test_the_first_gradients_stay_beside_their_sums() -> None:
         words = f"{QWEN2} --eval-iters 0 --micro-batch-size 1 --global-batch-size {steps}"
         off, on = (planned(f"{words} --cuda-graphs {how}") for how in ("off", "on"))
         assert on.graphs == on.held.weights == off.held.gradients // 2
-        # With two, sums come while activations go.
+        # With two micro-batches, sums are allocated while activations are freed.
         assert on.total - off.total == on.graphs - (on.spared - off.spared) <= on.graphs
         assert (on.spared > off.spared) is (steps == 2)
     in_fp32 = f"{GPT2} --no-bf16 --eval-iters 0 --micro-batch-size 1"
@@ -55,7 +55,7 @@ def test_evaluation_and_update_find_no_room_in_what_is_recorded() -> None:
     on = planned(f"{GPT2} --cuda-graphs on")
     assert on.graphs == 2 * 2 * 8192 * 768 + 2 * 4096 * 50304, "the stream twice, and logits of 4096 tokens"
     assert planned(f"{GPT2} --cuda-graphs on --eval-interval 0").graphs == 0
-    # A test set that is named is evaluated at the end all the same.
+    # A given test set is evaluated at the end in any case.
     config = configured(f"{GPT2} --cuda-graphs on --eval-interval 0")
     named = dataclasses.replace(config, data=dataclasses.replace(config.data, test_data_path=("test",)))
     assert memory_of(named, on_gpu=True).largest.graphs == on.graphs
@@ -79,13 +79,13 @@ def peak_of_an_evaluation(config: RunConfig) -> int:
     [
         ("--seq-length 128 --vocab-size 4000", 0.95),
         ("--seq-length 128 --vocab-size 4000 --cross-entropy-loss-fusion", 0.6),
-        # What a layer has at once is less than all it could keep.
+        # The forward peak of a layer is below all that it could save.
         ("--seq-length 512 --vocab-size 40", 0.3),
     ],
 )
 def test_an_evaluation_has_no_more_than_planned(words: str, least: float) -> None:
     config = resolved(f"{SHAPE} {words} --eval-interval 1").config
-    found = peak_of_an_evaluation(config) / memory._in_evaluation(Shape(config))
+    found = peak_of_an_evaluation(config) / memory._evaluation_peak(Shape(config))
     assert least < found <= 1.0, found
 
 
@@ -104,7 +104,7 @@ def test_where_they_are_a_choice_of_ours_nothing_is_made_of_them_but_a_line() ->
     for other in (["--cuda-graphs", "off"], ["--cuda-graphs", "on"]):
         assert describe([*words, *other])[0].shown.if_recorded is None, other
     assert describe([*words[:-4], "--gpus", "2", "--gpu", "h200"])[0].shown.if_recorded is None
-    # Where there is room for plain steps alone.
+    # With room only for steps without graphs.
     between = (plain.total + recorded.total) / 2
     scarce = dataclasses.replace(report.shown.device, memory=int((between + GIB) / 0.95))
     layout = dataclasses.replace(report.shown, device=scarce)

@@ -1,4 +1,4 @@
-"""Planned bytes against those of real steps, and against what the model itself counts."""
+"""Planned bytes against those of real steps, and against the parameters of the model."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from pentatron.settings.presets import presets
 from tests.plan.cases import CASES, Case, Row, compared
 from tests.support import LLAMA, resolved
 
-# A few of those of `make plan-check`, which together have most of what can be wrong.
+# A subset of `make plan-check` that covers most formulas.
 QUICK = (
     "recompute core_attn",
     "DP 2, ZeRO 2, overlap",
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_a_real_step_in_every_layout(case: Case) -> None:
 
 
 def test_a_wrong_plan_would_be_seen() -> None:
-    """Half the recompute is what the formulas themselves must tell apart."""
+    """The formulas must distinguish half of the recompute."""
     with_it, without = (
         memory_of(resolved(f"{named('recompute core_attn').command} {words}").config).largest.activations
         for words in ("", "--recompute-granularity full")

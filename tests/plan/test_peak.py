@@ -1,4 +1,4 @@
-"""The most memory a step needs beside what is held between steps, counted over every tensor that is made on the way."""
+"""Peak memory of a step beyond static memory, counted over every tensor that is allocated."""
 
 import itertools
 import weakref
@@ -24,7 +24,7 @@ SHAPE = f"{LLAMA} --num-layers 2 --hidden-size 128 --num-attention-heads 4 --mic
 
 
 class Living(TorchDispatchMode):
-    """Counts the memory behind what operations return, from then until nobody holds it. What kernels need inside is not seen."""
+    """Counts storages of operator outputs while referenced. Workspaces of kernels are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ def test_the_peak_of_a_step_is_the_planned_one(words: str, ranks: int) -> None:
         measured = peak_of_a_step(command)
     else:
         measured = max(run_distributed(peak_of_a_step, world=ranks, words=command))
-    # Gradients are made in a step, and gone after it.
+    # Gradients are allocated in a step and freed after it.
     between_steps = planned.held.weights + planned.held.optimizer
     assert measured == pytest.approx(planned.total - between_steps, rel=0.05)
 
 
 def test_messages_that_come_early_have_room_in_the_plan() -> None:
-    """Of groups as large as the pipeline two are on their way; larger ones wait where they are to be computed with."""
+    """With groups of the pipeline's size two messages are in transit; with larger groups more wait."""
     pipeline = (
         f"{SHAPE} --seq-length 16 --vocab-size 400 --num-layers 4 --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8"

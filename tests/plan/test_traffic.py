@@ -1,4 +1,5 @@
-"""Planned bytes that a rank sends against those a real step hands to torch.distributed; bubbles against the checker's."""
+"""Planned traffic of a rank against the tensors a real step passes to torch.distributed; bubbles against
+the checker."""
 
 import itertools
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def ring(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-# What a rank sends by each call, its words as given and the size of the group.
+# Bytes that a rank sends in each collective, by tensor size and group size.
 SENT: dict[str, Callable[[tuple[Any, ...], int], float]] = {
     "all_reduce": lambda words, ranks: 2 * ring(ranks) * nbytes(words[0]),
     "all_gather_into_tensor": lambda words, ranks: ring(ranks) * nbytes(words[0]),
