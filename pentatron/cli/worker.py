@@ -156,10 +156,11 @@ def leave_parents_job() -> None:
         return
     del os.environ[WORKER]
     current = _marker().split("\n")
+    names: tuple[str, ...] = ()
     if inherited[1:] == current[1:]:
         names = OF_A_WORKER
-    else:
-        names = OF_OUR_LAUNCHER if inherited[1] == current[1] else ()
+    elif inherited[1] == current[1]:
+        names = OF_OUR_LAUNCHER
     for name in names:
         os.environ.pop(name, None)
 

@@ -43,7 +43,8 @@ def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> Non
     """Estimates the memory of this rank: warns if it may run out, and raises if the run cannot fit.
 
     Called before the rendezvous, so that no rank waits for one that was refused. Ranks of the same pipeline
-    stage get the same estimate, so only the first of them reports it.
+    stage get the same estimate, so only the first of them prints it; a refusal also the first rank of each
+    machine.
     """
     if not config.launch.check_memory:
         return

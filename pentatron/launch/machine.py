@@ -26,7 +26,8 @@ _UNLIMITED = 2**60
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Bytes of memory and swap together, and those that are available; no more than the control group allows."""
+    """Bytes of memory and swap together, and those that are available; no more than the control group allows.
+    """
     try:
         text = (root / "proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -39,8 +40,15 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     return min(total, limit), max(0, min(free, limit - used))
 
 
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _given_back(used: Path) -> int:
-    """What the kernel takes back as soon as somebody needs it: files that were read are counted as used for as long as nobody does."""
+    """What the kernel takes back as soon as somebody needs it: files that were read are counted as used for
+    as long as nobody does.
+    """
     try:
         lines = (used.parent / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -179,7 +187,7 @@ def _peak(name: str) -> str:
 
 
 def _hardware(folder: Path) -> list[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     there = os.cpu_count() or cores
     of = f" of {there} (this process may use no more)" if cores < there else ""
     found = [Finding("hardware", "cores", f"{cores}{of}")]
