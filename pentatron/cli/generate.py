@@ -59,7 +59,7 @@ class SamplingOptions(Options):
         limit=ONE_OR_MORE,
     )
     temperature: float = option(
-        0.8, "0 always takes the likeliest token; --greedy says the same", limit=ZERO_OR_MORE
+        0.8, "0 always takes the likeliest token, as --greedy does", limit=ZERO_OR_MORE
     )
     greedy: bool = option(False, "always take the likeliest token")
     top_k: int = option(40, "only the N likeliest tokens; 0: all", limit=ZERO_OR_MORE)
@@ -97,7 +97,7 @@ class DeviceOptions(Options):
         unlisted="--ep_size",
         limit=ONE_OR_MORE,
     )
-    device: str = option("auto", "where it is computed", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
         "type of the weights; bfloat16 on a GPU",
@@ -106,7 +106,7 @@ class DeviceOptions(Options):
     )
     threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=ZERO_OR_MORE)
     batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)
-    master_port: int | None = option(None, "port of the meeting point (a free one)", limit=ZERO_OR_MORE)
+    master_port: int | None = option(None, "rendezvous port (a free one)", limit=ZERO_OR_MORE)
 
 
 @dataclass(frozen=True)

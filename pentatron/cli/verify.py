@@ -182,7 +182,7 @@ def _table(verdict: "Verdict", everything: bool) -> str:
 
 
 def _share(ratio: float) -> str:
-    text = "NaN/inf" if not math.isfinite(ratio) else f"{ratio:.1%}" if ratio < 10 else f"{ratio:.3g} ×"
+    text = "not finite" if not math.isfinite(ratio) else f"{ratio:.1%}" if ratio < 10 else f"{ratio:.3g} ×"
     return f"{text:>14}"
 
 

@@ -1,9 +1,9 @@
 """A batch script for Slurm: one torchrun on every node, and a way out before the time is over.
 
-What is easy to get wrong, and the reason for most lines: one task per node, because torchrun starts the workers
-itself; the node's number read on the node, not in the batch shell; the name of the first node found outside the container,
-which has no scontrol; the warning sent to the batch shell and passed on to the steps as SIGTERM, which torchrun hands to
-its workers, because srun itself answers SIGTERM by killing the step.
+What is easy to get wrong, and the reason for most lines: one task per node, because torchrun starts the
+workers itself; the node's number read on the node, not in the batch shell; the name of the first node found
+outside the container, which has no scontrol; the warning sent to the batch shell and passed on to the steps
+as SIGTERM, which torchrun hands to its workers, because srun itself answers SIGTERM by killing the step.
 """
 
 import shlex
@@ -31,7 +31,9 @@ def head(command: Sequence[str], equation: str) -> list[str]:
 
 
 def setup_lines(job: Job, strict: str) -> list[str]:
-    """The user's own lines, without the strictness (`-u`, `-eu`) of the rest: scripts of conda and of modules read what is not set."""
+    """The user's own lines, without the strictness (`-u`, `-eu`) of the rest: scripts of conda and of modules
+    read what is not set.
+    """
     if not job.setup:
         return []
     return [
@@ -54,7 +56,9 @@ def exports(job: Job) -> list[str]:
 
 
 def import_lines(job: Job) -> list[str]:
-    """Workers of `-m pentatron` import nothing from the current folder, unless the package itself is there: a checkout need not be installed."""
+    """Workers of `-m pentatron` import nothing from the current folder, unless the package itself is there: a
+    checkout need not be installed.
+    """
     if job.words[0] != "-m" or Path(job.folder, "pentatron", "__main__.py").is_file():
         return []
     return ["# Files in this folder do not stand in for packages.", "export PYTHONSAFEPATH=1"]
@@ -88,13 +92,17 @@ def words_array(words: Iterable[str]) -> list[str]:
 
 
 def meeting(job: Job) -> str:
-    """How the machines meet. Restarts need a meeting that can be repeated; otherwise every node keeps its number."""
+    """How the machines meet.
+
+    Restarts need a meeting that can be repeated; otherwise every node keeps its number.
+    """
     if job.restarts:
         return f"--rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv_id=$RUN_ID --max_restarts={job.restarts}"
     return "--node_rank=$NODE_RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT"
 
 
-# Between the ports of services and those the system gives to clients; the job's number keeps two jobs on a node apart.
+# Between the ports of services and those the system gives to clients; the job's number keeps two jobs on a
+# node apart.
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 _FIRST_NODE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
@@ -235,7 +243,8 @@ _USUAL_PORT = 29500
 
 
 def node_script(job: Job, command: Sequence[str], equation: str) -> str:
-    """For one machine without a meeting point; for several the machine's number is the script's first word."""
+    """For one machine without a meeting point; for several the machine's number is the script's first word.
+    """
     parts = [
         [*head(command, equation), *_how_to_run(job)],
         ["set -euo pipefail", f"cd {shlex.quote(job.folder)}"],
