@@ -6,8 +6,8 @@ Details of the Slurm script that are easy to get wrong:
 - One task per node, because torchrun starts the workers of a node.
 - The node rank is read on the node, not in the batch shell.
 - The name of the first node is looked up outside the container, which has no scontrol.
-- Slurm signals the batch shell before the time limit. The shell sends SIGTERM to the steps with scancel, and torchrun forwards it
-  to its workers; a SIGTERM to srun would kill the step.
+- Slurm signals the batch shell before the time limit. The shell sends SIGTERM to the steps with scancel, and
+  torchrun forwards it to its workers; a SIGTERM to srun would kill the step.
 """
 
 import shlex
