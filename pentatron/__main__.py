@@ -20,11 +20,10 @@ def main() -> int:
 
 
 def leave_current_folder() -> None:
-    """Removes the current folder from `sys.path`, where `python -m` puts it first, so that its files cannot
-    shadow packages.
+    """Removes the current folder from `sys.path`, so that its files cannot shadow packages.
 
-    If pentatron itself is a checkout in that folder, the folder moves to the end of `sys.path` and, for child
-    processes, to the end of PYTHONPATH. The user's PYTHONPATH entries are kept.
+    `python -m` puts it first. If pentatron itself is a checkout in that folder, the folder moves to the end
+    of `sys.path` and, for child processes, of PYTHONPATH. The user's PYTHONPATH entries are kept.
     """
     try:
         current = ("", os.getcwd())  # noqa: PTH109

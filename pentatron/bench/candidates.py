@@ -1,6 +1,4 @@
-"""The candidates of a benchmark: all parallel layouts of a number of processes, and the search for the
-largest micro-batch.
-"""
+"""Candidates of a benchmark: all layouts of a number of processes, and micro-batch sizes to try."""
 
 import bisect
 import itertools
@@ -95,11 +93,9 @@ def _with_variants(plain: Candidate, variants: Sequence[str]) -> Iterator[Candid
 
 
 def default_sizes(processes: int, on_gpu: bool) -> dict[str, Any]:
-    """Returns the settings of a model that every layout can split, and a batch that fills the longest
-    pipeline.
+    """Returns a model that every layout can split, and a batch that fills the longest pipeline.
 
-    The model is small on a CPU, where a sweep should take minutes, and has about a billion parameters on a
-    GPU.
+    The model is small on a CPU, where a sweep should take minutes, and about a billion parameters on a GPU.
     """
 
     def multiple(of: int, at_least: int) -> int:

@@ -1,9 +1,8 @@
-"""Draws bar charts of benchmark results: `python plot_results.py [FOLDER]`, by default the folder of this
-file.
+"""Draws bar charts of benchmark results: `python plot_results.py [FOLDER]`.
 
-Reads summary.csv and writes throughput.svg, memory.svg and time.svg, and .png files if matplotlib is
-installed. It is copied beside the results, so it must not import pentatron or anything else outside the
-standard library.
+FOLDER is by default the folder of this file. Reads summary.csv and writes throughput.svg, memory.svg and
+time.svg, and .png files if matplotlib is installed. The file is copied beside the results, so it must not
+import pentatron, nor anything else outside the standard library.
 """
 
 import csv
@@ -177,9 +176,7 @@ def _bar(chart: Chart, row: Row, left: float, top: float, per_unit: float) -> li
 
 
 def _scale(largest: float) -> tuple[float, float]:
-    """Returns the distance of the grid lines, which is 1, 2 or 5 times a power of ten, and the end of the
-    axis.
-    """
+    """Returns the grid spacing, which is 1, 2 or 5 times a power of ten, and the end of the axis."""
     rough = max(largest, 1e-9) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

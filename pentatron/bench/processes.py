@@ -1,6 +1,4 @@
-"""Runs the ranks of one layout after another with a fork server, which imports torch once for hundreds of
-processes.
-"""
+"""Runs the ranks of layouts with a fork server, which imports torch once for hundreds of processes."""
 
 import multiprocessing
 import multiprocessing.context

@@ -1,6 +1,4 @@
-"""The results of a benchmark: measurements from the metrics of a run, `summary.csv`, and the table on the
-terminal.
-"""
+"""Results of a benchmark: measurements of a run, `summary.csv`, and the table on the terminal."""
 
 import csv
 import io
@@ -20,7 +18,6 @@ from pentatron.monitor.view import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.settings.run import RunConfig
 from pentatron.text import in_digits, in_mib
 
-
 COLUMNS = (
     *("layout", "status", "reason", "processes", "data", "tensor", "context", "pipeline", "expert"),
     *("zero_stage", "sequence_parallel", "pipeline_schedule", "micro_batch_size", "micro_batches"),
@@ -35,8 +32,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run. Rates are of the median step; shares are of the time of all ranks, None if not
-    measured.
+    """Measurements of a run: rates of the median step, and shares of the time of all ranks (None: unknown).
 
     `collective_share`: time in collectives that no computation overlapped. `message_share`: waiting for
     pipeline messages, which includes the bubble.

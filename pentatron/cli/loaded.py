@@ -1,6 +1,4 @@
-"""Takes settings that the command line leaves open from the checkpoint to load: architecture, tokenizer,
-layout and batch size.
-"""
+"""Adopts settings from the checkpoint to load: architecture, tokenizer, layout and batch size."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,9 +119,7 @@ def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
 
 
 def learn_from_loaded(draft: Draft, facts: Facts, start: Start) -> None:
-    """Adopts the settings of the checkpoint that the run will load, and marks contradicting settings as
-    wrong.
-    """
+    """Adopts the settings of the checkpoint to load, and marks contradicting settings as wrong."""
     save = Path(foreseen(draft, facts).save)
     use_named_step(draft, save)
     # Imported late: the libraries that read checkpoints take a second to import.

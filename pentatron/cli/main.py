@@ -1,5 +1,4 @@
-"""The `pentatron` command: dispatches to the subcommands and turns exceptions into messages and exit codes.
-"""
+"""The `pentatron` command: dispatches to the subcommands and turns exceptions into messages and exit codes."""
 
 import errno
 import gc
@@ -61,9 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _safe_path_for_children() -> Iterator[None]:
-    """Sets PYTHONSAFEPATH, so that Python processes of libraries (data workers, compilers) do not import from
-    the current folder.
-    """
+    """Sets PYTHONSAFEPATH: data workers and compilers must not import from the current folder either."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -75,8 +72,7 @@ def _safe_path_for_children() -> Iterator[None]:
 
 
 def guarded(action: Callable[[], int], is_all: bool = True) -> int:
-    """Runs a command and returns its exit code; errors that the user can fix become one sentence and exit
-    code 2.
+    """Runs a command and returns its exit code; an error that the user can fix becomes one sentence.
 
     `is_all`: the process ends after the action, so a worker reports to its launcher that it has finished.
     """
@@ -246,9 +242,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _lazy(module: str, function: str) -> Command:
-    """A command whose module is imported when it is called: importing all of them would make `pentatron
-    --help` slow.
-    """
+    """Returns a command whose module is imported on the first call, which keeps `pentatron --help` fast."""
 
     def command(words: Sequence[str]) -> int:
         code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), function)(words)

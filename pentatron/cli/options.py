@@ -107,9 +107,7 @@ def _options_of(cls: type) -> list[_Option]:
 
 
 def _as_typed(item: Setting) -> Setting:
-    """Adapts a setting to options: field `as_` is `--as`, and `none` is an ordinary value, such as a file
-    name.
-    """
+    """Adapts a setting to options: field `as_` becomes `--as`, and value `none` has no special meaning."""
     spellings = tuple(replace(spelling, flag=spelling.flag.rstrip("-")) for spelling in item.spellings)
     annotation = item.annotation if item.is_list else item.base_type
     return replace(item, spellings=spellings, annotation=annotation)
@@ -258,9 +256,7 @@ class _Parser:
         return list(self._by_flag)
 
     def take(self, word: str, queue: list[str]) -> bool:
-        """Parses one option and consumes its values from the queue; returns False if the word is not an
-        option.
-        """
+        """Parses one option and takes its values from the queue; returns False if the word is no option."""
         typed, equals, written = word.partition("=")
         if (why := self._refused.get(normal(word))) is not None:
             self.problems.append(f"{typed} {why}")

@@ -157,9 +157,7 @@ def check_spec(resolved: Resolved) -> None:
 
 @contextmanager
 def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Resolved]]":
-    """Joins this process to the process group of the run; yields the world, and the settings with the notices
-    of this device.
-    """
+    """Joins the process group of the run; yields the world and the settings with the device's notices."""
     import torch
 
     from pentatron.parallel.collectives import on_some_ranks
@@ -221,9 +219,7 @@ def _heartbeats(status: Whereabouts, config: RunConfig, worker: Worker) -> "Iter
 
 
 def launching_agent() -> int | None:
-    """Returns the pid of the launcher if it forwards signals; a worker stops training once that process has
-    died.
-    """
+    """Returns the pid of the launcher if it forwards signals; training stops once that process has died."""
     if (worker := this_worker()) is not None:
         return worker.launcher
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None

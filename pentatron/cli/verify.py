@@ -81,9 +81,7 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
 
 
 def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
-    """Returns the configuration of a small model in the same layout; raises if the layout needs too many
-    processes.
-    """
+    """Returns the settings of a small model in the same layout; raises if it needs too many processes."""
     if missing := not_available(config.settings):
         raise ConfigError(missing)
     from pentatron.compare.verify import fewest_replicas, small_twin

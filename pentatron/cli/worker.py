@@ -67,9 +67,7 @@ class Supervised:
             end_work(self.folder, self.rank)
 
     def lost(self, sentence: str) -> None:
-        """Records a failure caused by the loss of another rank; it is not printed, because that rank has the
-        cause.
-        """
+        """Records a failure that the loss of another rank caused; only that rank's error is printed."""
         self._write("lost", f"{sentence}\n")
 
     def failed(self, error: BaseException) -> None:
@@ -92,8 +90,7 @@ class Supervised:
 
 
 class _OrphanWatchdog:
-    """Kills this job if its launcher has died and this rank hangs; a healthy orphan stops at its next step.
-    """
+    """Kills the job if its launcher has died and this rank hangs; a healthy orphan stops at its next step."""
 
     def __init__(self, worker: Supervised, where: Whereabouts, limits: Limits) -> None:
         self.worker, self.where = worker, where
@@ -146,8 +143,7 @@ def this_worker() -> Supervised | None:
 
 
 def leave_parents_job() -> None:
-    """Removes inherited worker variables if this process is a command that a worker started, for example in a
-    user's hook.
+    """Removes worker variables that a command, such as one in a user's hook, inherited from a worker.
 
     Keeps variables that another launcher has set since, such as a torchrun that the worker started.
     """
@@ -166,9 +162,7 @@ def leave_parents_job() -> None:
 
 
 def _marker() -> str:
-    """Returns the value of `WORKER`: the pid, and the job, rank and port that another launcher would have
-    changed.
-    """
+    """Returns the value of `WORKER`: the pid, and the job, rank and port, which another launcher changes."""
     return "\n".join([str(os.getpid()), *(os.environ.get(name, "") for name in (JOB, "RANK", "MASTER_PORT"))])
 
 
@@ -195,8 +189,7 @@ def this_attempt(environment: Mapping[str, str], run_dir: Path) -> Attempt:
 
 
 def _torchrun_id(environment: Mapping[str, str]) -> str | None:
-    """Returns an id that is equal for all ranks and restarts of one torchrun, and different for every other
-    torchrun.
+    """Returns an id that all ranks and restarts of one torchrun share, and no other torchrun has.
 
     On one machine it is the folder for the errors of the workers, which each torchrun creates for itself.
     """

@@ -1,6 +1,4 @@
-"""Turns errors of a rank into messages and exit codes: OOM, nondeterministic kernels, lost ranks, failed
-rendezvous.
-"""
+"""Messages and exit codes for errors of a rank: OOM, nondeterministic kernels, lost ranks, rendezvous."""
 
 import re
 from typing import TYPE_CHECKING
@@ -104,15 +102,13 @@ def memory_sentence(error: BaseException, config: RunConfig, rank: int) -> str |
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the part of an OOM message with the requested size, without the advice on allocator settings.
-    """
+    """Returns the part of an OOM message with the requested size, without advice on the allocator."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return text.split(". GPU ")[0].split(" If reserved but")[0].rstrip(".")
 
 
 def explain(error: BaseException, config: RunConfig, worker: Worker) -> int | None:
-    """Prints the message for an error of this rank and returns its exit code; None if the error needs a
-    traceback.
+    """Prints the message for an error of this rank and returns its exit code; None: it needs a traceback.
 
     An `AgreedError` was raised on all ranks, so only rank 0 prints it.
     """
@@ -142,8 +138,7 @@ def explain(error: BaseException, config: RunConfig, worker: Worker) -> int | No
 
 
 def last_words(error: BaseException, config: RunConfig, rank: int) -> str | None:
-    """Returns the log line for the error that ended a rank; None if it is caused by the loss of another rank.
-    """
+    """Returns the log line for the error that ended a rank; None if another rank was lost before."""
     message = _torch_error_message(error, config, rank)
     if message is None and _lost_ranks(error, config) is not None:
         return None

@@ -1,6 +1,4 @@
-"""`python -m pentatron.launch.handshake BACKEND RANK SIZE PORT`: one rank of the all-reduce test of
-`pentatron doctor`.
-"""
+"""One rank of the all-reduce test of `pentatron doctor`: `handshake BACKEND RANK SIZE PORT`."""
 
 import datetime
 import sys

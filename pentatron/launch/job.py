@@ -14,13 +14,22 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # Prefix of the variables that NCCL reads, and those with the prefix that only pentatron reads.
 OF_NCCL = "NCCL_"
 OUR_OWN = ("NCCL_TIMEOUT",)
+# One word that a shell passes on as it is.
+_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
+# sbatch options that the script sets itself: another value would start the wrong number of processes.
+_SET_BY_SCRIPT = (
+    "nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array",
+)  # fmt: skip
+# sbatch options that have a flag here, which checks them and counts the threads of the workers.
+_FLAGS = (
+    "job-name", "cpus-per-task", "gres", "mem", "time", "partition", "account", "qos", "constraint", "output",
+    "container-image", "container-mounts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable to set unless the user has set it, and the reason, which scripts show as a
-    comment.
-    """
+    """An environment variable to set unless the user has, and the reason, which scripts show."""
 
     name: str
     value: str
@@ -84,8 +93,9 @@ def describe(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bo
 
 
 def chosen_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
-    """Returns the interfaces that match NCCL_SOCKET_IFNAME: comma-separated prefixes; `^` excludes, `=` wants
-    exact names.
+    """Returns the interfaces that NCCL_SOCKET_IFNAME matches.
+
+    The pattern has comma-separated prefixes; `^` excludes them, `=` makes them exact names.
     """
     exclude, text = pattern.startswith("^"), pattern.lstrip("^")
     exact, text = text.startswith("="), text.lstrip("=")
@@ -108,26 +118,6 @@ def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str])
         f"NCCL_SOCKET_IFNAME={pattern} names no network interface of this machine, which has {', '.join(interfaces)}; "
         f"export one of those, or unset the variable"
     )
-
-
-_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
-_DAY = 24 * 3600
-# sbatch options that the script sets itself: another value would start the wrong number of processes.
-_SET_BY_SCRIPT = (
-    "nodes",
-    "ntasks-per-node",
-    "ntasks",
-    "signal",
-    "requeue",
-    "no-requeue",
-    "open-mode",
-    "array",
-)
-# sbatch options that have a flag here, which checks them and counts the threads of the workers.
-_FLAGS = (
-    "job-name", "cpus-per-task", "gres", "mem", "time", "partition", "account", "qos", "constraint", "output",
-    "container-image", "container-mounts",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,18 +166,15 @@ class Job:
 
 
 def seconds_of(time: str) -> int | None:
-    """Parses a time limit of Slurm (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S) to seconds; None if it is
-    invalid.
-    """
+    """Parses a Slurm time limit (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S); None if it is invalid."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         return None
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    if days is not None:
-        return days * _DAY + (first or 0) * 3600 + (second or 0) * 60 + (third or 0)
-    if third is not None:
-        return (first or 0) * 3600 + (second or 0) * 60 + third
-    return (first or 0) * 60 + (second or 0)
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    # Without days, one or two numbers are minutes and seconds.
+    if match[1] is None and match[4] is None:
+        return first * 60 + second
+    return days * 24 * 3600 + first * 3600 + second * 60 + third
 
 
 def problems_of(job: Job) -> list[str]:

@@ -1,6 +1,4 @@
-"""Inspects a machine for `pentatron doctor`: software, GPUs, memory, network and Slurm, and tests a matmul
-and an all-reduce.
-"""
+"""Inspects a machine for `pentatron doctor`, and tests a matmul and an all-reduce."""
 
 import importlib.metadata
 import importlib.util
@@ -63,9 +61,7 @@ Row = tuple[str, str] | tuple[str, str, str, str]
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Returns total and available bytes of memory and swap within the limit of the control group; None if
-    unknown.
-    """
+    """Returns total and available bytes of memory and swap within the cgroup limit; None if unknown."""
     try:
         text = (root / "proc/meminfo").read_text(encoding="ascii")
     except OSError:

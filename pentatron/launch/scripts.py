@@ -1,5 +1,4 @@
-"""Writes job scripts that run torchrun on every node: a Slurm batch script, or a script to start on each
-machine by hand.
+"""Writes job scripts: a Slurm batch script, or a torchrun script to start on each machine by hand.
 
 Details of the Slurm script that are easy to get wrong:
 
@@ -44,8 +43,7 @@ def _header(command: Sequence[str], equation: str) -> list[str]:
 
 
 def _setup(job: Job, strict: str) -> list[str]:
-    """Returns the lines of `--setup`, for which the shell options (`-u`, `-eu`) of the script are turned off.
-    """
+    """Returns the lines of `--setup`, during which the shell options (`-u`, `-eu`) are off."""
     if not job.setup:
         return []
     return [
@@ -68,17 +66,14 @@ def _exports(job: Job) -> list[str]:
 
 
 def _safe_path(job: Job) -> list[str]:
-    """Returns the lines that remove the current folder from `sys.path`, unless pentatron is a checkout in it.
-    """
+    """Returns the lines that keep the current folder off `sys.path`, unless it is a checkout of pentatron."""
     if job.words[0] != "-m" or Path(job.folder, "pentatron", "__main__.py").is_file():
         return []
     return ["# Files in this folder must not shadow packages.", "export PYTHONSAFEPATH=1"]
 
 
 def _new_secret() -> list[str]:
-    """Returns the lines that generate the job secret when the job runs, so that the script does not contain
-    it.
-    """
+    """Returns the lines that generate the job secret on the node; the script does not contain it."""
     return [
         "# Shared secret of the ranks of this job, which refuse connections without it.",
         f'[ -n "${{{SECRET}-}}" ] || {SECRET}="$(od -An -N32 -tx1 /dev/urandom | tr -d " \\n")"',
@@ -105,9 +100,7 @@ def _command_array(words: Iterable[str]) -> list[str]:
 
 
 def _rendezvous(job: Job) -> str:
-    """Returns the rendezvous options of torchrun: c10d, which can repeat a rendezvous, for restarts, else
-    static node ranks.
-    """
+    """Returns the rendezvous options of torchrun: c10d if restarts must repeat it, else static ranks."""
     if job.restarts:
         return f"--rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv_id=$RUN_ID --max_restarts={job.restarts}"
     return "--node_rank=$NODE_RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT"
@@ -240,9 +233,7 @@ def _exit(job: Job) -> list[str]:
 
 
 def node_script(job: Job, command: Sequence[str], equation: str) -> str:
-    """Returns the script to start on each machine, with the node rank as its first argument if there are
-    several.
-    """
+    """Returns the script to start on each machine, with the node rank as argument if there are several."""
     shared_secret = [
         f"# If {SECRET} is exported with the same random text on every machine (openssl rand -hex 32), ranks refuse connections",
         "# without it.",
