@@ -188,7 +188,7 @@ def find_largest(
 
 
 def _predicted_size(trials: Sequence[Trial], limit: float) -> int | None:
-    """Returns the size at which memory reaches the limit, extrapolated from the two largest sizes that fit."""
+    """Returns the size at which memory reaches the limit, extrapolated from the two largest that fit."""
     known = {trial.size: trial.memory for trial in trials if trial.fits and trial.memory}
     if len(known) < 2:
         return None

@@ -221,7 +221,7 @@ def draw_png(chart: Chart, rows: Sequence[Row], file: Path) -> bool:
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """Draws the charts of a folder with a summary.csv, and returns the files; none if no layout has a result."""
+    """Draws the charts of a folder with a summary.csv, and returns the files; none without results."""
     rows, others = read(folder / "summary.csv")
     written = []
     for chart in CHARTS:

@@ -1,4 +1,4 @@
-"""The `pentatron` command: dispatches to the subcommands and turns exceptions into messages and exit codes."""
+"""The `pentatron` command: dispatches to subcommands, and turns exceptions into messages and exit codes."""
 
 import errno
 import gc

@@ -116,12 +116,12 @@ def presets_command(words: Sequence[str]) -> int:
     say(f"{'preset':<20}" + "".join(f"{title:>9}" for title in _PRESET_COLUMNS.values()))
     for name, values in presets().items():
         numbers = "".join(f"{values.get(column, '-')!s:>9}" for column in _PRESET_COLUMNS)
-        say(f"{name:<20}{numbers}{_unavailable(values)}")
+        say(f"{name:<20}{numbers}{unavailable(values)}")
     say("\nuse one with: pentatron train --preset NAME --data-path PREFIX --train-iters N")
     return 0
 
 
-def _unavailable(values: dict[str, Any]) -> str:
+def unavailable(values: dict[str, Any]) -> str:
     """Returns what a preset needs that is not implemented yet, or the flags that replace it."""
     needed = [table()[n] for n, v in values.items() if table()[n].refuses(v)]
     if not needed:

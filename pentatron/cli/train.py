@@ -228,6 +228,7 @@ def launching_agent() -> int | None:
 def _work(
     prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
 ) -> int:
+    """Trains on this rank; returns the exit code."""
     from pentatron.train.model import CONFIGURED
     from pentatron.train.session import run_training
 
