@@ -173,6 +173,7 @@ def find_largest(
             high = at
         if low + 1 >= high:
             break
+        # A prediction is tried once: after a wrong one, the next size comes from the search.
         guess = None if predicted or limit is None else _predicted_size(trials, limit)
         predicted = False
         if guess is not None and (low < 0 or guess > sizes[low]):

@@ -74,6 +74,7 @@ class Starter:
                 time.sleep(_POLL_SECONDS)
                 tick()
                 first = first or [rank for rank, worker in enumerate(workers) if worker.exitcode]
+                # A rank that waits in a collective may never notice the failure.
                 if first:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 if time.monotonic() > deadline:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
-from pentatron.cli.loaded import learn_from_loaded, told_by_a_model, use_hub_folder
+from pentatron.cli.loaded import TOKENIZER, learn_from_loaded, told_by_a_model, use_hub_folder
 from pentatron.cli.worker import this_attempt, this_worker
 from pentatron.data.indexed import missing_pairs
 from pentatron.errors import ConfigError, UserError
@@ -214,10 +214,9 @@ def learn_vocabulary(draft: Draft) -> None:
     """Takes the vocabulary size from the tokenizer that is named."""
     if not unset(draft.vocab_size) or not unset(draft.padded_vocab_size):
         return
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in names)
+    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in TOKENIZER)
     unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
-    if all(getattr(draft, name) is None for name in names) or unusable:
+    if unusable or all(getattr(draft, name) is None for name in TOKENIZER):
         return
     from pentatron.data.tokenizer import load_tokenizer
 

@@ -42,6 +42,7 @@ class Worker:
 
 def find_worker(environment: Mapping[str, str]) -> Worker | None:
     """Returns the rank that torchrun or Slurm assigned, or None for a process that was started alone."""
+    # First: torchrun in a Slurm step inherits the variables of Slurm, whose task is torchrun itself.
     if "RANK" in environment and "WORLD_SIZE" in environment:
         worker = _torchrun(environment)
     elif "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:

@@ -245,6 +245,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
         ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
+    # For these exit codes a rank has printed the error, or there is none.
     if ended.exit_code not in (0, _USER_ERROR, READER_LEFT):
         complain(ended.story(world))
         return 1

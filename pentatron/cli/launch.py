@@ -176,17 +176,14 @@ def _checked_job(
         requeues=not options.no_requeue,
         restarts=options.max_restarts,
     )
+    # Before the settings, whose rules need a valid number of processes.
     if problems := problems_of(job):
         raise ConfigError(problems)
     cores = job.cpus or os.cpu_count() or 1
     prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
-    uses_gpus = config.launch.device != "cpu"
-    job = dataclasses.replace(
-        job,
-        uses_gpus=uses_gpus,
-        variables=tuple(variables_of_a_job(config, job.nodes, job.processes, job.cpus, uses_gpus)),
-    )
+    job = dataclasses.replace(job, uses_gpus=config.launch.device != "cpu")
+    job = dataclasses.replace(job, variables=tuple(variables_of_a_job(job, config)))
     return job, config, [*prepared.resolved.notices, *_performance_notes(job, config, kind)]
 
 

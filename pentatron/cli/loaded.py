@@ -17,39 +17,6 @@ if TYPE_CHECKING:
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 _TOKENIZER_FILE = "tokenizer.json"
-# Batch settings per rank, from which the global batch size follows.
-_BY_RANK = ("rank_batch_size", "micro_batch_size", "gradient_accumulation_steps", "num_microbatches")
-
-
-def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str) -> None:
-    """Keeps the global batch size of a run that resumes on another number of ranks.
-
-    Does nothing if the command line changes a batch setting, per rank or global.
-    """
-    before = Settings.defaults(**saved)
-    total, ranks = before.global_batch_size, before.data_parallel_size
-    if unset(total) or not unset(draft.global_batch_size) or draft.step_batch_size_schedule:
-        return
-    now = foreseen(draft, facts)
-    is_unchanged = all(
-        getattr(draft, name) == getattr(before, name)
-        for name in _BY_RANK
-        if draft.given(name) or name == "rank_batch_size"
-    )
-    data = now.data_parallel_size
-    if not is_unchanged or now.global_batch_size in (None, total):
-        return
-    if not draft.given("micro_batch_size"):
-        micro = max(d for d in divisors(total // data or 1) if d <= before.micro_batch_size)
-        draft.derive(f"{KEPT} {origin}", micro_batch_size=micro)
-    draft.derive(f"{KEPT} {origin}", global_batch_size=total)
-    had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
-    draft.notices.append(
-        f"the run keeps its {total} samples a step, which it had on {had}; on {data}, the batch settings of a rank would make "
-        f"{now.global_batch_size} (--global-batch-size changes it)"
-    )
-
-
 LAYOUT_OF_STEP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -59,63 +26,8 @@ LAYOUT_OF_STEP = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-
-
-def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
-    """Replaces `--load` by the folder of the step that `--ckpt-step` names."""
-    number = draft.ckpt_step
-    if number is None or not draft.given("load"):
-        return
-    from pentatron.checkpoint.find import megatron_step, steps_at
-    from pentatron.checkpoint.retention import number_of
-    from pentatron.checkpoint.store import CheckpointStore
-
-    load, origin = draft.load, draft.source("load")
-    folder = steps_at(Path(load))
-    steps = [] if folder is None else CheckpointStore(folder, keep=None).steps()
-    # A step that was saved again has a suffix; the last one is the newest.
-    chosen = [step for step in steps if number_of(step) == number]
-    megatron_folder = Path(load) / f"iter_{number:07d}"
-    if not chosen and draft.ckpt_format is not None and megatron_step(megatron_folder):
-        draft.assign(origin, load=str(megatron_folder))
-        return
-    if not chosen:
-        known = ", ".join(step.name for step in steps) or "none"
-        raise UserError(f"--ckpt-step {number}: {load} has no such step, but {known}; name one of them")
-    assert folder is not None
-    if folder.resolve() == own_checkpoints.resolve():
-        if chosen[-1] != steps[-1]:
-            raise UserError(
-                f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
-                f"another --run-dir and --save to resume from step {number}"
-            )
-        return
-    draft.assign(origin, load=str(chosen[-1]))
-
-
-def nothing_to_load(draft: Draft) -> None:
-    """Raises if `--load` holds no checkpoint yet and `--exit-on-missing-checkpoint` is given."""
-    if draft.exit_on_missing_checkpoint and draft.given("load"):
-        raise UserError(
-            f"--load {draft.load} holds no checkpoint yet, and --exit-on-missing-checkpoint is given; check the path, or leave that "
-            f"flag out for the first start"
-        )
-
-
-def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
-    """Takes parallel sizes that are not given from the checkpoint (`--use-mp-args-from-checkpoint-args`)."""
-    if not draft.use_mp_args_from_checkpoint_args:
-        return
-    adopted = [
-        name
-        for name in LAYOUT_OF_STEP
-        if name in saved and not draft.given(name) and getattr(draft, name) != saved[name]
-    ]
-    for name in adopted:
-        draft.assign(f"{LOADED}{origin}", **{name: saved[name]})
-    if adopted:
-        shown = " ".join(table()[name].written(saved[name]) for name in adopted)
-        draft.notices.append(f"layout from {origin}: {shown}")
+# Batch settings per rank, from which the global batch size follows.
+_BY_RANK = ("rank_batch_size", "micro_batch_size", "gradient_accumulation_steps", "num_microbatches")
 
 
 def learn_from_loaded(draft: Draft, facts: Facts, start: Start) -> None:
@@ -222,3 +134,90 @@ def _adopt_source(
         draft.assign(f"{LOADED}{folder}", tokenizer_model=str(folder))
         draft.notices.append(f"tokenizer from {folder}")
     return settings
+
+
+def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str) -> None:
+    """Keeps the global batch size of a run that resumes on another number of ranks.
+
+    Does nothing if the command line changes a batch setting, per rank or global.
+    """
+    before = Settings.defaults(**saved)
+    total, ranks = before.global_batch_size, before.data_parallel_size
+    if unset(total) or not unset(draft.global_batch_size) or draft.step_batch_size_schedule:
+        return
+    now = foreseen(draft, facts)
+    is_unchanged = all(
+        getattr(draft, name) == getattr(before, name)
+        for name in _BY_RANK
+        if draft.given(name) or name == "rank_batch_size"
+    )
+    data = now.data_parallel_size
+    if not is_unchanged or now.global_batch_size in (None, total):
+        return
+    if not draft.given("micro_batch_size"):
+        # The largest size that divides the samples of a rank and needs no more memory than before.
+        micro = max(d for d in divisors(total // data or 1) if d <= before.micro_batch_size)
+        draft.derive(f"{KEPT} {origin}", micro_batch_size=micro)
+    draft.derive(f"{KEPT} {origin}", global_batch_size=total)
+    had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
+    draft.notices.append(
+        f"the run keeps its {total} samples a step, which it had on {had}; on {data}, the batch settings of a rank would make "
+        f"{now.global_batch_size} (--global-batch-size changes it)"
+    )
+
+
+def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
+    """Replaces `--load` by the folder of the step that `--ckpt-step` names."""
+    number = draft.ckpt_step
+    if number is None or not draft.given("load"):
+        return
+    from pentatron.checkpoint.find import megatron_step, steps_at
+    from pentatron.checkpoint.retention import number_of
+    from pentatron.checkpoint.store import CheckpointStore
+
+    load, origin = draft.load, draft.source("load")
+    folder = steps_at(Path(load))
+    steps = [] if folder is None else CheckpointStore(folder, keep=None).steps()
+    # A step that was saved again has a suffix; the last one is the newest.
+    chosen = [step for step in steps if number_of(step) == number]
+    megatron_folder = Path(load) / f"iter_{number:07d}"
+    if not chosen and draft.ckpt_format is not None and megatron_step(megatron_folder):
+        draft.assign(origin, load=str(megatron_folder))
+        return
+    if not chosen:
+        known = ", ".join(step.name for step in steps) or "none"
+        raise UserError(f"--ckpt-step {number}: {load} has no such step, but {known}; name one of them")
+    assert folder is not None
+    if folder.resolve() == own_checkpoints.resolve():
+        if chosen[-1] != steps[-1]:
+            raise UserError(
+                f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
+                f"another --run-dir and --save to resume from step {number}"
+            )
+        return
+    draft.assign(origin, load=str(chosen[-1]))
+
+
+def nothing_to_load(draft: Draft) -> None:
+    """Raises if `--load` holds no checkpoint yet and `--exit-on-missing-checkpoint` is given."""
+    if draft.exit_on_missing_checkpoint and draft.given("load"):
+        raise UserError(
+            f"--load {draft.load} holds no checkpoint yet, and --exit-on-missing-checkpoint is given; check the path, or leave that "
+            f"flag out for the first start"
+        )
+
+
+def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
+    """Takes parallel sizes that are not given from the checkpoint (`--use-mp-args-from-checkpoint-args`)."""
+    if not draft.use_mp_args_from_checkpoint_args:
+        return
+    adopted = [
+        name
+        for name in LAYOUT_OF_STEP
+        if name in saved and not draft.given(name) and getattr(draft, name) != saved[name]
+    ]
+    for name in adopted:
+        draft.assign(f"{LOADED}{origin}", **{name: saved[name]})
+    if adopted:
+        shown = " ".join(table()[name].written(saved[name]) for name in adopted)
+        draft.notices.append(f"layout from {origin}: {shown}")

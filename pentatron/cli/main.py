@@ -77,6 +77,7 @@ def guarded(action: Callable[[], int], is_all: bool = True) -> int:
     `is_all`: the process ends after the action, so a worker reports to its launcher that it has finished.
     """
     own_streams()
+    # Before `this_worker`, which reads the variables that this removes.
     leave_parents_job()
     worker = this_worker()
     try:

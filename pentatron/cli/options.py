@@ -260,6 +260,7 @@ class _Parser:
         typed, equals, written = word.partition("=")
         if (why := self._refused.get(normal(word))) is not None:
             self.problems.append(f"{typed} {why}")
+            # Its values would be reported as further errors.
             _take_values(queue)
             return True
         if normal(word) not in self._by_flag:

@@ -59,53 +59,6 @@ print(CheckpointStore(Path(sys.argv[1]), None).newest_own())
 """
 
 
-def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory in this process; returns False without glibc.
-
-    By default glibc returns large freed blocks to the system, and the next step on a CPU page-faults
-    thousands of times to get them back. Keeping them makes a step a few percent faster, and the process stays
-    as large as its largest step.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)) and bool(
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-    )
-
-
-def limit_connections(config: RunConfig) -> None:
-    """Sets CUDA_DEVICE_MAX_CONNECTIONS; CUDA reads it once, when it is initialized."""
-    variable = connections_for(config)
-    if variable is not None and config.launch.device != "cpu":
-        os.environ.setdefault(variable.name, variable.value)
-
-
-def variable_notes(given: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
-    """Returns notices about variables of NCCL and CUDA.
-
-    Args:
-        given: the environment as the user set it.
-        nccl: whether the run uses NCCL.
-    """
-    on_gpu = device.type == "cuda"
-    notes = describe(given, on_gpu, nccl, alone)
-    if on_gpu and CONNECTIONS not in given and CONNECTIONS in os.environ:
-        written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
-        notes.append(
-            f"{written} is set, so that kernels start in the order in which they were queued; your own value would count"
-        )
-    return notes
-
-
-def require_interface(environment: Mapping[str, str]) -> None:
-    """Raises if NCCL_SOCKET_IFNAME names no network interface; NCCL itself fails later and less clearly."""
-    problem = interface_problem(environment, [name for _, name in socket.if_nameindex()])
-    if problem is not None:
-        raise UserError(f"{socket.gethostname()}: {problem}")
-
-
 def train(
     words: Sequence[str],
     entry: EntryPoint,
@@ -216,6 +169,53 @@ def _heartbeats(status: Whereabouts, config: RunConfig, worker: Worker) -> "Iter
     status.when_opened = peers.start
     yield
     peers.close()
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep freed memory in this process; returns False without glibc.
+
+    By default glibc returns large freed blocks to the system, and the next step on a CPU page-faults
+    thousands of times to get them back. Keeping them makes a step a few percent faster, and the process stays
+    as large as its largest step.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)) and bool(
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    )
+
+
+def limit_connections(config: RunConfig) -> None:
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS; CUDA reads it once, when it is initialized."""
+    variable = connections_for(config)
+    if variable is not None and config.launch.device != "cpu":
+        os.environ.setdefault(variable.name, variable.value)
+
+
+def variable_notes(given: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
+    """Returns notices about variables of NCCL and CUDA.
+
+    Args:
+        given: the environment as the user set it.
+        nccl: whether the run uses NCCL.
+    """
+    on_gpu = device.type == "cuda"
+    notes = describe(given, on_gpu, nccl, alone)
+    if on_gpu and CONNECTIONS not in given and CONNECTIONS in os.environ:
+        written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
+        notes.append(
+            f"{written} is set, so that kernels start in the order in which they were queued; your own value would count"
+        )
+    return notes
+
+
+def require_interface(environment: Mapping[str, str]) -> None:
+    """Raises if NCCL_SOCKET_IFNAME names no network interface; NCCL itself fails later and less clearly."""
+    problem = interface_problem(environment, [name for _, name in socket.if_nameindex()])
+    if problem is not None:
+        raise UserError(f"{socket.gethostname()}: {problem}")
 
 
 def launching_agent() -> int | None:

@@ -36,90 +36,6 @@ class Variable:
     reason: str
 
 
-def connections_for(config: RunConfig) -> Variable | None:
-    """Returns CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism, else None.
-
-    With one hardware queue, kernels start in launch order, so that communication overlaps with the
-    computation it was launched before. Not with an overlapped parameter all-gather (ZeRO 3,
-    --overlap-param-gather): in one queue, the prefetch would block the computation launched after it.
-    """
-    sizes = config.parallel
-    if sizes.tensor_model_parallel_size * sizes.context_parallel_size == 1:
-        return None
-    if decide(config, DeviceFacts()).param_overlap.on:
-        return None
-    return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
-
-
-def variables_of_a_job(
-    config: RunConfig, nodes: int, processes: int, cpus: int, uses_gpus: bool
-) -> list[Variable]:
-    """Returns the variables that a job script sets.
-
-    Without `cpus`, the script counts the cores of the node.
-    """
-    counted = f"$(( $(nproc) > {processes} ? $(nproc) / {processes} : 1 ))"
-    threads = str(max(1, cpus // processes)) if cpus else counted
-    variables = [Variable("OMP_NUM_THREADS", threads, "the cores of a node divided among its workers")]
-    connections = connections_for(config)
-    if uses_gpus and connections is not None:
-        variables.append(connections)
-    if uses_gpus and nodes > 1:
-        variables.append(Variable("NCCL_DEBUG", "WARN", "NCCL prints warnings and errors only"))
-    return variables
-
-
-def describe(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool) -> list[str]:
-    """Returns notices about which of the user's variables for NCCL and CUDA affect this run."""
-    given = [
-        f"{name}={value}"
-        for name, value in sorted(environment.items())
-        if name.startswith(OF_NCCL) and name not in OUR_OWN
-    ]
-    lines = []
-    if given and nccl:
-        lines.append(f"NCCL reads from the environment: {', '.join(given)}")
-    elif given:
-        reason = (
-            "one process sends no messages" if alone else "messages go through gloo here, not through NCCL"
-        )
-        lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
-    if CONNECTIONS in environment:
-        written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
-        lines.append(
-            f"CUDA reads from the environment: {written}" if on_gpu else f"{written}: there is no GPU here"
-        )
-    return lines
-
-
-def chosen_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
-    """Returns the interfaces that NCCL_SOCKET_IFNAME matches.
-
-    The pattern has comma-separated prefixes; `^` excludes them, `=` makes them exact names.
-    """
-    exclude, text = pattern.startswith("^"), pattern.lstrip("^")
-    exact, text = text.startswith("="), text.lstrip("=")
-    names = [name for name in text.split(",") if name]
-    if not names:
-        return list(interfaces)
-
-    def matches(interface: str) -> bool:
-        return any(interface == name if exact else interface.startswith(name) for name in names)
-
-    return [interface for interface in interfaces if matches(interface) != exclude]
-
-
-def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str | None:
-    """Returns the error if NCCL_SOCKET_IFNAME matches no interface of this machine."""
-    pattern = environment.get("NCCL_SOCKET_IFNAME", "")
-    if not pattern or chosen_interfaces(pattern, interfaces):
-        return None
-    return (
-        f"NCCL_SOCKET_IFNAME={pattern} names no network interface of this machine, which has {', '.join(interfaces)}; "
-        f"export one of those, or unset the variable"
-    )
-
-
 @dataclass(frozen=True)
 class Job:
     """A job for Slurm or torchrun. Empty strings leave the choice to the cluster.
@@ -246,3 +162,83 @@ def _sbatch_problems(job: Job) -> list[str]:
                 f"--sbatch: {line} would bypass the checks of launch; give it as a flag, without --sbatch"
             )
     return problems
+
+
+def connections_for(config: RunConfig) -> Variable | None:
+    """Returns CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism, else None.
+
+    With one hardware queue, kernels start in launch order, so that communication overlaps with the
+    computation it was launched before. Not with an overlapped parameter all-gather (ZeRO 3,
+    --overlap-param-gather): in one queue, the prefetch would block the computation launched after it.
+    """
+    sizes = config.parallel
+    if sizes.tensor_model_parallel_size * sizes.context_parallel_size == 1:
+        return None
+    if decide(config, DeviceFacts()).param_overlap.on:
+        return None
+    return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
+
+
+def variables_of_a_job(job: Job, config: RunConfig) -> list[Variable]:
+    """Returns the variables that a job script sets."""
+    # Without `cpus`, the script counts the cores of the node.
+    counted = f"$(( $(nproc) > {job.processes} ? $(nproc) / {job.processes} : 1 ))"
+    threads = str(max(1, job.cpus // job.processes)) if job.cpus else counted
+    variables = [Variable("OMP_NUM_THREADS", threads, "the cores of a node divided among its workers")]
+    connections = connections_for(config)
+    if job.uses_gpus and connections is not None:
+        variables.append(connections)
+    if job.uses_gpus and job.nodes > 1:
+        variables.append(Variable("NCCL_DEBUG", "WARN", "NCCL prints warnings and errors only"))
+    return variables
+
+
+def describe(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool) -> list[str]:
+    """Returns notices about which of the user's variables for NCCL and CUDA affect this run."""
+    given = [
+        f"{name}={value}"
+        for name, value in sorted(environment.items())
+        if name.startswith(OF_NCCL) and name not in OUR_OWN
+    ]
+    lines = []
+    if given and nccl:
+        lines.append(f"NCCL reads from the environment: {', '.join(given)}")
+    elif given:
+        reason = (
+            "one process sends no messages" if alone else "messages go through gloo here, not through NCCL"
+        )
+        lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
+    if CONNECTIONS in environment:
+        written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
+        lines.append(
+            f"CUDA reads from the environment: {written}" if on_gpu else f"{written}: there is no GPU here"
+        )
+    return lines
+
+
+def chosen_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
+    """Returns the interfaces that NCCL_SOCKET_IFNAME matches.
+
+    The pattern has comma-separated prefixes; `^` excludes them, `=` makes them exact names.
+    """
+    exclude, text = pattern.startswith("^"), pattern.lstrip("^")
+    exact, text = text.startswith("="), text.lstrip("=")
+    names = [name for name in text.split(",") if name]
+    if not names:
+        return list(interfaces)
+
+    def matches(interface: str) -> bool:
+        return any(interface == name if exact else interface.startswith(name) for name in names)
+
+    return [interface for interface in interfaces if matches(interface) != exclude]
+
+
+def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str | None:
+    """Returns the error if NCCL_SOCKET_IFNAME matches no interface of this machine."""
+    pattern = environment.get("NCCL_SOCKET_IFNAME", "")
+    if not pattern or chosen_interfaces(pattern, interfaces):
+        return None
+    return (
+        f"NCCL_SOCKET_IFNAME={pattern} names no network interface of this machine, which has {', '.join(interfaces)}; "
+        f"export one of those, or unset the variable"
+    )
