@@ -1,13 +1,14 @@
-"""`python -m pentatron` is the same as `pentatron`."""
+"""Runs the `pentatron` command for `python -m pentatron`."""
 
-# Nothing else here: what is imported before `leave_current_folder` may be a file of the current folder.
+# Imports at module level run before `leave_current_folder`, when a file in the current folder could shadow
+# them.
 import os
 import sys
 
 
 def main() -> int:
     try:
-        # Here, so that Ctrl-C is answered with a sentence from the first moment on.
+        # Imported here so that Ctrl-C during the import gets a message instead of a traceback.
         from pentatron.cli.main import main as command
     except KeyboardInterrupt:
         import contextlib
@@ -19,21 +20,21 @@ def main() -> int:
 
 
 def leave_current_folder() -> None:
-    """Removes the current folder from the import path, where `python -m` puts it first: files in it must not stand in for packages.
+    """Removes the current folder from `sys.path`, so that its files cannot shadow packages.
 
-    A checkout that is not installed stays usable from its own folder: that moves to the end of the path, and to the end of PYTHONPATH for
-    the processes which this one starts. PYTHONPATH of the user counts as ever.
+    `python -m` puts it first. If pentatron itself is a checkout in that folder, the folder moves to the end
+    of `sys.path` and, for child processes, of PYTHONPATH. The user's PYTHONPATH entries are kept.
     """
     try:
         current = ("", os.getcwd())  # noqa: PTH109
     except OSError:
-        # It is gone, so that nothing is imported from it.
+        # The folder was deleted, so nothing can be imported from it.
         return
     if sys.flags.safe_path or not sys.path or sys.path[0] not in current:
         return
     del sys.path[0]
     package = __file__.removesuffix("__main__.py")
-    if _found_by_now() == f"{package}__init__.py":
+    if _package_origin() == f"{package}__init__.py":
         return
     checkout = package.removesuffix(f"{os.sep}pentatron{os.sep}")
     sys.path.append(checkout)
@@ -41,10 +42,13 @@ def leave_current_folder() -> None:
     os.environ["PYTHONPATH"] = f"{before}{os.pathsep}{checkout}" if before else checkout
 
 
-def _found_by_now() -> str | None:
-    """The file that Python would import as this package; it has done so already, so the finders are asked themselves."""
-    found = (finder.find_spec("pentatron", None) for finder in sys.meta_path)
-    return next((spec.origin for spec in found if spec is not None), None)
+def _package_origin() -> str | None:
+    """Returns the file that `import pentatron` would load now.
+
+    Asks the finders, because `sys.modules` already has the package.
+    """
+    specs = (finder.find_spec("pentatron", None) for finder in sys.meta_path)
+    return next((spec.origin for spec in specs if spec is not None), None)
 
 
 if __name__ == "__main__":

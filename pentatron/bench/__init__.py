@@ -1,1 +1,1 @@
-"""Measuring layouts against each other: which there are, what each run shows, tables and pictures."""
+"""Benchmarks of parallel layouts: which layouts to try, how to run and measure them, tables and charts."""

@@ -1,4 +1,4 @@
-"""The layouts of a number of processes: every way to divide them among the axes."""
+"""Candidates of a benchmark: all layouts of a number of processes, and micro-batch sizes to try."""
 
 import bisect
 import itertools
@@ -9,15 +9,17 @@ from typing import Any
 from pentatron.errors import UserError
 from pentatron.text import divisors, in_gib
 
-# What --variants can name, beside the axes.
+# Choices of --variants.
 VARIANTS = ("zero", "sp", "schedules")
 _ZERO_STAGES = (0, 1, 2, 3)
 _SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev")
+# Upper limit of the search for a micro-batch size.
+LARGEST = 65536
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Sizes of the axes. What is None is left to the settings that hold for all layouts."""
+    """A parallel layout. A value of None is taken from the settings that all layouts share."""
 
     data: int
     tensor: int = 1
@@ -40,44 +42,49 @@ class Candidate:
     @property
     def words(self) -> list[str]:
         """The layout as flags of a training command."""
-        found = []
+        flags = []
         for flag, size in (
             ("--tensor-model-parallel-size", self.tensor),
             ("--context-parallel-size", self.context),
             ("--pipeline-model-parallel-size", self.pipeline),
             ("--expert-model-parallel-size", self.expert),
         ):
-            found += [flag, str(size)] if size > 1 else []
-        found += ["--zero-stage", str(self.zero)] if self.zero is not None else []
+            flags += [flag, str(size)] if size > 1 else []
+        flags += ["--zero-stage", str(self.zero)] if self.zero is not None else []
         if self.sequence is not None:
-            found.append("--sequence-parallel" if self.sequence else "--no-sequence-parallel")
-        return found + (["--pipeline-schedule", self.schedule] if self.schedule is not None else [])
+            flags.append("--sequence-parallel" if self.sequence else "--no-sequence-parallel")
+        return flags + (["--pipeline-schedule", self.schedule] if self.schedule is not None else [])
 
 
 def candidates(
     processes: int, experts: int | None, fixed: Mapping[str, int], variants: Sequence[str]
 ) -> list[Candidate]:
-    """Every layout of the processes, data parallelism first. `fixed` holds axes of which the user named the size."""
+    """Returns every layout of the processes, pure data parallelism first.
+
+    `fixed`: sizes of axes that the user has given.
+    """
     unknown = [name for name in variants if name not in VARIANTS]
     if unknown:
         raise UserError(f"--variants {unknown[0]} is unknown; there are {', '.join(VARIANTS)}")
-    found: list[Candidate] = []
+    layouts: list[Candidate] = []
     sizes = divisors(processes)
     for pipeline, context, tensor in itertools.product(sizes, repeat=3):
         data, rest = divmod(processes, pipeline * context * tensor)
         if rest or data == 0:
             continue
-        ways = divisors(data * context * tensor) if experts else [1]
-        for expert in ways:
+        # The expert groups divide the ranks of one pipeline stage.
+        for expert in divisors(data * context * tensor) if experts else [1]:
             plain = Candidate(data, tensor, context, pipeline, expert)
             if all(getattr(plain, axis) == size for axis, size in fixed.items()):
-                found += _with_variants(plain, variants)
-    return found
+                layouts += _with_variants(plain, variants)
+    return layouts
 
 
 def _with_variants(plain: Candidate, variants: Sequence[str]) -> Iterator[Candidate]:
-    """The layout as it is, and in every variant that is not the same thing there."""
-    # Who shares nothing (ZeRO) or has nobody to share it with computes the same.
+    """Yields the variants of a layout.
+
+    A variant without effect there is left out, such as ZeRO on one data-parallel rank.
+    """
     stages = _ZERO_STAGES if "zero" in variants and plain.data * plain.context > 1 else (None,)
     splits = (False, True) if "sp" in variants and plain.tensor > 1 else (None,)
     orders = _SCHEDULES if "schedules" in variants and plain.pipeline > 1 else (None,)
@@ -85,21 +92,22 @@ def _with_variants(plain: Candidate, variants: Sequence[str]) -> Iterator[Candid
         yield replace(plain, zero=zero, sequence=sequence, schedule=schedule)
 
 
-# A model that every layout of so many processes can hold, for who names none.
-
-
 def default_sizes(processes: int, on_gpu: bool) -> dict[str, Any]:
-    """Heads and layers that divide by the processes, and a batch that fills the longest pipeline.
+    """Returns a model that every layout can split, and a batch that fills the longest pipeline.
 
-    Small on a CPU, where a sweep should take minutes; about a billion parameters on a GPU.
+    The model is small on a CPU, where a sweep should take minutes, and about a billion parameters on a GPU.
     """
-    heads = _multiple(processes, 16 if on_gpu else 8)
-    # Context parallelism cuts a sequence into twice as many parts as there are ranks.
+
+    def multiple(of: int, at_least: int) -> int:
+        return -(-at_least // of) * of
+
+    heads = multiple(processes, 16 if on_gpu else 8)
+    # The sequence length is a multiple of 2 * ranks, because context parallelism gives each rank two chunks.
     return {
-        "num_layers": _multiple(processes, 16 if on_gpu else 4),
+        "num_layers": multiple(processes, 16 if on_gpu else 4),
         "num_attention_heads": heads,
         "hidden_size": heads * (128 if on_gpu else 16),
-        "seq_length": _multiple(2 * processes, 2048 if on_gpu else 32),
+        "seq_length": multiple(2 * processes, 2048 if on_gpu else 32),
         "vocab_size": 32768 if on_gpu else 1024,
         "micro_batch_size": 1 if on_gpu else 2,
         "global_batch_size": 2 * processes,
@@ -107,20 +115,12 @@ def default_sizes(processes: int, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _multiple(of: int, at_least: int) -> int:
-    return -(-at_least // of) * of
-
-
-# The largest micro-batch that fits: which sizes are tried, and in what order.
-
-
-# No device holds more, whatever the model.
-LARGEST = 65536
-
-
 @dataclass(frozen=True)
 class MicroBatch(Candidate):
-    """A layout as it was asked for, with micro-batches of one size. `global_batch`: of a step, where it follows from that size."""
+    """The given layout with one micro-batch size.
+
+    `global_batch`: the global batch size if it follows from `size`.
+    """
 
     size: int = 1
     global_batch: int | None = None
@@ -131,14 +131,17 @@ class MicroBatch(Candidate):
 
     @property
     def words(self) -> list[str]:
-        """Beside what was asked for."""
+        """The flags to add to the given command."""
         step = [] if self.global_batch is None else ["--global-batch-size", str(self.global_batch)]
         return ["--micro-batch-size", str(self.size), *step]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one size: `memory` is that of the fullest rank, as far as it is known, also of what did not fit."""
+    """The result of one micro-batch size.
+
+    `memory`: peak bytes of the fullest rank, if known; also set if it did not fit.
+    """
 
     size: int
     fits: bool
@@ -150,17 +153,17 @@ class Trial:
 def find_largest(
     sizes: Sequence[int], first: int, limit: float | None, attempt: Callable[[int], Trial]
 ) -> list[Trial]:
-    """Tries sizes until the largest that fits is known, and returns all trials in their order.
+    """Searches for the largest size that fits, and returns all trials in their order.
 
-    Begins with the one next to `first`, which may be a good guess: from there on it goes up or down, in steps that begin small and double, until
-    one fits and one does not. Memory grows evenly with the size, so two that fit tell where `limit` is reached, which is tried next; if that was
-    wrong, the interval is halved.
+    Starts next to the guess `first` and moves up or down in steps that double, until one size fits and
+    another does not. Memory is linear in the size, so the line through two sizes that fit predicts where
+    `limit` is reached, which is tried next. After a wrong prediction the interval is bisected.
     """
-    # Indices: `low` fits, `high` does not; between them nothing is known.
+    # Indices: `low` fits and `high` does not; sizes between them are untested.
     low, high = -1, len(sizes)
     trials: list[Trial] = []
     at = max(0, min(len(sizes) - 1, bisect.bisect_right(sizes, first) - 1))
-    misled, stride = False, max(1, sizes[at] // 8)
+    predicted, stride = False, max(1, sizes[at] // 8)
     while low + 1 < high:
         trial = attempt(sizes[at])
         trials.append(trial)
@@ -170,11 +173,12 @@ def find_largest(
             high = at
         if low + 1 >= high:
             break
-        guess = None if misled or limit is None else _where_full(trials, limit)
-        misled = False
+        # A prediction is tried once: after a wrong one, the next size comes from the search.
+        guess = None if predicted or limit is None else _predicted_size(trials, limit)
+        predicted = False
         if guess is not None and (low < 0 or guess > sizes[low]):
             at = bisect.bisect_right(sizes, guess) - 1
-            misled = True
+            predicted = True
         elif high == len(sizes) or low < 0:
             at = bisect.bisect_left(sizes, sizes[low] + stride if low >= 0 else sizes[high] - stride)
             stride *= 2
@@ -184,8 +188,8 @@ def find_largest(
     return trials
 
 
-def _where_full(trials: Sequence[Trial], limit: float) -> int | None:
-    """The size at which the line through the two largest that fit reaches the limit."""
+def _predicted_size(trials: Sequence[Trial], limit: float) -> int | None:
+    """Returns the size at which memory reaches the limit, extrapolated from the two largest that fit."""
     known = {trial.size: trial.memory for trial in trials if trial.fits and trial.memory}
     if len(known) < 2:
         return None
@@ -195,15 +199,15 @@ def _where_full(trials: Sequence[Trial], limit: float) -> int | None:
 
 
 def largest(trials: Sequence[Trial]) -> Trial | None:
-    fitting = [trial for trial in trials if trial.fits]
-    return max(fitting, key=lambda trial: trial.size) if fitting else None
+    """Returns the trial of the largest size that fits."""
+    return max((trial for trial in trials if trial.fits), key=lambda trial: trial.size, default=None)
 
 
 def lines(trials: Sequence[Trial]) -> list[str]:
-    """A table, by size."""
-    shown = [f"{'micro-batch':>11}  {'memory':>9}  {'tokens/s':>9}"]
+    """Formats the trials as a table, by size."""
+    rows = [f"{'micro-batch':>11}  {'memory':>9}  {'tokens/s':>9}"]
     for trial in sorted(trials, key=lambda trial: trial.size):
         memory = "-" if trial.memory is None else f"{in_gib(trial.memory, '.2f')} GiB"
         rate = "-" if trial.rate is None else f"{trial.rate:,.0f}"
-        shown.append(f"{trial.size:>11}  {memory:>9}  {rate:>9}  {trial.reason}".rstrip())
-    return shown
+        rows.append(f"{trial.size:>11}  {memory:>9}  {rate:>9}  {trial.reason}".rstrip())
+    return rows

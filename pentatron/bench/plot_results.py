@@ -1,7 +1,8 @@
-"""Draws the results of a benchmark: `python plot_results.py [FOLDER]`, by default those beside this file.
+"""Draws bar charts of benchmark results: `python plot_results.py [FOLDER]`.
 
-Reads summary.csv and writes throughput.svg, memory.svg and time.svg, which any browser shows; where matplotlib is
-installed, the same as .png. Needs nothing but Python, so that results can be drawn wherever they are copied to.
+FOLDER is by default the folder of this file. Reads summary.csv and writes throughput.svg, memory.svg and
+time.svg, and .png files if matplotlib is installed. The file is copied beside the results, so it must not
+import pentatron, nor anything else outside the standard library.
 """
 
 import csv
@@ -15,8 +16,8 @@ from pathlib import Path
 _WIDTH = 820
 _ROW, _BAR = 26, 16
 _TOP, _BOTTOM, _RIGHT = 76, 52, 24
-# Room for the number behind the longest bar, and width of a letter of the names.
-_BEHIND, _LETTER = 62, 7.0
+# Space for the value after the longest bar, and the width of a letter of the layout names.
+_VALUE, _LETTER = 62, 7.0
 _BLUE, _ORANGE, _GREY, _GREEN = "#2171b5", "#d94801", "#c6c6c6", "#41ab5d"
 
 Row = dict[str, str]
@@ -24,7 +25,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Part:
-    """One colour of the bars."""
+    """A segment of each bar, in one colour."""
 
     label: str
     colour: str
@@ -33,7 +34,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of bars, one for each layout; several parts stand one behind the other. `axis` names the unit."""
+    """A chart with one bar per layout, stacked from `parts`.
+
+    `axis`: label of the axis. `mark`: value of a dashed line.
+    """
 
     file: str
     title: str
@@ -89,16 +93,16 @@ CHARTS = (
 
 
 def read(summary: Path) -> tuple[list[Row], int]:
-    """The layouts that ran, the fastest first, and the number of others."""
+    """Returns the rows of layouts that ran, fastest first, and the number of other rows."""
     with summary.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    good = [row for row in rows if row["status"] == "ok"]
-    good.sort(key=lambda row: -float(row["tokens_per_second"]))
-    return good, len(rows) - len(good)
+    finished = [row for row in rows if row["status"] == "ok"]
+    finished.sort(key=lambda row: -float(row["tokens_per_second"]))
+    return finished, len(rows) - len(finished)
 
 
 def subtitle(rows: Sequence[Row]) -> str:
-    """Where and how the numbers came about."""
+    """Returns the conditions of the benchmark: processes, device, precision and batch."""
     row = rows[0]
     count = int(row["processes"])
     batches = sorted({int(other["global_batch_size"]) for other in rows})
@@ -109,20 +113,15 @@ def subtitle(rows: Sequence[Row]) -> str:
     )
 
 
-def usable(chart: Chart, rows: Sequence[Row]) -> list[Row]:
-    """Where torch itself communicates on a GPU (ZeRO 3) the waiting is not known."""
-    return [row for row in rows if chart.file != "time" or row["communication_share"]]
-
-
 def draw(chart: Chart, rows: Sequence[Row], others: int) -> str:
-    """One SVG."""
+    """Returns the chart as SVG. `others`: number of rows without a result."""
     left = 16 + _LETTER * max(len(row["layout"]) for row in rows)
     height = _TOP + _ROW * len(rows) + _BOTTOM
     step, largest = _scale(chart.largest or max(chart.total(row) for row in rows))
     largest = chart.largest or largest
-    per_unit = (_WIDTH - left - _RIGHT - _BEHIND) / largest
+    per_unit = (_WIDTH - left - _RIGHT - _VALUE) / largest
     bottom = _TOP + _ROW * len(rows)
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="16" y="26" font-size="16" font-weight="bold">{escape(chart.title)}</text>',
@@ -131,54 +130,53 @@ def draw(chart: Chart, rows: Sequence[Row], others: int) -> str:
     ]
     for i in range(round(largest / step) + 1):
         x = round(left + i * step * per_unit, 1)
-        parts.append(f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}" stroke="#e5e5e5"/>')
-        parts.append(
+        elements.append(f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}" stroke="#e5e5e5"/>')
+        elements.append(
             f'<text x="{x}" y="{bottom + 16}" text-anchor="middle" fill="#555">{_short(i * step)}</text>'
         )
     for i, row in enumerate(rows):
-        parts += _bar(chart, row, left, _TOP + _ROW * i, per_unit)
+        elements += _bar(chart, row, left, _TOP + _ROW * i, per_unit)
     if chart.mark is not None:
         x = round(left + chart.mark * per_unit, 1)
-        line = f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}" stroke="#333" stroke-dasharray="4 3"/>'
-        parts += [
-            line,
+        elements += [
+            f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}" stroke="#333" stroke-dasharray="4 3"/>',
             f'<text x="{x}" y="{_TOP - 10}" text-anchor="middle" fill="#333">{escape(chart.mark_label)}</text>',
         ]
-    parts.append(f'<text x="{left}" y="{bottom + 36}" fill="#333">{escape(chart.axis)}</text>')
+    elements.append(f'<text x="{left}" y="{bottom + 36}" fill="#333">{escape(chart.axis)}</text>')
     if others:
         text = f"{others} more without a result: see summary.csv"
-        parts.append(f'<text x="{_WIDTH - _RIGHT}" y="46" text-anchor="end" fill="#777">{text}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        elements.append(f'<text x="{_WIDTH - _RIGHT}" y="46" text-anchor="end" fill="#777">{text}</text>')
+    return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def _legend(chart: Chart) -> list[str]:
-    """On the right above the bars, from right to left."""
-    found: list[str] = []
+    """Returns the legend, which is laid out from right to left above the bars."""
+    elements: list[str] = []
     x = float(_WIDTH - _RIGHT)
     for part in reversed(chart.parts):
         x -= 6.4 * len(part.label) + 32
-        found.append(f'<rect x="{x}" y="16" width="12" height="12" fill="{part.colour}"/>')
-        found.append(f'<text x="{x + 17}" y="26">{escape(part.label)}</text>')
-    return found
+        elements.append(f'<rect x="{x}" y="16" width="12" height="12" fill="{part.colour}"/>')
+        elements.append(f'<text x="{x + 17}" y="26">{escape(part.label)}</text>')
+    return elements
 
 
 def _bar(chart: Chart, row: Row, left: float, top: float, per_unit: float) -> list[str]:
     middle = top + _ROW / 2 + 4
-    found = [f'<text x="{left - 8}" y="{middle}" text-anchor="end">{escape(row["layout"])}</text>']
+    elements = [f'<text x="{left - 8}" y="{middle}" text-anchor="end">{escape(row["layout"])}</text>']
     x = left
     for part in chart.parts:
         width = round(part.value(row) * per_unit, 1)
-        found.append(
+        elements.append(
             f'<rect x="{round(x, 1)}" y="{top + (_ROW - _BAR) / 2}" width="{width}" height="{_BAR}" fill="{part.colour}">'
             f"<title>{escape(row['layout'])}: {part.value(row):,.1f} {escape(part.label)}</title></rect>"
         )
         x += width
-    found.append(f'<text x="{round(x, 1) + 6}" y="{middle}" fill="#333">{escape(chart.label(row))}</text>')
-    return found
+    elements.append(f'<text x="{round(x, 1) + 6}" y="{middle}" fill="#333">{escape(chart.label(row))}</text>')
+    return elements
 
 
 def _scale(largest: float) -> tuple[float, float]:
-    """The distance of the lines, 1, 2 or 5 times a power of ten, and the end of the axis."""
+    """Returns the grid spacing, which is 1, 2 or 5 times a power of ten, and the end of the axis."""
     rough = max(largest, 1e-9) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -193,7 +191,7 @@ def _short(number: float) -> str:
 
 
 def draw_png(chart: Chart, rows: Sequence[Row], file: Path) -> bool:
-    """The same with matplotlib, where it is installed."""
+    """Draws the chart with matplotlib; returns False if it is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -223,11 +221,12 @@ def draw_png(chart: Chart, rows: Sequence[Row], file: Path) -> bool:
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """Every picture of a folder that holds a summary.csv; none where no layout has a result."""
+    """Draws the charts of a folder with a summary.csv, and returns the files; none without results."""
     rows, others = read(folder / "summary.csv")
     written = []
     for chart in CHARTS:
-        shown = usable(chart, rows)
+        # With ZeRO 3 on a GPU torch itself communicates, and the waiting time is unknown.
+        shown = [row for row in rows if chart.file != "time" or row["communication_share"]]
         if not shown:
             continue
         picture = folder / f"{chart.file}.svg"

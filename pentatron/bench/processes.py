@@ -1,8 +1,4 @@
-"""The processes of one layout after another, forked from a server that has imported everything once.
-
-A sweep starts hundreds of processes, and importing torch takes seconds in each; under `pentatron train` they are started
-one by one by torch's agent, and then do the same.
-"""
+"""Runs the ranks of layouts with a fork server, which imports torch once for hundreds of processes."""
 
 import multiprocessing
 import multiprocessing.context
@@ -14,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 _POLL_SECONDS = 0.1
-# How long the others get to notice that one is gone, and to end by themselves.
+# Time for the other ranks to end by themselves after the first one has failed.
 _GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Exit codes in the order of the ranks; negative ones are signals. `first` are the ranks that failed first, as far as one
-    look tells them apart. `timed_out`: some had to be stopped."""
+    """Exit codes by rank; negative ones are signals.
+
+    `first`: the ranks that had failed at the first poll that saw a failure. `timed_out`: some ranks had to be
+    killed.
+    """
 
     exit_codes: Sequence[int]
     timed_out: bool = False
@@ -32,21 +31,20 @@ class Ended:
         return not self.timed_out and not any(self.exit_codes)
 
     def killed(self, or_aborted: bool = False) -> str | None:
-        """A rank that a signal ended before any other failed, in words. A process aborts itself (`or_aborted`) when another is
-        gone, so that this may be the consequence."""
+        """Returns the message if a signal killed the rank that failed first.
+
+        SIGABRT counts only with `or_aborted`: a process may abort itself because another rank was lost.
+        """
         for rank in self.first:
             code = self.exit_codes[rank]
             if code < 0 and not self.timed_out and (or_aborted or code != -signal.SIGABRT):
-                return f"rank {rank} was killed by {signal.Signals(-code).name}{_why(-code)}"
+                reason = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
+                return f"rank {rank} was killed by {signal.Signals(-code).name}{reason}"
         return None
 
 
-def _why(number: int) -> str:
-    return " (the system does that when memory runs out)" if number == signal.SIGKILL else ""
-
-
 class Starter:
-    """Starts a function once per rank. `preload` names modules that the server imports before it forks."""
+    """Runs a function in one process per rank. `preload`: modules that the fork server imports."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -60,9 +58,9 @@ class Starter:
         timeout: float,
         tick: Callable[[], None],
     ) -> Ended:
-        """Waits for all of them, and calls `tick` now and then."""
+        """Starts the processes and waits for them; calls `tick` at each poll."""
         workers = [
-            # Not daemons, which may have no children: a rank starts processes that read its data.
+            # Not daemons, because a rank starts data workers and daemons may not have children.
             self._context.Process(target=target, args=arguments_of(rank))
             for rank in range(processes)
         ]
@@ -76,6 +74,7 @@ class Starter:
                 time.sleep(_POLL_SECONDS)
                 tick()
                 first = first or [rank for rank, worker in enumerate(workers) if worker.exitcode]
+                # A rank that waits in a collective may never notice the failure.
                 if first:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 if time.monotonic() > deadline:
@@ -89,12 +88,13 @@ class Starter:
             for worker in workers:
                 if worker.pid is not None:
                     worker.join()
-        # Those that were still there have not failed; somebody else has.
+        # `codes` is from before the kill, so ranks that were killed above do not count as failed.
         first = first or [rank for rank, code in enumerate(codes) if code]
         return Ended([0 if code is None else code for code in codes], timed_out, first)
 
 
 def free_port() -> int:
+    """Returns a port that no process uses now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

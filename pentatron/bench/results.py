@@ -1,4 +1,4 @@
-"""The rows of a sweep: `summary.csv`, and the table on the terminal."""
+"""Results of a benchmark: measurements of a run, `summary.csv`, and the table on the terminal."""
 
 import csv
 import io
@@ -18,15 +18,24 @@ from pentatron.monitor.view import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.settings.run import RunConfig
 from pentatron.text import in_digits, in_mib
 
-# What the metrics of a finished run say about its layout.
+COLUMNS = (
+    *("layout", "status", "reason", "processes", "data", "tensor", "context", "pipeline", "expert"),
+    *("zero_stage", "sequence_parallel", "pipeline_schedule", "micro_batch_size", "micro_batches"),
+    *("global_batch_size", "seq_length", "steps", "step_seconds", "samples_per_second", "tokens_per_second"),
+    *("memory_mib_per_rank", "memory_mib_of_ranks", "communication_share", "collective_share"),
+    *("pipeline_wait_share", "gpu_utilisation", "teraflops_per_process", "mfu", "device", "precision"),
+    "command",
+)
+Status = Literal["ok", "failed", "refused", "not run"]
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates are of the median step. Shares are of the seconds of all ranks; None: not measured.
+    """Measurements of a run: rates of the median step, and shares of the time of all ranks (None: unknown).
 
-    `collective_share`: standing still in collectives that no computation hid; `message_share`: waiting for messages of a
-    pipeline, which includes its bubble.
+    `collective_share`: time in collectives that no computation overlapped. `message_share`: waiting for
+    pipeline messages, which includes the bubble.
     """
 
     step_seconds: float
@@ -46,16 +55,19 @@ class Measured:
 
 
 def measure(metrics: Path, warmup: int, batch: int) -> Measured:
-    """From the steps after the first `warmup`."""
+    """Reads the measurements from metrics, without the first `warmup` steps. `batch`: samples per step."""
     rows = [row for row in read_metrics(metrics) if row["step"] > warmup and "seconds" in row]
     if not rows:
         raise UserError(f"{metrics} has no step after the {warmup} of the warm-up")
     seconds = statistics.median(row["seconds"] for row in rows)
     tokens = statistics.median(row["tokens"] for row in rows)
     ranks = [row["ranks"] for row in rows if "ranks" in row]
-    busy = _total(ranks, "busy_seconds")
-    collectives, messages = _total(ranks, "collective_seconds"), _total(ranks, "message_seconds")
-    # Seconds that do not add up to anything would be a share of nothing.
+
+    def total(name: str) -> float:
+        return sum(sum(r.get(name, ())) for r in ranks)
+
+    busy, collectives, messages = map(total, ("busy_seconds", "collective_seconds", "message_seconds"))
+    # Without timers of the computation the shares are unknown.
     whole = busy + collectives + messages if any("busy_seconds" in r for r in ranks) else 0.0
     percentages = [p for r in ranks for p in r.get("gpu_utilisation", ())]
     return Measured(
@@ -70,33 +82,9 @@ def measure(metrics: Path, warmup: int, batch: int) -> Measured:
     )
 
 
-def _total(ranks: Sequence[dict[str, Any]], name: str) -> float:
-    return sum(sum(r.get(name, ())) for r in ranks)
-
-
-Status = Literal["ok", "failed", "refused", "not run"]
-
-COLUMNS = (
-    *("layout", "status", "reason", "processes", "data", "tensor", "context", "pipeline", "expert"),
-    *("zero_stage", "sequence_parallel", "pipeline_schedule", "micro_batch_size", "micro_batches"),
-    *("global_batch_size", "seq_length", "steps", "step_seconds", "samples_per_second", "tokens_per_second"),
-    *("memory_mib_per_rank", "memory_mib_of_ranks", "communication_share", "collective_share"),
-    *(
-        "pipeline_wait_share",
-        "gpu_utilisation",
-        "teraflops_per_process",
-        "mfu",
-        "device",
-        "precision",
-        "command",
-    ),
-)
-_MIB = 2**20
-
-
 @dataclass(frozen=True)
 class Row:
-    """One layout. `config` is there unless the rules refused it, `measured` if it ran to its end."""
+    """The result of one layout. `config` is None if the rules refused it, `measured` if it did not finish."""
 
     candidate: Candidate
     status: Status
@@ -110,9 +98,9 @@ class Row:
     device: str = ""
 
     def cells(self) -> dict[str, Any]:
-        """By column; what is not known is left out."""
+        """Returns the values by column, without those that are unknown."""
         c = self.candidate
-        found: dict[str, Any] = {
+        cells: dict[str, Any] = {
             "layout": c.name,
             "status": self.status,
             "reason": self.reason,
@@ -125,14 +113,14 @@ class Row:
             "command": self.command,
         }
         if self.config is not None:
-            found |= _settings(self.config)
+            cells |= _settings(self.config)
         if self.measured is not None:
-            found |= _numbers(self.measured) | {
+            cells |= _measurements(self.measured) | {
                 "teraflops_per_process": _rounded(self.teraflops, 6),
                 "mfu": _rounded(self.mfu, 4),
                 "device": self.device,
             }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in cells.items() if value is not None}
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -148,7 +136,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _numbers(measured: Measured) -> dict[str, Any]:
+def _measurements(measured: Measured) -> dict[str, Any]:
     memory = [round(size / _MIB, 1) for size in measured.memory_bytes]
     return {
         "steps": measured.steps,
@@ -169,7 +157,10 @@ def _rounded(number: float | None, digits: int) -> float | None:
 
 
 def write_summary(file: Path, rows: Sequence[Row]) -> None:
-    """Written anew after every layout: what was measured is there whatever happens next."""
+    """Writes `summary.csv`.
+
+    It is rewritten after every layout, so that an aborted sweep keeps its results.
+    """
     out = io.StringIO(newline="")
     writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
@@ -177,11 +168,8 @@ def write_summary(file: Path, rows: Sequence[Row]) -> None:
     write_file(file, out.getvalue().encode())
 
 
-# --- the table ---
-
-
 class Table:
-    """Rows come one by one, so the width of the first column is settled before."""
+    """Formats rows for the terminal one by one; the column width follows from the names of all layouts."""
 
     def __init__(self, names: Sequence[str], on_gpu: bool) -> None:
         self.width = max([len("layout"), *map(len, names)])
@@ -217,37 +205,36 @@ def _percent(share: float | None) -> str:
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """What to take home from the table."""
-    good = [(row, row.measured) for row in rows if row.measured is not None]
-    if not good:
+    """Summarizes the results: the fastest and the leanest layout, communication and GPU utilisation."""
+    finished = [(row, row.measured) for row in rows if row.measured is not None]
+    if not finished:
         return ["no layout ran to its end"]
-    fastest, its = max(good, key=lambda pair: pair[1].tokens_per_second)
-    leanest, least = min(good, key=lambda pair: max(pair[1].memory_bytes))
-    found = [
-        f"fastest: {fastest.candidate.name} with {its.tokens_per_second:,.0f} tokens/s",
-        f"least memory: {leanest.candidate.name} with {in_mib(max(least.memory_bytes))} MiB on its fullest rank",
+    fastest, speed = max(finished, key=lambda pair: pair[1].tokens_per_second)
+    leanest, memory = min(finished, key=lambda pair: max(pair[1].memory_bytes))
+    lines = [
+        f"fastest: {fastest.candidate.name} with {speed.tokens_per_second:,.0f} tokens/s",
+        f"least memory: {leanest.candidate.name} with {in_mib(max(memory.memory_bytes))} MiB on its fullest rank",
     ]
-    shares = [(row, m.communication_share) for row, m in good if m.communication_share is not None]
-    above = [row.candidate.name for row, share in shares if share > MOST_COMMUNICATION]
+    shares = [m.communication_share for _, m in finished if m.communication_share is not None]
     if shares:
-        found.append(
-            f"communication below {MOST_COMMUNICATION:.0%} of the step, the usual aim: {len(shares) - len(above)} of "
+        below = sum(share <= MOST_COMMUNICATION for share in shares)
+        lines.append(
+            f"communication below {MOST_COMMUNICATION:.0%} of the step, the usual aim: {below} of "
             f"{len(shares)} layouts"
         )
-    used = [m.utilisation for _, m in good if m.utilisation is not None]
+    used = [m.utilisation for _, m in finished if m.utilisation is not None]
     if used:
         enough = sum(percent / 100 > LEAST_UTILISATION for percent in used)
-        found.append(
+        lines.append(
             f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim: {enough} of {len(used)} layouts"
         )
-    return found
-
-
-# The folder of a sweep's results; that of an earlier sweep is kept.
+    return lines
 
 
 @dataclass(frozen=True)
 class ResultsFolder:
+    """The folder of a benchmark's results."""
+
     path: Path
 
     @property
@@ -255,21 +242,21 @@ class ResultsFolder:
         return self.path / "summary.csv"
 
     def run(self, layout: str) -> Path:
-        """Where a layout trains: its settings, log and metrics."""
+        """Returns the run folder of a layout."""
         return self.path / "runs" / layout.replace(" ", "-")
 
     def output(self, layout: str) -> Path:
-        """What its processes said."""
+        """Returns the folder for stdout and stderr of the processes of a layout."""
         return self.path / "output" / layout.replace(" ", "-")
 
     def open(self) -> Path | None:
-        """Makes the folder; returns where an earlier one went."""
+        """Creates the folder; returns where an existing one was moved to."""
         moved = None
         try:
             if self.path.is_dir() and any(self.path.iterdir()):
                 moved = self._move_aside()
             self.path.mkdir(parents=True, exist_ok=True)
-            # Beside the results, so that they can be drawn where this package is not installed.
+            # Copied, so that the results can be drawn on a machine without this package.
             shutil.copyfile(plot_results.__file__, self.path / "plot_results.py")
         except OSError as error:
             raise UserError(
@@ -282,7 +269,7 @@ class ResultsFolder:
             raise UserError(
                 f"{self.path} holds other files than a benchmark's, so it is not moved aside; name another folder with --out"
             )
-        whole = self.path.resolve()
-        aside = numbered(whole, ".")
-        rename(whole, aside)
+        path = self.path.resolve()
+        aside = numbered(path, ".")
+        rename(path, aside)
         return aside

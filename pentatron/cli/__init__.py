@@ -1,1 +1,1 @@
-"""The command line: the only place that reads the environment and prints to the terminal by itself."""
+"""The command line. Only this package reads environment variables and prints to the terminal."""

@@ -1,4 +1,4 @@
-"""From the words of a command line to a checked configuration, before anything starts."""
+"""Builds the checked configuration of a run from its command line, environment and checkpoint."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
-from pentatron.cli.loaded import learn_from_loaded, told_by_a_model, use_hub_folder
+from pentatron.cli.loaded import TOKENIZER, learn_from_loaded, told_by_a_model, use_hub_folder
 from pentatron.cli.worker import this_attempt, this_worker
 from pentatron.data.indexed import missing_pairs
 from pentatron.errors import ConfigError, UserError
+from pentatron.launch.machine import usable_cores
 from pentatron.settings.data_paths import (
     NAMED,
     Blend,
@@ -25,68 +26,14 @@ from pentatron.settings.settings import Draft, Facts, Start, start_of, unset
 from pentatron.settings.training_rules import is_weight, named_text
 from pentatron.supervise.attempts import FIRST, Attempt
 
-# Files of data that are named and not there, told before anything starts.
-
-
-def find_data(draft: Draft) -> None:
-    """What a run of this machine would read; what is not there is wrong."""
-    if draft.mock_data or draft.corpus:
-        # The rule about sources says that one of them is too many.
-        return
-    evaluates = draft.eval_iters and (draft.eval_interval or draft.skip_train)
-    for name in NAMED if evaluates else NAMED[:2]:
-        words = getattr(draft, name)
-        missing = "" if not words else _conversations(words) if draft.sft else _pairs(words, name)
-        if missing:
-            draft.wrong[name] = missing
-
-
-def _pairs(words: tuple[str, ...], name: str) -> str:
-    try:
-        return missing_pairs(Blend.parse(words, table()[name].flag).prefixes)
-    except UserError:
-        # The rule about blends says what is wrong with them.
-        return ""
-
-
-def _conversations(words: tuple[str, ...]) -> str:
-    if any(is_weight(word) for word in words):
-        # The rule about conversations says that they have none.
-        return ""
-    gone = next((Path(word) for word in words if not Path(word).exists()), None)
-    if gone is None:
-        return ""
-    from pentatron.data.conversations import no_file
-
-    return no_file(gone)
-
-
-# How many samples one pass over the training data has, read from its index files before anything starts.
-
-
-def learn_epoch(draft: Draft) -> None:
-    """For `--epochs`, once the length of a sequence is settled; what cannot be read is wrong."""
-    is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *NAMED))
-    if draft.epochs is None or not names_files(draft) or is_wrong or counted_by_the_run(draft):
-        return
-    if named_text(draft.data_path or ()):
-        # Of which a rule says what to do with it.
-        return
-    from pentatron.data.gpt_dataset import samples_of_files
-
-    try:
-        if not without_epochs(draft):
-            draft.epoch_samples = samples_of_files(*trained_files(draft), draft.seq_length)
-    except UserError as error:
-        draft.wrong["epochs"] = str(error)
-
-
-# Of a file system in bytes: a name, and a path with room for the longest one that a run makes below its folder.
+# Limits of file systems, in bytes. The path leaves room for the files that a run creates below its folder.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
 
 
 @dataclass(frozen=True)
 class Prepared:
+    """The resolved configuration of a run, and how it is started."""
+
     resolved: Resolved
     facts: Facts
     worker: Worker | None
@@ -101,32 +48,34 @@ def prepare(
     starts: bool = False,
     own_data: bool = False,
 ) -> Prepared:
-    """Reads, completes and checks the configuration; raises every problem at once.
+    """Parses, completes and checks the configuration; raises every problem at once.
 
-    `planned` are the processes of a job that will run elsewhere, in place of those of this machine. `starts`: the run is
-    about to start, and reads what is named, unless it has `own_data`.
+    Args:
+        planned: the processes of a job on other machines, instead of those of this machine.
+        starts: whether the run is about to start, so that its data files must exist.
+        own_data: whether the program of the user provides the data.
     """
     worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
-    _require_names(draft)
+    _check_folder_names(draft)
     find_tokenizer(draft)
     learn_vocabulary(draft)
-    _learn_timeout(draft, os.environ)
+    _use_nccl_timeout(draft, os.environ)
     if worker is not None:
         draft.notices += launched_too_often(os.environ)
     if draft.job_id is None and "SLURM_JOB_ID" in os.environ:
         draft.derive("environment SLURM_JOB_ID", job_id=os.environ["SLURM_JOB_ID"])
-    facts = planned or _facts(draft, worker)
+    facts = planned or _local_facts(draft, worker)
     if unset(draft.threads_per_process) and planned is None and (threads := asked_threads(facts)):
         draft.derive("environment OMP_NUM_THREADS", threads_per_process=threads)
     if starts and not own_data and worker is None:
-        # Ranks that a launcher started tell each other, as one machine may have files that another lacks.
-        find_data(draft)
+        # Workers check this after the rendezvous, because a file may be missing on one machine only.
+        _check_data_files(draft)
     attempt = FIRST
     if planned is None:
         attempt = this_attempt(os.environ, Path(foreseen(draft, facts).run_dir))
     if attempt.restarted:
-        _go_on_after_restart(draft, facts)
+        _resume_after_restart(draft, facts)
     start = start_of(foreseen(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
     try:
         learn_from_loaded(draft, facts, start)
@@ -136,13 +85,66 @@ def prepare(
             raise
         raise ConfigError([str(error), *others]) from None
     if not own_data and not facts.launcher:
-        # Under a launcher the ranks count when they have met, for the same reason.
+        # Workers of another launcher count after the rendezvous, for the same reason.
         learn_epoch(draft)
     return Prepared(resolve(draft, facts), facts, worker, attempt, start)
 
 
-def _require_names(draft: Draft) -> None:
-    """Folders that a run makes must have names that can be made, and written into its files."""
+def _check_data_files(draft: Draft) -> None:
+    """Marks data settings as wrong if their files do not exist."""
+    if draft.mock_data or draft.corpus:
+        # The rule about data sources reports that files are named as well.
+        return
+    evaluates = draft.eval_iters and (draft.eval_interval or draft.skip_train)
+    for name in NAMED if evaluates else NAMED[:2]:
+        words = getattr(draft, name)
+        if not words:
+            continue
+        missing = _missing_conversations(words) if draft.sft else _missing_prefixes(words, name)
+        if missing:
+            draft.wrong[name] = missing
+
+
+def _missing_prefixes(words: tuple[str, ...], name: str) -> str:
+    try:
+        return missing_pairs(Blend.parse(words, table()[name].flag).prefixes)
+    except UserError:
+        # The rule about blends reports the syntax error.
+        return ""
+
+
+def _missing_conversations(words: tuple[str, ...]) -> str:
+    missing = next((Path(word) for word in words if not Path(word).exists()), None)
+    # Weights are not files: the rule about conversations refuses them.
+    if missing is None or any(is_weight(word) for word in words):
+        return ""
+    from pentatron.data.conversations import no_file
+
+    return no_file(missing)
+
+
+def learn_epoch(draft: Draft) -> None:
+    """For `--epochs`: counts the samples of one pass over the training data, from its index files.
+
+    Needs the sequence length. Marks `epochs` as wrong if the files cannot be read.
+    """
+    is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *NAMED))
+    if draft.epochs is None or not names_files(draft) or is_wrong or counted_by_the_run(draft):
+        return
+    if named_text(draft.data_path or ()):
+        # A rule refuses text files that are not tokenized.
+        return
+    from pentatron.data.gpt_dataset import samples_of_files
+
+    try:
+        if not without_epochs(draft):
+            draft.epoch_samples = samples_of_files(*trained_files(draft), draft.seq_length)
+    except UserError as error:
+        draft.wrong["epochs"] = str(error)
+
+
+def _check_folder_names(draft: Draft) -> None:
+    """Raises if the file system cannot hold a folder of the run, or UTF-8 files cannot hold its name."""
     for setting in ("run_dir", "save"):
         name = getattr(draft, setting)
         if not isinstance(name, str):
@@ -159,66 +161,62 @@ def _require_names(draft: Draft) -> None:
             )
 
 
-def _go_on_after_restart(draft: Draft, facts: Facts) -> None:
-    """A restart goes on with the run, also where the command starts anew."""
+def _resume_after_restart(draft: Draft, facts: Facts) -> None:
+    """Makes a restart resume the run, even if the command says `--fresh`."""
     draft.derive("started again after a failure", fresh=False)
     if not foreseen(draft, facts).save_checkpoints:
         draft.notices.append(
-            "the job was started again, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
+            "the job was restarted, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
         )
 
 
 def asked_threads(facts: Facts) -> int:
-    """What the user exported; the 1 that torchrun sets where nothing is exported is nobody's wish."""
+    """Returns OMP_NUM_THREADS of the user; 0 if it is unset, or the 1 that torchrun sets by default."""
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
-    asked = int(text) if text.isascii() and text.isdigit() else 0
-    return 0 if asked == 1 and facts.launcher else asked
+    threads = int(text) if text.isascii() and text.isdigit() else 0
+    return 0 if threads == 1 and facts.launcher else threads
 
 
-def _facts(draft: Draft, worker: Worker | None) -> Facts:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _local_facts(draft: Draft, worker: Worker | None) -> Facts:
+    """Returns the processes and cores of this machine: by default one process per GPU, or one on the CPU."""
+    cores = usable_cores()
     if worker is not None:
-        met = "MASTER_ADDR" in os.environ
-        # Our own launcher has no name: it is this program.
+        has_address = "MASTER_ADDR" in os.environ
+        # The name is for other launchers: pentatron's own one is this program.
         launcher = "" if this_worker() is not None else worker.launcher
-        return Facts(worker.world_size, worker.local_size, cores, launcher, met)
+        return Facts(worker.world_size, worker.local_size, cores, launcher, has_address)
     processes = draft.nproc_per_node
     if processes is None:
-        processes = _processes_by_device(draft.device)
+        processes = 1
+        if draft.device != "cpu":
+            import torch
+
+            processes = torch.cuda.device_count()
     # A number below 1 is refused later, together with all other problems.
     return Facts(max(1, processes), max(1, processes), cores)
 
 
-def _processes_by_device(device: str) -> int:
-    if device == "cpu":
-        return 1
-    import torch
-
-    return max(1, torch.cuda.device_count())
-
-
 def find_tokenizer(draft: Draft) -> None:
-    """A tokenizer may be that of a model on the hub."""
+    """Downloads the tokenizer if `--tokenizer-model` names a model of the hub."""
     name = draft.tokenizer_model
     if name is None or Path(name).exists():
         return
     try:
         use_hub_folder(draft, "tokenizer_model")
     except UserError as error:
-        # Without the tokenizer the vocabulary may be unknown too: that is one problem, not two.
+        # Reported as one problem, although the vocabulary size may be unknown without the tokenizer.
         open_size = unset(draft.vocab_size) and unset(draft.padded_vocab_size)
         wrong = "vocab_size" if open_size else "tokenizer_model"
         draft.wrong[wrong] = f"Tokenizer not found: {error}; check --tokenizer-model"
 
 
 def learn_vocabulary(draft: Draft) -> None:
-    """A named tokenizer knows its vocabulary; nobody should have to type it."""
+    """Takes the vocabulary size from the tokenizer that is named."""
     if not unset(draft.vocab_size) or not unset(draft.padded_vocab_size):
         return
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in names)
+    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in TOKENIZER)
     unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
-    if all(getattr(draft, name) is None for name in names) or unusable:
+    if unusable or all(getattr(draft, name) is None for name in TOKENIZER):
         return
     from pentatron.data.tokenizer import load_tokenizer
 
@@ -230,8 +228,8 @@ def learn_vocabulary(draft: Draft) -> None:
     draft.derive(f"tokenizer {model or vocab_file or kind}", vocab_size=tokenizer.vocab_size)
 
 
-def _learn_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
-    """NCCL_TIMEOUT takes precedence over the setting, as the guides that name it expect."""
+def _use_nccl_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
+    """Takes the timeout from NCCL_TIMEOUT, which takes precedence over the setting, as guides expect."""
     name = "distributed_timeout_minutes"
     if "NCCL_TIMEOUT" not in environment:
         return

@@ -1,4 +1,4 @@
-"""What the environment says: is this a worker of some launcher, and which one?"""
+"""Environment variables of launchers and libraries: reads rank and world size, sets what workers need."""
 
 import os
 import re
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pentatron.cli.output import complain
 from pentatron.errors import UserError
 from pentatron.parallel.rendezvous import (
     GLOO_INTERFACE,
@@ -14,7 +13,6 @@ from pentatron.parallel.rendezvous import (
     MeetingPoint,
     job_secret,
     loopback_variables,
-    reach,
     stays_on_this_machine,
 )
 from pentatron.text import meeting_point as parsed_meeting_point
@@ -22,30 +20,41 @@ from pentatron.text import meeting_point as parsed_meeting_point
 
 @dataclass(frozen=True)
 class Worker:
-    """This process's place among those a launcher started."""
+    """Rank and world size of this process, on its machine (`local_`) and in the job."""
 
     rank: int
     world_size: int
     local_rank: int
     local_size: int
     launcher: str
-    # Of the machine, as far as the launcher tells; 0: it does not.
+    # GPUs of the machine; 0 if the launcher does not state them.
     local_gpus: int = 0
 
     def sharing(self, visible: int) -> int:
-        """How many processes use the GPUs that this one sees; a launcher may show each of them others."""
+        """Returns how many processes share the visible GPUs.
+
+        Slurm may make different GPUs visible to each process.
+        """
         if self.local_gpus <= visible:
             return self.local_size
         return -(-self.local_size * visible // self.local_gpus)
 
 
 def find_worker(environment: Mapping[str, str]) -> Worker | None:
-    """The place given by torchrun or Slurm, or None when nobody launched this process as one of several."""
+    """Returns the rank that torchrun or Slurm assigned, or None for a process that was started alone."""
+    # First: torchrun in a Slurm step inherits the variables of Slurm, whose task is torchrun itself.
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _sound(_torchrun(environment))
-    if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
-        return _sound(_slurm(environment))
-    return None
+        worker = _torchrun(environment)
+    elif "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
+        worker = _slurm(environment)
+    else:
+        return None
+    if not (0 <= worker.rank < worker.world_size and 0 <= worker.local_rank < worker.local_size):
+        raise UserError(
+            f"{worker.launcher} says that this process is rank {worker.rank} of {worker.world_size}, "
+            f"{worker.local_rank} of {worker.local_size} on this machine; ranks go from 0 to one less than their number"
+        )
+    return worker
 
 
 def _torchrun(environment: Mapping[str, str]) -> Worker:
@@ -70,18 +79,18 @@ def _slurm(environment: Mapping[str, str]) -> Worker:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`4(x2),3` → [4, 4, 3]: four tasks on each of two nodes, three on the last."""
-    found: list[int] = []
+    """Parses `4(x2),3` to [4, 4, 3]: four tasks on each of two nodes, three on the last."""
+    tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
             raise UserError(f"SLURM_STEP_TASKS_PER_NODE is '{text}', which is not a list like 4(x2),3")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 def launched_too_often(environment: Mapping[str, str]) -> list[str]:
-    """A common mistake in batch scripts: several tasks on a node, and torchrun in each of them."""
+    """Detects a common mistake in batch scripts: several tasks per node with a torchrun in each."""
     text = environment.get("SLURM_STEP_NUM_TASKS", "")
     tasks = int(text) if text.isdecimal() else 1
     launchers = environment.get("GROUP_WORLD_SIZE", "")
@@ -93,29 +102,20 @@ def launched_too_often(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _sound(worker: Worker) -> Worker:
-    if 0 <= worker.rank < worker.world_size and 0 <= worker.local_rank < worker.local_size:
-        return worker
-    raise UserError(
-        f"{worker.launcher} says that this process is rank {worker.rank} of {worker.world_size}, "
-        f"{worker.local_rank} of {worker.local_size} on this machine; ranks go from 0 to one less than their number"
-    )
-
-
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     if name not in environment and default is not None:
         return default
     try:
         return int(environment[name])
     except (KeyError, ValueError):
-        found = f"it is '{environment[name]}'" if name in environment else "it is missing"
+        actual = f"it is '{environment[name]}'" if name in environment else "it is missing"
         raise UserError(
-            f"the environment variable {name} must be a number, {found}; check the launcher"
+            f"the environment variable {name} must be a number, {actual}; check the launcher"
         ) from None
 
 
 def announce_worker(worker: Worker, meeting_point: str | None) -> None:
-    """Puts what torch.distributed looks for into the environment, where the launcher did not."""
+    """Exports the variables of `env://` rendezvous (RANK, MASTER_ADDR, ...) that the launcher has not set."""
     os.environ.update(
         RANK=str(worker.rank), WORLD_SIZE=str(worker.world_size), LOCAL_RANK=str(worker.local_rank)
     )
@@ -131,17 +131,17 @@ def announce_worker(worker: Worker, meeting_point: str | None) -> None:
 
 
 def meeting_point(worker: Worker) -> MeetingPoint | None:
-    """Where the ranks of a run meet, as the environment says; None for a run of one process.
+    """Returns the rendezvous address of the ranks from the environment; None for one process.
 
-    Sets the variables that make gloo and NCCL listen on loopback alone if all ranks are on this machine.
+    If all ranks are on this machine, sets the variables that make gloo and NCCL listen on loopback only.
     """
     if worker.world_size == 1:
-        # A program with Megatron's names makes a process group for itself alone.
+        # A program written for Megatron initializes a process group of one rank.
         os.environ.update(loopback_variables(os.environ, [GLOO_INTERFACE]))
         return None
     if stays_on_this_machine(os.environ):
         os.environ.update(loopback_variables(os.environ))
-    # Removed, so that no program which this rank starts looks for the socket.
+    # Removed, so that child processes of this rank do not try to use the socket.
     listener = os.environ.pop(LISTENER, "")
     return MeetingPoint(
         os.environ["MASTER_ADDR"],
@@ -152,39 +152,37 @@ def meeting_point(worker: Worker) -> MeetingPoint | None:
     )
 
 
-def find_the_others(point: MeetingPoint, rank: int, patience: float) -> None:
-    """Waits until the processes can meet there, or says why they cannot."""
-    reach(point, rank, patience, lambda text: complain(f"rank {rank}: {text}"))
-
-
 def split_meeting_point(url: str) -> tuple[str, str]:
-    """`tcp://host:1234` → (host, 1234)."""
-    found = parsed_meeting_point(url)
-    if found is None:
+    """Parses `tcp://host:1234` to (host, 1234)."""
+    address = parsed_meeting_point(url)
+    if address is None:
         raise UserError(
             f"--init-method {url} must look like tcp://HOST:PORT, for example tcp://localhost:12345"
         )
-    return found[0], str(found[1])
+    return address[0], str(address[1])
 
 
 def prepare_for_workers(threads: int) -> list[str]:
-    """Environment the workers inherit; returns what was set here. The user's own values win."""
-    wanted = {"OMP_NUM_THREADS": str(threads)}
+    """Sets the environment that workers inherit, except what the user has set; returns what was set."""
+    defaults = {"OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
-        # All workers are on this machine; its name need not resolve to an address that works.
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+        # All workers are on this machine, whose hostname may not resolve to a reachable address.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    missing = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(missing)
     return [f"{name}={value}" for name, value in missing.items()]
 
 
 def require_repeatable_kernels() -> None:
-    """cuBLAS repeats its results only with a workspace of a fixed size, which it reads from here."""
+    """Sets a fixed cuBLAS workspace size, without which cuBLAS is not deterministic."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def timeout_seconds(environment: Mapping[str, str]) -> float | None:
-    """NCCL_TIMEOUT, if it is a number that can be waited for: guides tell people to set it, torch does not read it."""
+    """Returns NCCL_TIMEOUT if it is a positive number.
+
+    Guides tell users to set it, but torch does not read it.
+    """
     text = environment.get("NCCL_TIMEOUT", "")
     number = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else 0.0
     return number or None

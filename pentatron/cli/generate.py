@@ -1,4 +1,4 @@
-"""`pentatron generate PATH [PROMPT ...]`"""
+"""`pentatron generate`: continues prompts with a trained model, on one or several ranks."""
 
 import json
 import os
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.environment import Worker, announce_worker, find_worker, meeting_point, prepare_for_workers
 from pentatron.cli.options import Options, option, options_help, read
-from pentatron.cli.output import complain, say
+from pentatron.cli.output import complain, remark, say
 from pentatron.errors import AgreedError, UserError
+from pentatron.launch.machine import usable_cores
 from pentatron.settings.declaration import ONE_OR_MORE, SEED, SHARE, ZERO_OR_MORE
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from pentatron.settings.run import RunConfig
 
 
-def _ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
-    """`1,2,3;4,5` is two prompts."""
+def _parse_token_ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
+    """Parses `1,2,3;4,5`, which is two prompts."""
     try:
         return tuple(tuple(int(part) for part in prompt.split(",")) for prompt in written.split(";"))
     except ValueError:
@@ -29,7 +30,7 @@ def _ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True)
-class WhatOptions(Options):
+class PromptOptions(Options):
     prompt_file: str | None = option(
         None, "one prompt in every line, beside those on the command line", value="FILE"
     )
@@ -37,7 +38,7 @@ class WhatOptions(Options):
         None,
         "token ids instead of text; 1,2,3;4,5 are two prompts. Needs no tokenizer",
         value="1,2,3",
-        parse=_ids,
+        parse=_parse_token_ids,
     )
     spec: tuple[str, ...] = option(
         (),
@@ -50,7 +51,7 @@ class WhatOptions(Options):
 
 
 @dataclass(frozen=True)
-class HowOptions(Options):
+class SamplingOptions(Options):
     max_new_tokens: int = option(
         120,
         "tokens to add; a text also ends at the model's end-of-document token, and where it has no more positions, with a note",
@@ -58,7 +59,7 @@ class HowOptions(Options):
         limit=ONE_OR_MORE,
     )
     temperature: float = option(
-        0.8, "0 always takes the likeliest token; --greedy says the same", limit=ZERO_OR_MORE
+        0.8, "0 always takes the likeliest token, as --greedy does", limit=ZERO_OR_MORE
     )
     greedy: bool = option(False, "always take the likeliest token")
     top_k: int = option(40, "only the N likeliest tokens; 0: all", limit=ZERO_OR_MORE)
@@ -73,12 +74,12 @@ class HowOptions(Options):
     )
 
     def problems(self) -> Iterable[str]:
-        if self.greedy and self.temperature not in (0, HowOptions.temperature):
+        if self.greedy and self.temperature not in (0, SamplingOptions.temperature):
             yield f"--greedy is --temperature 0, but --temperature {self.temperature} is given; leave one of them out"
 
 
 @dataclass(frozen=True)
-class WhereOptions(Options):
+class DeviceOptions(Options):
     tensor_model_parallel_size: int = option(
         1,
         "ranks that share one layer; they are started here, unless torchrun did",
@@ -96,7 +97,7 @@ class WhereOptions(Options):
         unlisted="--ep_size",
         limit=ONE_OR_MORE,
     )
-    device: str = option("auto", "where it is computed", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
         "type of the weights; bfloat16 on a GPU",
@@ -105,11 +106,11 @@ class WhereOptions(Options):
     )
     threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=ZERO_OR_MORE)
     batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)
-    master_port: int | None = option(None, "port of the meeting point (a free one)", limit=ZERO_OR_MORE)
+    master_port: int | None = option(None, "rendezvous port (a free one)", limit=ZERO_OR_MORE)
 
 
 @dataclass(frozen=True)
-class GenerateOptions(WhereOptions, HowOptions, WhatOptions):
+class GenerateOptions(DeviceOptions, SamplingOptions, PromptOptions):
     def problems(self) -> Iterable[str]:
         yield from super().problems()
         if len(self.spec) not in (0, 2):
@@ -123,20 +124,20 @@ Face folder, or a model of the hub such as Qwen/Qwen2.5-0.5B. Several prompts ar
 alone; the prompt - is read from standard input.
 
 what to continue
-{options_help(WhatOptions)}
+{options_help(PromptOptions)}
 
 how
-{options_help(HowOptions)}
+{options_help(SamplingOptions)}
 
 where
-{options_help(WhereOptions)}
+{options_help(DeviceOptions)}
 
   pentatron generate runs/demo "import "
   pentatron generate Qwen/Qwen2.5-7B "The capital of France is" --greedy --tp 4
 """
-# They act where chance has a part in the choice.
-_FOR_CHANCE = ("top_k", "top_p", "seed")
-_BY_DEFAULT = "\n"
+# Options of random sampling, which greedy decoding ignores.
+_RANDOM_SAMPLING = ("top_k", "top_p", "seed")
+_DEFAULT_PROMPT = "\n"
 _WORKER = "--worker"
 _RESTART = ("-m", "pentatron", "generate")
 _TIMEOUT_MINUTES = 10.0
@@ -145,25 +146,24 @@ _USER_ERROR = 2
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `folder` holds the weights; `prompts` are texts or, with `--tokens`, token ids."""
+    """The input of all ranks.
+
+    `folder` holds the weights; `prompts` are texts or, with `--tokens`, token ids.
+    """
 
     folder: str
     prompts: list[Any]
     options: GenerateOptions
 
-    @property
-    def as_tokens(self) -> bool:
-        return self.options.tokens is not None
-
 
 def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> int:
-    """`restart` are the words after `python` that run this command again, for the workers."""
+    """Runs the command. `restart`: the words after `python` that run it again, for the workers."""
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
     worker = find_worker(os.environ)
     if words[:1] == [_WORKER]:
-        return _work(_handed_over(Path(words[1])), worker)
+        return _work(_read_request(Path(words[1])), worker)
     options, plain = read(GenerateOptions, words, "pentatron generate")
     if options.greedy:
         options = replace(options, temperature=0.0)
@@ -171,20 +171,21 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
         raise UserError(
             'say which model to use and, in quotes, what to continue: pentatron generate runs/demo "import "'
         )
-    # One process looks for damage and reads what can be read once.
-    first = worker is None or worker.rank == 0
-    request = Request(
-        _find(plain[0], verify=first),
-        _prompts(plain[1:], options) if first else [],
-        options,
-    )
+    from pentatron.generate.source import find_weights
+
+    # Only one process verifies the checkpoint and reads the prompts, which may come from stdin.
+    is_first = worker is None or worker.rank == 0
+    folder, complaints = find_weights(plain[0], verify=is_first)
+    for complaint in complaints:
+        remark(complaint)
+    request = Request(str(folder), _prompts(plain[1:], options) if is_first else [], options)
     if worker is not None or _ranks(request).world_size == 1:
         return _work(request, worker)
     return _launch(request, restart)
 
 
-def _handed_over(file: Path) -> Request:
-    """What the launcher wrote for the workers."""
+def _read_request(file: Path) -> Request:
+    """Reads the request that the launcher wrote for the workers."""
     written = json.loads(file.read_text(encoding="utf-8"))
     options: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in written.pop("options").items()
@@ -192,30 +193,19 @@ def _handed_over(file: Path) -> Request:
     return Request(**written, options=GenerateOptions(**options))
 
 
-def _idle(options: GenerateOptions, processes: int) -> list[str]:
-    """Why options that were given have nothing to act on."""
-    found = []
-    chance = {name: getattr(options, name) for name in _FOR_CHANCE}
+def _unused_options(options: GenerateOptions, processes: int) -> list[str]:
+    """Returns why given options have no effect."""
+    notes = []
     changed = [
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in chance.items()
-        if value != getattr(GenerateOptions, name)
+        f"--{name.replace('_', '-')} {getattr(options, name)}"
+        for name in _RANDOM_SAMPLING
+        if getattr(options, name) != getattr(GenerateOptions, name)
     ]
     if changed and options.temperature == 0:
-        found.append(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
+        notes.append(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
     if options.master_port and processes == 1:
-        found.append(f"--master-port {options.master_port}: there is one process, so this changes nothing")
-    return found
-
-
-def _find(name: str, verify: bool) -> str:
-    from pentatron.cli.generate_output import note
-    from pentatron.generate.source import find_weights
-
-    folder, complaints = find_weights(name, verify)
-    for complaint in complaints:
-        note(complaint)
-    return str(folder)
+        notes.append(f"--master-port {options.master_port}: there is one process, so this changes nothing")
+    return notes
 
 
 def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
@@ -223,7 +213,7 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
         if words or options.prompt_file:
             raise UserError("--tokens are the prompts; leave out the text, or --tokens")
         return [list(prompt) for prompt in options.tokens]
-    found = [sys.stdin.read() if word == "-" else word for word in words]
+    prompts = [sys.stdin.read() if word == "-" else word for word in words]
     if options.prompt_file:
         path = Path(options.prompt_file)
         try:
@@ -232,20 +222,20 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
             raise UserError(
                 f"--prompt-file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
             ) from None
-        found += [line for line in lines if line]
-        if not found:
+        prompts += [line for line in lines if line]
+        if not prompts:
             raise UserError(f"--prompt-file {path} has no line to continue")
-    return found or [_BY_DEFAULT]
+    return prompts or [_DEFAULT_PROMPT]
 
 
 def _launch(request: Request, restart: Sequence[str]) -> int:
-    """Starts the ranks; whatever they would refuse is refused here, seconds earlier and once."""
+    """Starts the ranks. Raises their errors here, which is seconds earlier and only once."""
     from pentatron.parallel.world import require_gpu
     from pentatron.supervise.launcher import READER_LEFT, run_workers, scratch_folder
 
     if request.options.device == "cuda":
         require_gpu()
-    _open(request)
+    _open_model(request)
     world = _ranks(request).world_size
     prepare_for_workers(_threads(request, world))
     with scratch_folder("generate") as folder:
@@ -255,6 +245,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
         ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
+    # For these exit codes a rank has printed the error, or there is none.
     if ended.exit_code not in (0, _USER_ERROR, READER_LEFT):
         complain(ended.story(world))
         return 1
@@ -266,38 +257,37 @@ def _work(request: Request, worker: Worker | None) -> int:
 
     from pentatron.parallel.world import choose_device, open_world
 
-    source, config = _open(request)
+    source, config = _open_model(request)
     size = config.grid.world_size
     if worker is not None and worker.world_size != size:
         raise UserError(
             f"{worker.launcher} started {worker.world_size} processes, and the model is spread over {size} "
-            f"({_layout(request)}); start as many, or change --tp and --pp"
+            f"({_layout_text(request)}); start as many, or change --tp and --pp"
         )
-    here = worker or Worker(0, 1, 0, 1, "none")
-    torch.set_num_threads(_threads(request, here.local_size))
-    if here.world_size > 1:
-        announce_worker(here, None)
-    device = choose_device(request.options.device, here.local_rank)
-    place = (here.rank, here.local_rank)
+    worker = worker or Worker(0, 1, 0, 1, "none")
+    torch.set_num_threads(_threads(request, worker.local_size))
+    if worker.world_size > 1:
+        announce_worker(worker, None)
+    device = choose_device(request.options.device, worker.local_rank)
+    ranks = (worker.rank, worker.local_rank)
     shared = {**config.shared(), "folder": request.folder}
-    point = meeting_point(here)
+    point = meeting_point(worker)
     try:
         with (
-            open_world(config.grid, *place, device, _TIMEOUT_MINUTES, shared, point) as world,
+            open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, shared, point) as world,
             torch.no_grad(),
         ):
             _generate(request, source, config, world)
     except AgreedError:
         raise
     except UserError as error:
-        complain(str(error) if here.world_size == 1 else f"rank {here.rank}: {error}")
+        complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
         return _USER_ERROR
     return 0
 
 
 def _threads(request: Request, processes: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return request.options.threads or max(1, cores // processes)
+    return request.options.threads or max(1, usable_cores() // processes)
 
 
 def _ranks(request: Request) -> Any:
@@ -311,12 +301,12 @@ def _ranks(request: Request) -> Any:
     )
 
 
-def _layout(request: Request) -> str:
+def _layout_text(request: Request) -> str:
     ranks = _ranks(request)
     return f"{ranks.tensor} tensor × {ranks.pipeline} pipeline"
 
 
-def _open(request: Request) -> tuple["ModelSource", "RunConfig"]:
+def _open_model(request: Request) -> tuple["ModelSource", "RunConfig"]:
     from pentatron.generate.continue_text import settings_of
     from pentatron.generate.source import open_source
 
@@ -327,7 +317,7 @@ def _open(request: Request) -> tuple["ModelSource", "RunConfig"]:
 def _generate(request: Request, source: "ModelSource", config: "RunConfig", world: "World") -> None:
     import torch
 
-    from pentatron.cli.generate_output import Words, note
+    from pentatron.cli.generate_output import Words
     from pentatron.generate.continue_text import load_stages, speaking, texts_of
     from pentatron.generate.generate import Sampling
     from pentatron.parallel.collectives import broadcast_object, on_some_ranks
@@ -336,23 +326,23 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")
     dtype = torch.bfloat16 if half else torch.float32
 
-    def words_of() -> Words:
-        return Words(request.prompts, request.as_tokens, source, options.tokenizer_model)
+    def tokenized() -> Words:
+        return Words(request.prompts, options.tokens is not None, source, options.tokenizer_model)
 
-    words = on_some_ranks(world.is_first, words_of, world.everyone)
+    words = on_some_ranks(world.is_first, tokenized, world.everyone)
     prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
     stages = on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
     assert stages is not None
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     model = speaking(stages, config, world)
-    made = texts_of(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
+    texts = texts_of(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
     if words is None:
-        for _ in made:
+        # Other ranks take part in the generation, which the generator drives.
+        for _ in texts:
             pass
-    else:
-        for idle in _idle(options, config.grid.world_size):
-            note(idle)
-        note(
-            f"{request.folder}: {str(dtype).removeprefix('torch.')} on {world.device.type}, {_layout(request)}"
-        )
-        words.show(made, options.json)
+        return
+    for note in _unused_options(options, config.grid.world_size):
+        remark(note)
+    type_name = str(dtype).removeprefix("torch.")
+    remark(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(request)}")
+    words.show(texts, options.json)

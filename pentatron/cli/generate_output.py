@@ -1,4 +1,4 @@
-"""Prompts as a model reads them, and texts as people and programs do."""
+"""Encodes prompts to token ids, and prints generated texts as text or JSON."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ from pentatron.generate.source import ModelSource
 
 
 class Words:
-    """The prompts as token ids (`ids`), the tokens that end a text (`stop`), and the way back from tokens to words.
+    """Prompts with their token ids (`ids`) and the stop tokens (`stop`); prints the generated texts.
 
-    `prompts` are texts, or token ids themselves.
+    `prompts` are texts or, with `as_tokens`, token ids.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Words:
             raise UserError(
                 f"{source.folder} has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens 1,2,3"
             )
+        # An empty prompt is continued from the end-of-document token.
         end = _end_of_document(self.tokenizer)
         self.stop = source.stop or frozenset(end)
         self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
@@ -40,7 +41,7 @@ class Words:
         except UserError as error:
             if not self.as_tokens:
                 raise
-            note(f"tokens are not shown as text: {error}")
+            remark(f"tokens are not shown as text: {error}")
             return None
 
     def _encoded(self, prompt: str, source: ModelSource) -> list[int]:
@@ -49,49 +50,53 @@ class Words:
             return self.tokenizer.encode_as_configured(prompt)
         return self.tokenizer.encode(prompt)
 
-    def show(self, made: Iterable[tuple[int, Text]], as_json: bool) -> None:
-        """Takes texts as they grow. One alone is shown at once, several each when it and all before it are complete."""
+    def show(self, updates: Iterable[tuple[int, Text]], as_json: bool) -> None:
+        """Prints texts while they are generated.
+
+        A single text is streamed. Several are printed in the order of their prompts, each once it is
+        complete.
+        """
         if as_json:
-            texts = dict(made)
+            texts = dict(updates)
             say_json_rows(self._data(number, texts[number]) for number in sorted(texts))
         elif len(self.prompts) == 1:
-            self._stream(made)
+            self._stream(updates)
         else:
             texts, complete = {}, 0
-            for number, text in made:
+            for number, text in updates:
                 texts[number] = text
                 while complete in texts and texts[complete].end is not None:
-                    self._show_whole(complete, texts[complete])
+                    self._print_complete(complete, texts[complete])
                     complete += 1
 
-    def _stream(self, made: Iterable[tuple[int, Text]]) -> None:
+    def _stream(self, updates: Iterable[tuple[int, Text]]) -> None:
         show_generated(self._prompt(0))
         text, shown = None, Shown(self.tokenizer) if self.tokenizer is not None else None
-        for _, text in made:
+        for _, text in updates:
             if not self.as_tokens and shown is not None:
                 show_generated(shown.more(text))
             elif text.end != "stop":
                 show_generated(f",{text.tokens[-1]}")
         show_generated("\n")
-        self._say_why(0, text)
+        self._note_position_limit(0, text)
 
-    def _show_whole(self, number: int, text: Text) -> None:
+    def _print_complete(self, number: int, text: Text) -> None:
         show_generated(f"--- prompt {number + 1} of {len(self.prompts)} ---\n{self._prompt(number)}")
         if self.tokenizer is not None and not self.as_tokens:
             show_generated(text.decoded(self.tokenizer))
         else:
             show_generated("".join(f",{token}" for token in text.tokens))
         show_generated("\n")
-        self._say_why(number, text)
+        self._note_position_limit(number, text)
 
     def _prompt(self, number: int) -> str:
         prompt = self.prompts[number]
         return ",".join(map(str, prompt)) if self.as_tokens else str(prompt)
 
-    def _say_why(self, number: int, text: Text | None) -> None:
+    def _note_position_limit(self, number: int, text: Text | None) -> None:
         if text is not None and text.end == "positions":
             which = f" of prompt {number + 1}" if len(self.prompts) > 1 else ""
-            note(f"the text{which} ends here: the model is made for {self.positions} tokens in all")
+            remark(f"the text{which} ends here: the model is made for {self.positions} tokens in all")
 
     def _data(self, number: int, text: Text) -> dict[str, Any]:
         return {
@@ -107,10 +112,5 @@ def _end_of_document(tokenizer: Tokenizer | None) -> list[int]:
     try:
         return [] if tokenizer is None else [tokenizer.eod]
     except UserError as error:
-        note(f"texts end at --max-new-tokens alone: {error}")
+        remark(f"texts end at --max-new-tokens alone: {error}")
         return []
-
-
-def note(text: str) -> None:
-    """Beside the texts, for people."""
-    remark(text)

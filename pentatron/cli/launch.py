@@ -1,4 +1,4 @@
-"""`pentatron launch slurm|torchrun`: the script that runs a training command on several machines."""
+"""`pentatron launch slurm|torchrun`: writes the script that runs a training command on several machines."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from pentatron.cli.configure import prepare
 from pentatron.cli.options import Options, flags_of, option, options_help, read_among
 from pentatron.cli.output import say
 from pentatron.errors import ConfigError, UserError
-from pentatron.launch.job import Job, Variable, problems_of, variables_of_a_job
+from pentatron.launch.job import Job, problems_of, variables_of_a_job
 from pentatron.launch.scripts import WRITTEN_BY, batch_script, node_script
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
@@ -41,11 +41,11 @@ class LaunchOptions(Options):
     )
     write: str = option("", "name of the script (NAME.sbatch or NAME.sh; - prints it)", value="FILE")
     job_name: str = option("pentatron", "name of the job", value="NAME", unlisted="--name")
-    master_addr: str = option("", "where the machines meet (slurm: the first node)", value="HOST")
+    master_addr: str = option("", "rendezvous host (slurm: the first node)", value="HOST")
     master_port: int | None = option(
-        None, "port of the meeting point (slurm: by the job's number; torchrun: 29500)", value="PORT"
+        None, "rendezvous port (slurm: from the job id; torchrun: 29500)", value="PORT"
     )
-    max_restarts: int = option(0, "start failed workers again, from the last checkpoint")
+    max_restarts: int = option(0, "restarts of failed workers, from the last checkpoint")
     grace: int = option(300, "time to save when the job is about to end; 0: no warning", value="SECONDS")
     setup: str = option("", "shell lines before the start, such as 'module load cuda'")
     python: str = option("", "interpreter on the nodes (this one; in a container: python)", value="PATH")
@@ -56,7 +56,7 @@ class SlurmOptions(LaunchOptions):
     submit: bool = option(False, "hand the script to sbatch")
     time: str = option("", "time limit of the job", value="12:00:00")
     partition: str = option("", "partition of the cluster", value="NAME")
-    account: str = option("", "whom the job is billed to", value="NAME")
+    account: str = option("", "account that the job is billed to", value="NAME")
     qos: str = option("", "quality of service", value="NAME")
     constraint: str = option("", "features that the nodes must have", value="NAME")
     mem: str = option("", "memory of a node", value="SIZE")
@@ -64,16 +64,16 @@ class SlurmOptions(LaunchOptions):
     gres: str = option("", "resources of a node (gpu:G)")
     output: str = option("%x-%j.out", "file for what the job prints", value="FILE")
     container_image: str = option("", "run in this container", value="IMAGE")
-    container_mounts: str = option("", "what it sees besides this folder", value="FROM:TO,...")
-    no_requeue: bool = option(False, "do not go back into the queue when the time limit cut the run short")
+    container_mounts: str = option("", "further folders to mount in it", value="FROM:TO,...")
+    no_requeue: bool = option(False, "do not requeue the job when it reaches its time limit")
     sbatch: str = option("", "further options of sbatch", value="'--exclusive ...'")
 
 
 USAGE = f"""usage: pentatron launch slurm    --nodes N --gpus-per-node G [options] [--submit] [--setting value ...]
        pentatron launch torchrun --nodes N --gpus-per-node G [options] [--setting value ...]
 
-Writes a script that runs `pentatron train` with the same settings on N machines. Settings and sizes are checked first:
-what cannot run is refused here, not in the queue. Words after -- go to the script as they are.
+Writes a script that runs `pentatron train` with the same settings on N machines. Settings and sizes are checked first,
+so that an invalid job is refused here and not in the queue. Words after -- go to the script as they are.
 
 {options_help(LaunchOptions)}
 
@@ -83,8 +83,8 @@ slurm alone:
   pentatron launch slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000 --submit
   pentatron launch torchrun --nodes 2 --gpus-per-node 8 --master-addr 192.168.1.100 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000
 """
-# Why the options of Slurm are not taken for torchrun.
-_OF_SLURM = dict.fromkeys(
+# Options of Slurm, and why torchrun refuses them.
+_SLURM_ONLY = dict.fromkeys(
     set(flags_of(SlurmOptions)) - set(flags_of(LaunchOptions)),
     "is a matter of Slurm; leave it out, or use: pentatron launch slurm",
 )
@@ -99,28 +99,30 @@ def launch_command(words: Sequence[str]) -> int:
         raise UserError(f"pentatron launch wants slurm or torchrun, not '{kind}'{did_you_mean(kind, _KINDS)}")
     passed: list[str] = []
     if "--" in rest:
-        place = rest.index("--")
-        rest, passed = rest[:place], rest[place + 1 :]
-    refused = {} if kind == "slurm" else _OF_SLURM
+        separator = rest.index("--")
+        rest, passed = rest[:separator], rest[separator + 1 :]
+    refused = {} if kind == "slurm" else _SLURM_ONLY
     options, settings = read_among(SlurmOptions, rest, lambda options: _program(options.script)[0], refused)
     entry, program = _program(options.script)
-    job, config, notes = _arrange(kind, options, settings, entry, [*program, *settings, *passed])
-    equation = _equation(job, config)
-    make = batch_script if kind == "slurm" else node_script
-    text = make(job, ["pentatron", "launch", *words], equation)
+    job, config, notes = _checked_job(kind, options, settings, entry, [*program, *settings, *passed])
+    equation = _layout_equation(job, config)
+    script = batch_script if kind == "slurm" else node_script
+    text = script(job, ["pentatron", "launch", *words], equation)
     if options.write == "-":
         sys.stdout.write(text)
         return 0
     for note in notes:
         say(f"note: {note}")
     file = Path(options.write or f"{job.name}.{'sbatch' if kind == 'slurm' else 'sh'}")
-    _write(file, text)
+    _write_script(file, text)
     say(f"{file}: {equation}")
     if redacted(text) != text:
         say(
-            "note: the script holds what looks like a key, so only you can read it; better export that in your shell, jobs inherit it"
+            "note: the script contains what looks like a key, so only you can read it; better export that in your shell, jobs inherit it"
         )
-    say(f"it sets what you have not exported: {', '.join(_written(item) for item in job.variables)}")
+    # A value that the node computes itself is shell code, which is not shown.
+    variables = [v.name if "$" in v.value else f"{v.name}={v.value}" for v in job.variables]
+    say(f"it sets what you have not exported: {', '.join(variables)}")
     if options.submit:
         return _submit(file)
     say(_how_to_start(job, kind, file))
@@ -128,7 +130,7 @@ def launch_command(words: Sequence[str]) -> int:
 
 
 def _program(script: str) -> tuple[EntryPoint, list[str]]:
-    """What runs on the nodes, and whose flags it takes."""
+    """Returns the entry point that defines the flags, and the words after `python` on the nodes."""
     entry, program = TRAIN, ["-m", "pentatron", "train"]
     if script:
         if not Path(script).is_file():
@@ -138,10 +140,10 @@ def _program(script: str) -> tuple[EntryPoint, list[str]]:
     return dataclasses.replace(entry, own=flags_of(SlurmOptions), own_help="pentatron launch"), program
 
 
-def _arrange(
+def _checked_job(
     kind: str, options: SlurmOptions, settings: Sequence[str], entry: EntryPoint, words: Sequence[str]
 ) -> tuple[Job, RunConfig, list[str]]:
-    """The job, checked together with the settings it will train with."""
+    """Returns the job, its configuration and notices; raises if the job or the configuration is invalid."""
     if not options.gpus_per_node:
         raise UserError(
             "how many GPUs does a node have? Say --gpus-per-node G; on CPUs add --device cpu, and G is the number of processes"
@@ -174,64 +176,61 @@ def _arrange(
         requeues=not options.no_requeue,
         restarts=options.max_restarts,
     )
+    # Before the settings, whose rules need a valid number of processes.
     if problems := problems_of(job):
         raise ConfigError(problems)
     cores = job.cpus or os.cpu_count() or 1
     prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
-    uses_gpus = config.launch.device != "cpu"
-    job = dataclasses.replace(
-        job,
-        uses_gpus=uses_gpus,
-        variables=tuple(variables_of_a_job(config, job.nodes, job.processes, job.cpus, uses_gpus)),
-    )
-    return job, config, [*prepared.resolved.notices, *_remarks(job, config, kind)]
+    job = dataclasses.replace(job, uses_gpus=config.launch.device != "cpu")
+    job = dataclasses.replace(job, variables=tuple(variables_of_a_job(job, config)))
+    return job, config, [*prepared.resolved.notices, *_performance_notes(job, config, kind)]
 
 
-def _equation(job: Job, config: RunConfig) -> str:
+def _layout_equation(job: Job, config: RunConfig) -> str:
     grid = config.grid
     nodes = f"{job.nodes} {plural(job.nodes, 'node')} × {job.processes} = {job.world_size} processes"
     sizes = f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
     return f"{nodes} = {sizes}"
 
 
-def _remarks(job: Job, config: RunConfig, kind: str) -> list[str]:
-    """What runs, but not as well as it could."""
-    found = []
+def _performance_notes(job: Job, config: RunConfig, kind: str) -> list[str]:
+    """Returns notes about a valid job that will be slow, or lose its training."""
+    notes = []
     groups = config.grid.groups("tensor")
     if any(len({rank // job.processes for rank in group}) > 1 for group in groups):
-        found.append(
-            f"tensor groups of {config.grid.tensor} reach over several nodes of {job.processes}, where every layer waits "
+        notes.append(
+            f"tensor groups of {config.grid.tensor} span several nodes of {job.processes}, so every layer waits "
             f"for the network; a --tensor-model-parallel-size that divides {job.processes} keeps them inside"
         )
     if job.container_image and not job.container_mounts:
-        found.append(
+        notes.append(
             f"the container sees {job.folder} and nothing else of the machine; name other folders, such as that of the data, "
             f"with --container-mounts FROM:TO,..."
         )
     if not config.checkpoint.save_checkpoints and (job.restarts or (kind == "slurm" and job.requeues)):
-        found.append(
-            "no checkpoint is saved, so a job that is started again begins at step 0; --save keeps what is trained"
+        notes.append(
+            "no checkpoint is saved, so a job that is restarted begins at step 0; --save keeps what is trained"
         )
     if kind == "slurm" and not job.cpus and "--exclusive" not in job.batch_lines:
-        found.append(
+        notes.append(
             f"without --cpus-per-task Slurm may give one core to the {counted(job.processes, 'worker')} of a node; say how many cores "
             f"they may use, or --sbatch=--exclusive for the whole node"
         )
-    return found
+    return notes
 
 
-def _write(file: Path, text: str) -> None:
+def _write_script(file: Path, text: str) -> None:
     try:
         if file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             if not any(line.startswith(WRITTEN_BY) for line in lines[:3]):
                 raise UserError(
-                    f"{file} is not a script of ours and is kept; choose another name with --write"
+                    f"{file} is not a script that pentatron wrote, so it is kept; choose another name with --write"
                 )
         private = redacted(text) != text
         if private:
-            # Before anything of it is there to be read.
+            # Permissions are set before the key is written, so that no other user can read it in between.
             file.touch(mode=0o600)
             file.chmod(0o600)
         file.write_text(text, encoding="utf-8")
@@ -242,23 +241,21 @@ def _write(file: Path, text: str) -> None:
         ) from None
 
 
-def _written(item: Variable) -> str:
-    """A value that the node works out itself has no place in a sentence."""
-    return item.name if "$" in item.value else f"{item.name}={item.value}"
-
-
 def _submit(file: Path) -> int:
     if shutil.which("sbatch") is None:
         raise UserError(
             f"{file} is written, but there is no sbatch here; submit it on a machine of the cluster"
         )
-    # Slurm gives the job what sbatch has; the script itself says what its Python processes may import.
-    inherited = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
-    handed = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False, env=inherited)
-    if handed.returncode != 0:
-        reason = " ".join(handed.stderr.split()) or f"exit code {handed.returncode}"
-        raise UserError(f"sbatch did not take {file} ({reason}); mend what it names and run: sbatch {file}")
-    say(handed.stdout.strip())
+    # Slurm passes sbatch's environment to the job. PYTHONSAFEPATH is left out, because the script sets it
+    # itself.
+    environment = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
+    result = subprocess.run(
+        ["sbatch", str(file)], capture_output=True, text=True, check=False, env=environment
+    )
+    if result.returncode != 0:
+        reason = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
+        raise UserError(f"sbatch did not take {file} ({reason}); fix what it names and run: sbatch {file}")
+    say(result.stdout.strip())
     return 0
 
 

@@ -1,7 +1,8 @@
-"""`pentatron COMMAND ...`"""
+"""The `pentatron` command: dispatches to subcommands, and turns exceptions into messages and exit codes."""
 
 import errno
 import gc
+import importlib
 import io
 import os
 import signal
@@ -48,16 +49,18 @@ Train large language models with five-way parallelism, on a laptop or on a clust
   pentatron --version
 """
 
+Command = Callable[[Sequence[str]], int]
+
 
 def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
-    with _children_without_current_folder():
+    with _safe_path_for_children():
         return guarded(lambda: _dispatch(words))
 
 
 @contextmanager
-def _children_without_current_folder() -> Iterator[None]:
-    """Python processes that libraries start (data workers, compilers) import nothing from the current folder either."""
+def _safe_path_for_children() -> Iterator[None]:
+    """Sets PYTHONSAFEPATH: data workers and compilers must not import from the current folder either."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -69,58 +72,61 @@ def _children_without_current_folder() -> Iterator[None]:
 
 
 def guarded(action: Callable[[], int], is_all: bool = True) -> int:
-    """Runs a command; what the user can mend becomes one sentence and exit code 2.
+    """Runs a command and returns its exit code; an error that the user can fix becomes one sentence.
 
-    `is_all`: the process has nothing to do after the action, which is proved to its launcher then.
+    `is_all`: the process ends after the action, so a worker reports to its launcher that it has finished.
     """
     own_streams()
+    # Before `this_worker`, which reads the variables that this removes.
     leave_parents_job()
-    place = this_worker()
+    worker = this_worker()
     try:
-        if place is None:
-            return _sentences(action)
-        place.follow_launcher()
-        return _recorded(action, place, is_all)
+        if worker is None:
+            return _reporting_errors(action)
+        worker.follow_launcher()
+        return _as_worker(action, worker, is_all)
     finally:
         if "torch" in sys.modules:
-            # A process group caught in a reference cycle would be torn down while the interpreter dies, and its
-            # threads can then abort the process after all work is done.
+            # A process group in a reference cycle would be destroyed during interpreter shutdown, where its
+            # threads can abort the process although all work is done.
             gc.collect()
 
 
-def _recorded(action: Callable[[], int], place: Supervised, is_all: bool) -> int:
-    """In a worker of ours: its launcher tells what went wrong, once, and of the first rank."""
+def _as_worker(action: Callable[[], int], worker: Supervised, is_all: bool) -> int:
+    """Records an exception for the launcher, which prints only that of the rank that failed first."""
     try:
-        code = _sentences(action)
+        code = _reporting_errors(action)
         if code == 0 and is_all:
-            place.finished()
+            worker.finished()
         return code
     except Exception as error:
-        place.failed(error)
+        worker.failed(error)
         return 1
     finally:
-        place.leave()
+        worker.leave()
 
 
-def _sentences(action: Callable[[], int]) -> int:
+def _reporting_errors(action: Callable[[], int]) -> int:
+    # All ranks end with the same error, so only rank 0 prints it.
+    is_first_rank = os.environ.get("RANK", "0") == "0"
     try:
         with whole_output():
             return action()
     except UserError as error:
-        if _speaks():
+        if is_first_rank:
             complain(str(error))
         elif os.environ.get("LOCAL_RANK") == "0" and not isinstance(error, AgreedError):
-            # What another machine lacks (a file, a tokenizer) the first rank does not know.
+            # A file or tokenizer may be missing on this machine only, and then rank 0 has no error to print.
             complain(f"rank {os.environ['RANK']}: {error}")
         return error.exit_code
     except OutputLost as error:
         if error.errno == errno.EPIPE:
-            # The reader of the output (head, less) has left; a shell says the same of a command that SIGPIPE ends.
+            # The reader of the pipe (head, less) has exited: the exit code that a shell gives for SIGPIPE.
             return 128 + signal.SIGPIPE
         complain(f"the output cannot be written ({error.strerror}); write it to another file, or make room")
         return UserError.exit_code
     except StoppedEarly as stopped:
-        if _speaks():
+        if is_first_rank:
             complain(str(stopped))
         return 128 + stopped.number
     except PermissionError as error:
@@ -131,14 +137,14 @@ def _sentences(action: Callable[[], int]) -> int:
         )
         return UserError.exit_code
     except KeyboardInterrupt:
-        if _speaks():
+        if is_first_rank:
             complain("stopped at once; checkpoints that were saved before are intact")
         return 130
     except OSError as error:
-        file = _file_of(error) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+        file = _file_of_error(error) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
         if file is None:
             raise
-        # A log or a table of numbers; of a checkpoint it is told where it is saved.
+        # A log or a metrics file: a checkpoint that cannot be written is reported where it is saved.
         complain(
             f"{file} cannot be written ({error.strerror}); make room on its disk, or choose another place; "
             f"checkpoints that were saved before are intact"
@@ -146,8 +152,12 @@ def _sentences(action: Callable[[], int]) -> int:
         return UserError.exit_code
 
 
-def _file_of(error: OSError) -> str | None:
-    """The file that could not be written: a failed open names it, a failed write does not, but its caller holds the open file."""
+def _file_of_error(error: OSError) -> str | None:
+    """Returns the file that could not be written.
+
+    A failed `open` has the name in the exception. A failed write has not: the open file is a local variable
+    of its caller.
+    """
     if error.filename is not None:
         return str(error.filename)
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -157,23 +167,21 @@ def _file_of(error: OSError) -> str | None:
     return None
 
 
-def _speaks() -> bool:
-    """Whether this process speaks for the run: all ranks come to the same end, one says so."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def run_entry(entry: EntryPoint) -> None:
-    """Body of a guide's script: the same training under that guide's names and defaults."""
+    """Main function of a guide's training script: trains with the flag names and defaults of that guide."""
     words = sys.argv[1:]
     script = sys.argv[0]
-    with _children_without_current_folder():
+    with _safe_path_for_children():
         sys.exit(guarded(lambda: _train(words, entry, [script])))
 
 
 def train_by(
     take_words: Callable[[list[str]], tuple[list[str], "Program"]], entry: EntryPoint, restart: Sequence[str]
 ) -> int:
-    """The same for a program of the user's own, which may keep some words of the command line for itself."""
+    """Trains the user's own program.
+
+    `take_words` returns the words of the command line that it leaves to pentatron.
+    """
     words = sys.argv[1:]
 
     def action() -> int:
@@ -183,10 +191,10 @@ def train_by(
     return guarded(action)
 
 
-def run_command(command: Callable[[Sequence[str]], int]) -> None:
-    """Body of a script that stands for one command."""
+def run_command(command: Command) -> None:
+    """Main function of a script that is one command."""
     words = sys.argv[1:]
-    with _children_without_current_folder():
+    with _safe_path_for_children():
         sys.exit(guarded(lambda: command(words)))
 
 
@@ -197,16 +205,19 @@ def _train(
     program: "Program | None" = None,
     typed: Sequence[str] | None = None,
 ) -> int:
-    """`typed`: all words, for the workers, where a program kept some."""
+    """Trains, or prints the help.
+
+    `typed`: all words for the workers, if the program has consumed some of them.
+    """
     if "--help" in words or "-h" in words:
         from pentatron.cli.options import entry_help
         from pentatron.settings.run import sections
 
-        wanted = [w for w in words if not w.startswith("-")]
-        if wanted and wanted[0] not in sections():
-            guess = did_you_mean(wanted[0], list(sections()))
-            raise UserError(f"there is no group '{wanted[0]}'{guess}; the groups are {', '.join(sections())}")
-        say(entry_help(entry, wanted[0] if wanted else None))
+        group = next((word for word in words if not word.startswith("-")), None)
+        if group is not None and group not in sections():
+            guess = did_you_mean(group, list(sections()))
+            raise UserError(f"there is no group '{group}'{guess}; the groups are {', '.join(sections())}")
+        say(entry_help(entry, group))
         return 0
     from pentatron.cli.train import train
 
@@ -231,115 +242,31 @@ def _dispatch(words: Sequence[str]) -> int:
     return COMMANDS[command](rest)
 
 
-def _train_command(words: Sequence[str]) -> int:
-    return _train(words, TRAIN, ["-m", "pentatron", "train"])
+def _lazy(module: str, function: str) -> Command:
+    """Returns a command whose module is imported on the first call, which keeps `pentatron --help` fast."""
+
+    def command(words: Sequence[str]) -> int:
+        code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), function)(words)
+        return code
+
+    return command
 
 
-def _prepare(words: Sequence[str]) -> int:
-    from pentatron.cli.prepare import prepare_command
-
-    return prepare_command(words)
-
-
-def _data(words: Sequence[str]) -> int:
-    from pentatron.cli.data import data_command
-
-    return data_command(words)
-
-
-def _generate(words: Sequence[str]) -> int:
-    from pentatron.cli.generate import generate_command
-
-    return generate_command(words)
-
-
-def _import(words: Sequence[str]) -> int:
-    from pentatron.cli.convert import import_command
-
-    return import_command(words)
-
-
-def _export(words: Sequence[str]) -> int:
-    from pentatron.cli.convert import export_command
-
-    return export_command(words)
-
-
-def _checkpoint(words: Sequence[str]) -> int:
-    from pentatron.cli.checkpoint import checkpoint_command
-
-    return checkpoint_command(words)
-
-
-def _config(words: Sequence[str]) -> int:
-    from pentatron.cli.show import config_command
-
-    return config_command(words)
-
-
-def _layout(words: Sequence[str]) -> int:
-    from pentatron.cli.layout import layout_command
-
-    return layout_command(words)
-
-
-def _plan(words: Sequence[str]) -> int:
-    from pentatron.cli.plan import plan_command
-
-    return plan_command(words)
-
-
-def _verify(words: Sequence[str]) -> int:
-    from pentatron.cli.verify import verify_command
-
-    return verify_command(words)
-
-
-def _presets(words: Sequence[str]) -> int:
-    from pentatron.cli.show import presets_command
-
-    return presets_command(words)
-
-
-def _bench(words: Sequence[str]) -> int:
-    from pentatron.cli.bench import bench_command
-
-    return bench_command(words)
-
-
-def _monitor(words: Sequence[str]) -> int:
-    from pentatron.cli.monitor import monitor_command
-
-    return monitor_command(words)
-
-
-def _launch(words: Sequence[str]) -> int:
-    from pentatron.cli.launch import launch_command
-
-    return launch_command(words)
-
-
-def _doctor(words: Sequence[str]) -> int:
-    from pentatron.cli.doctor import doctor_command
-
-    return doctor_command(words)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "prepare": _prepare,
-    "data": _data,
-    "train": _train_command,
-    "generate": _generate,
-    "import": _import,
-    "export": _export,
-    "checkpoint": _checkpoint,
-    "config": _config,
-    "layout": _layout,
-    "plan": _plan,
-    "verify": _verify,
-    "presets": _presets,
-    "launch": _launch,
-    "bench": _bench,
-    "monitor": _monitor,
-    "doctor": _doctor,
+COMMANDS: dict[str, Command] = {
+    "prepare": _lazy("prepare", "prepare_command"),
+    "data": _lazy("data", "data_command"),
+    "train": lambda words: _train(words, TRAIN, ["-m", "pentatron", "train"]),
+    "generate": _lazy("generate", "generate_command"),
+    "import": _lazy("convert", "import_command"),
+    "export": _lazy("convert", "export_command"),
+    "checkpoint": _lazy("checkpoint", "checkpoint_command"),
+    "config": _lazy("show", "config_command"),
+    "layout": _lazy("layout", "layout_command"),
+    "plan": _lazy("plan", "plan_command"),
+    "verify": _lazy("verify", "verify_command"),
+    "presets": _lazy("show", "presets_command"),
+    "launch": _lazy("launch", "launch_command"),
+    "bench": _lazy("bench", "bench_command"),
+    "monitor": _lazy("monitor", "monitor_command"),
+    "doctor": _lazy("doctor", "doctor_command"),
 }

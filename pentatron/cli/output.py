@@ -1,4 +1,4 @@
-"""Words for the user."""
+"""Prints text, errors, notes and reports to the terminal."""
 
 import json
 import sys
@@ -10,43 +10,42 @@ from pentatron.errors import UserError, file_sentence
 from pentatron.monitor.terminal import OutputLost
 from pentatron.text import spoken
 
+Report = TypeVar("Report")
+
 
 def say(text: str) -> None:
-    """What it is about may come from files of strangers, so nothing of it steers the terminal."""
+    """Prints a line. Control characters are escaped, because the text may quote untrusted files."""
     paint(spoken(text))
 
 
 def paint(text: str) -> None:
-    """The same with colours of our own."""
+    """Prints a line as it is, with terminal escape sequences such as colours."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """An error the user can act on, without a traceback."""
+    """Prints an error or a warning to stderr."""
     sys.stderr.write(f"pentatron: {spoken(text)}\n")
     sys.stderr.flush()
 
 
 def remark(text: str) -> None:
-    """A note beside the answer of a command, which may be JSON for another program."""
+    """Prints a note to stderr, because stdout may be JSON for another program."""
     sys.stderr.write(f"note: {spoken(text)}\n")
     sys.stderr.flush()
 
 
 def show_generated(text: str) -> None:
-    """What a model has written, without an end of line. A young one writes control characters, which a terminal would obey; a file or
-    another program gets them as they are."""
+    """Prints generated text without a newline.
+
+    A terminal gets a dot for each control character, which an undertrained model may generate; a file or pipe
+    gets the text as it is.
+    """
     if sys.stdout.isatty():
         text = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-# The answer of a command: one report, shown as text for people or as JSON for programs.
-
-
-Report = TypeVar("Report")
 
 
 def show_report(
@@ -55,13 +54,18 @@ def show_report(
     text: Callable[[Report], str | Iterable[str]],
     data: Callable[[Report], Any],
 ) -> None:
-    """Prints a report. `text` makes one text of it or lines that are printed as they come, `data` what JSON can hold."""
+    """Prints the result of a command.
+
+    Args:
+        text: formats the report as one text, or as texts that are printed while they are produced.
+        data: converts the report to JSON types.
+    """
     if as_json:
         say_json(data(report))
         return
-    made = text(report)
-    for lines in (made,) if isinstance(made, str) else made:
-        say(lines)
+    formatted = text(report)
+    for part in (formatted,) if isinstance(formatted, str) else formatted:
+        say(part)
 
 
 def say_json(data: Any, *, indent: int | None = 1, ascii_only: bool = True) -> None:
@@ -69,19 +73,17 @@ def say_json(data: Any, *, indent: int | None = 1, ascii_only: bool = True) -> N
 
 
 def say_json_rows(rows: Iterable[Any]) -> None:
-    """A list with one element on every line."""
+    """Prints a JSON array with one element per line."""
     say("[\n " + ",\n ".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]")
-
-
-# Commands about files: what the system says of one of them is a sentence, not a traceback.
 
 
 @contextmanager
 def file_errors_told() -> Iterator[None]:
+    """Converts an `OSError` about a file of the command to a `UserError`."""
     try:
         yield
     except OutputLost:
-        # Not about a file of the command.
+        # An OSError too, but about standard output, which `guarded` handles.
         raise
     except OSError as error:
         raise UserError(file_sentence(error)) from error

@@ -1,4 +1,4 @@
-"""The greedy text of `transformers` itself, to hold that of `pentatron generate` against."""
+"""Greedy generation with the `transformers` library, as a reference for `pentatron generate`."""
 
 import shlex
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def reference_command(words: Sequence[str]) -> int:
 
 
 def _greedy(folder: str, prompt: str, count: int) -> tuple[list[int], str]:
-    """The tokens that follow, and the text they are."""
+    """Returns the generated tokens and their text."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -57,16 +57,13 @@ def _greedy(folder: str, prompt: str, count: int) -> tuple[list[int], str]:
         raise UserError(
             f"transformers cannot open {folder} ({reason}); name a folder with weights and a tokenizer"
         ) from None
-    given = tokenizer(prompt, return_tensors="pt")
-    made = (
-        model.eval()
-        .generate(
-            given["input_ids"],
-            attention_mask=given["attention_mask"],
-            do_sample=False,
-            max_new_tokens=count,
-            pad_token_id=0,
-        )[0, given["input_ids"].shape[1] :]
-        .tolist()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.eval().generate(
+        inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        do_sample=False,
+        max_new_tokens=count,
+        pad_token_id=0,
     )
-    return made, str(tokenizer.decode(made))
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, str(tokenizer.decode(tokens))

@@ -1,4 +1,4 @@
-"""`pentatron config` and `pentatron presets`."""
+"""`pentatron config` shows resolved settings and their origins, `pentatron presets` lists the presets."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ class ConfigOptions(Options):
 
     @property
     def entry(self) -> EntryPoint:
-        own = flags_of(ConfigOptions)
-        return dataclasses.replace(ENTRY_POINTS[self.as_], own=own, own_help="pentatron config")
+        entry = ENTRY_POINTS[self.as_]
+        return dataclasses.replace(entry, own=flags_of(ConfigOptions), own_help="pentatron config")
 
 
 CONFIG_USAGE = f"""{usage("pentatron config", ConfigOptions, "[--setting value ...]")}
@@ -67,22 +67,22 @@ Lists the named starting points; use one with: pentatron train --preset NAME
 
 
 def config_command(words: Sequence[str]) -> int:
-    """Prints what a training command with the same words would use."""
+    """Prints the settings that a training command with the same words resolves to."""
     if "--help" in words or "-h" in words:
         say(CONFIG_USAGE)
         return 0
     options, settings = read_among(ConfigOptions, words, lambda options: options.entry)
     prepared = prepare(settings, options.entry)
-    show_report(prepared, options.json, lambda prepared: _lines(prepared, options.all), _data)
+    show_report(prepared, options.json, lambda prepared: _setting_lines(prepared, options.all), _json)
     return 0
 
 
-def _data(prepared: Prepared) -> dict[str, Any]:
+def _json(prepared: Prepared) -> dict[str, Any]:
     values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
     return {name: {"value": values[name], "source": sources[name]} for name in values}
 
 
-def _lines(prepared: Prepared, everything: bool) -> Iterator[str]:
+def _setting_lines(prepared: Prepared, everything: bool) -> Iterator[str]:
     values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
     shown = [name for name in table() if everything or sources[name] != "default"]
     width = max(_NAME_WIDTH, *(len(name) for name in shown))
@@ -91,7 +91,7 @@ def _lines(prepared: Prepared, everything: bool) -> Iterator[str]:
         if names:
             yield f"{cls.__doc__}"
             for name in names:
-                yield f"  {name:<{width}} {_text(values[name]):<28} {sources[name]}"
+                yield f"  {name:<{width}} {_formatted(values[name]):<28} {sources[name]}"
             yield ""
     if sizes := batch_table(prepared.resolved.config, prepared.resolved.config.train.train_iters):
         yield f"{sizes}\n"
@@ -101,7 +101,7 @@ def _lines(prepared: Prepared, everything: bool) -> Iterator[str]:
         yield "settings left at their default are not shown; add --all to see them, --json for machines"
 
 
-def _text(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
@@ -116,13 +116,13 @@ def presets_command(words: Sequence[str]) -> int:
     say(f"{'preset':<20}" + "".join(f"{title:>9}" for title in _PRESET_COLUMNS.values()))
     for name, values in presets().items():
         numbers = "".join(f"{values.get(column, '-')!s:>9}" for column in _PRESET_COLUMNS)
-        say(f"{name:<20}{numbers}{remark(values)}")
+        say(f"{name:<20}{numbers}{unavailable(values)}")
     say("\nuse one with: pentatron train --preset NAME --data-path PREFIX --train-iters N")
     return 0
 
 
-def remark(values: dict[str, Any]) -> str:
-    """What a preset needs that is not there yet, or the flags that do without it."""
+def unavailable(values: dict[str, Any]) -> str:
+    """Returns what a preset needs that is not implemented yet, or the flags that replace it."""
     needed = [table()[n] for n, v in values.items() if table()[n].refuses(v)]
     if not needed:
         return ""

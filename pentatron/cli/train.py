@@ -1,4 +1,4 @@
-"""`pentatron train`, and every guide's training script."""
+"""`pentatron train` and the guides' training scripts: starts workers, joins the process group and trains."""
 
 import ctypes
 import faulthandler
@@ -18,7 +18,6 @@ from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.environment import (
     Worker,
     announce_worker,
-    find_the_others,
     meeting_point,
     prepare_for_workers,
     require_repeatable_kernels,
@@ -30,7 +29,7 @@ from pentatron.errors import UserError
 from pentatron.launch.job import CONNECTIONS, connections_for, describe, interface_problem
 from pentatron.monitor.terminal import outlive_output
 from pentatron.parallel.rank_status import Whereabouts
-from pentatron.parallel.rendezvous import waiting_aloud, what_is_waited_for
+from pentatron.parallel.rendezvous import reach, waiting_aloud, what_is_waited_for
 from pentatron.settings.entry import EntryPoint
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
@@ -48,57 +47,10 @@ if TYPE_CHECKING:
     from pentatron.supervise.launcher import Ended
     from pentatron.train.model import Program
 
-# Memory of the host that steps ask for, free, and ask for again.
-#
-# glibc gives large blocks back to the system when they are freed; whoever asks for them again waits for their
-# pages, thousands of them in a step on a CPU. Kept, they are there: a step takes some hundredths less, and a
-# process stays as large as its largest step.
-
-
-# glibc's numbers for them (malloc.h), and the largest block that comes from its heap, which it allows no more of.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_BLOCK, _KEPT = 32 * 2**20, 2**30
-
-
-def keep_freed_memory() -> bool:
-    """For this process, from now on; whether there is a glibc to tell."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT))
-
-
-# Environment variables that NCCL and CUDA read: what is set where the user has not, and what a run says of
-# them.
-
-
-def limit_connections(config: RunConfig) -> None:
-    """Sets how many queues a GPU has, before anything talks to it."""
-    wanted = connections_for(config)
-    if wanted is not None and config.launch.device != "cpu":
-        os.environ.setdefault(wanted.name, wanted.value)
-
-
-def variable_notes(said: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
-    """`said` is the environment as the user left it. `nccl`: GPUs talk to each other through it."""
-    on_gpu = device.type == "cuda"
-    notes = describe(said, on_gpu, nccl, alone)
-    if on_gpu and CONNECTIONS not in said and CONNECTIONS in os.environ:
-        written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
-        notes.append(
-            f"{written} is set, so that kernels start in the order in which they were queued; your own value would count"
-        )
-    return notes
-
-
-def require_interface(said: Mapping[str, str]) -> None:
-    """NCCL itself would say it in lines of its own, after a while."""
-    problem = interface_problem(said, [name for _, name in socket.if_nameindex()])
-    if problem is not None:
-        raise UserError(f"{socket.gethostname()}: {problem}")
-
-
+# Parameters of glibc's mallopt (malloc.h). 32 MiB is the largest mmap threshold that glibc accepts.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_THRESHOLD_BYTES, _TRIM_THRESHOLD_BYTES = 32 * 2**20, 2**30
+# Run in another process, which prints the newest step.
 _READ_STEP = """
 import sys
 from pathlib import Path
@@ -114,9 +66,11 @@ def train(
     program: "Program | None" = None,
     typed: Sequence[str] | None = None,
 ) -> int:
-    """Trains here, or starts workers that do. `restart` are the words after `python` that run this program again.
+    """Trains in this process, or launches workers.
 
-    `typed` are all words of the command line, where the program keeps some for itself.
+    Args:
+        restart: the words after `python` that run this program again.
+        typed: all words of the command line, if the program has consumed some of them.
     """
     outlive_output()
     started = time.time()
@@ -131,17 +85,20 @@ def train(
 
 
 def needs_launcher(prepared: Prepared) -> bool:
-    """One process runs in place, where debuggers and profilers see it, unless it is to be started again."""
+    """Whether workers are launched.
+
+    A single process without restarts trains in place, for debuggers and profilers.
+    """
     return prepared.facts.world_size > 1 or bool(prepared.resolved.config.launch.max_restarts)
 
 
 def check_spec(resolved: Resolved) -> None:
-    """Layers of the user's own, before anything is started."""
+    """Checks the layer spec of the user (`--spec`) before anything is started."""
     config = resolved.config
     if not config.model.spec:
         return
     if not resolved.given("spec"):
-        # Weights and settings are data; whoever wrote them must not choose what runs here.
+        # Security: a checkpoint is data, so it must not choose which code runs.
         raise UserError(
             f"the model that is loaded has layers of its own, which are code; if you trust them, add "
             f"--spec {' '.join(config.model.spec)}"
@@ -152,85 +109,132 @@ def check_spec(resolved: Resolved) -> None:
 
 
 @contextmanager
-def joined_world(prepared: Prepared, worker: Worker) -> "Iterator[World]":
-    """This process as one of the run's, on its device."""
+def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Resolved]]":
+    """Joins the process group of the run; yields the world and the settings with the device's notices."""
     import torch
 
     from pentatron.parallel.collectives import on_some_ranks
     from pentatron.parallel.world import choose_device, open_world
 
     config = prepared.resolved.config
+    # Notices are about variables that the user set, not about those set below.
+    given = dict(os.environ)
     torch.set_num_threads(config.launch.threads_per_process)
     if config.precision.deterministic_mode:
         require_repeatable_kernels()
         torch.use_deterministic_algorithms(True)
     if worker.world_size > 1:
         announce_worker(worker, config.launch.init_method)
+    # Before the first CUDA call, which reads the variable.
     limit_connections(config)
     device = choose_device(config.launch.device, worker.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
     check_room(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
-    place = (worker.rank, worker.local_rank)
     point = meeting_point(worker)
+
+    def warn(text: str) -> None:
+        complain(f"rank {worker.rank}: {text}")
+
     if point is not None:
-        find_the_others(point, worker.rank, timeout * 60)
-    told = what_is_waited_for(worker.rank, worker.world_size, launching_agent() is not None)
-    where = Whereabouts()
+        reach(point, worker.rank, timeout * 60, warn)
+    reminder = what_is_waited_for(worker.rank, worker.world_size, launching_agent() is not None)
+    status = Whereabouts()
+    ranks = (worker.rank, worker.local_rank)
     with (
-        _watched(where, config, worker),
-        waiting_aloud(told, lambda text: complain(f"rank {worker.rank}: {text}")) as all_came,
-        open_world(config.grid, *place, device, timeout, config.shared(), point, where) as world,
+        _heartbeats(status, config, worker),
+        waiting_aloud(reminder, warn) as all_joined,
+        open_world(config.grid, *ranks, device, timeout, config.shared(), point, status) as world,
     ):
-        all_came()
+        all_joined()
         on_some_ranks(world.uses_nccl, lambda: require_interface(os.environ), world.everyone)
-        yield world
+        notes = variable_notes(given, world.device, worker.world_size == 1, world.uses_nccl)
+        yield world, prepared.resolved.telling(notes)
 
 
 @contextmanager
-def _watched(where: Whereabouts, config: RunConfig, worker: Worker) -> "Iterator[None]":
-    """Others see whether this rank gets on: our own launcher, or, under another one, the other ranks."""
+def _heartbeats(status: Whereabouts, config: RunConfig, worker: Worker) -> "Iterator[None]":
+    """Sends heartbeats to pentatron's launcher or, under another launcher, to the other ranks."""
     from pentatron.supervise.hang import Limits
     from pentatron.supervise.peers import PeerWatch
 
-    place = this_worker()
+    supervised = this_worker()
     limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
-    if place is not None or worker.world_size == 1 or config.launch.heartbeat_timeout == 0:
-        with beating(None if place is None else place.heart(where, limits)):
+    if supervised is not None or worker.world_size == 1 or config.launch.heartbeat_timeout == 0:
+        with beating(None if supervised is None else supervised.heart(status, limits)):
             yield
         return
-    peers = PeerWatch(where, worker.rank, worker.world_size, Path(config.run.run_dir), limits, complain)
-    where.when_opened = peers.start
+    peers = PeerWatch(status, worker.rank, worker.world_size, Path(config.run.run_dir), limits, complain)
+    status.when_opened = peers.start
     yield
     peers.close()
 
 
-@contextmanager
-def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Resolved]]":
-    """The same, with the settings and what is to be said of them here: also of the environment as the user left it."""
-    said = dict(os.environ)
-    with joined_world(prepared, worker) as world:
-        notes = variable_notes(said, world.device, worker.world_size == 1, world.uses_nccl)
-        yield world, prepared.resolved.telling(notes)
+def keep_freed_memory() -> bool:
+    """Makes glibc keep freed memory in this process; returns False without glibc.
+
+    By default glibc returns large freed blocks to the system, and the next step on a CPU page-faults
+    thousands of times to get them back. Keeping them makes a step a few percent faster, and the process stays
+    as large as its largest step.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)) and bool(
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    )
+
+
+def limit_connections(config: RunConfig) -> None:
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS; CUDA reads it once, when it is initialized."""
+    variable = connections_for(config)
+    if variable is not None and config.launch.device != "cpu":
+        os.environ.setdefault(variable.name, variable.value)
+
+
+def variable_notes(given: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
+    """Returns notices about variables of NCCL and CUDA.
+
+    Args:
+        given: the environment as the user set it.
+        nccl: whether the run uses NCCL.
+    """
+    on_gpu = device.type == "cuda"
+    notes = describe(given, on_gpu, nccl, alone)
+    if on_gpu and CONNECTIONS not in given and CONNECTIONS in os.environ:
+        written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
+        notes.append(
+            f"{written} is set, so that kernels start in the order in which they were queued; your own value would count"
+        )
+    return notes
+
+
+def require_interface(environment: Mapping[str, str]) -> None:
+    """Raises if NCCL_SOCKET_IFNAME names no network interface; NCCL itself fails later and less clearly."""
+    problem = interface_problem(environment, [name for _, name in socket.if_nameindex()])
+    if problem is not None:
+        raise UserError(f"{socket.gethostname()}: {problem}")
 
 
 def launching_agent() -> int | None:
-    """The process that started us, if it passes signals on; without it we would train on, unseen."""
-    if (place := this_worker()) is not None:
-        return place.launcher
+    """Returns the pid of the launcher if it forwards signals; training stops once that process has died."""
+    if (worker := this_worker()) is not None:
+        return worker.launcher
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _work(
     prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
 ) -> int:
+    """Trains on this rank; returns the exit code."""
     from pentatron.train.model import CONFIGURED
     from pentatron.train.session import run_training
 
     config = prepared.resolved.config
     if this_worker() is None:
-        # As in a worker of our own launcher: the stacks are written, and the run continues.
+        # Writes stack traces on the signal and continues, as in a worker of pentatron's launcher.
         faulthandler.register(STACKS, file=2)
     try:
         with joined_run(prepared, worker) as (world, resolved):
@@ -252,12 +256,12 @@ def _work(
     if outcome.ending is not None:
         return outcome.ending.exit_code
     if prepared.worker is None:
-        _what_next(config, outcome.folder)
+        _print_next_commands(config, outcome.folder)
     return 0
 
 
 def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
-    """Starts this program once for every rank, waits for them, and starts them again when they crash."""
+    """Starts one process of this program per rank, supervises them, and restarts them after a failure."""
     outlive_output()
     from pentatron.supervise.hang import JobWatch, Limits
     from pentatron.supervise.launcher import run_workers
@@ -266,8 +270,8 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
 
     config, ranks = prepared.resolved.config, prepared.facts.world_size
     folder = RunFolder(Path(config.run.run_dir))
-    # The workers would find out as well, seconds later and each by itself.
     if config.launch.device == "cuda":
+        # Checked here, because the workers would all fail with it seconds later.
         from pentatron.parallel.world import require_gpu
 
         require_gpu()
@@ -276,48 +280,49 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     inherited = f" with {', '.join(variables)}" if variables else ""
     limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
     say(f"starting {ranks} {plural(ranks, 'process')}{inherited} ...")
-    with listening(watched_here()) as told:
+    with listening(watched_here()) as signals:
 
         def attempt(restart: int) -> "Ended":
             environment = {**os.environ, BEGAN: repr(prepared.attempt.began)}
-            place = (ranks, config.launch.master_port, environment, os.getpid())
-            return run_workers(python_words, *place, told, JobWatch(limits, folder.path), restart)
+            job = (ranks, config.launch.master_port, environment, os.getpid())
+            return run_workers(python_words, *job, signals, JobWatch(limits, folder.path), restart)
 
         ended = Supervisor(
             attempt,
             ranks,
             config.launch.max_restarts,
             folder.path,
-            told,
+            signals,
             prepared.start is Start.RESUME,
             lambda: _saved_step(config),
             complain,
             way_on=how_to_go_on(prepared.start, config.checkpoint.save),
         ).run()
     if ended.exit_code == 0:
-        _what_next(config, folder)
+        _print_next_commands(config, folder)
     return ended.status
 
 
 def _saved_step(config: RunConfig) -> int | None:
-    """The last step that a restart would go on from.
+    """Returns the checkpoint step that a restart resumes from.
 
-    Reading it imports torch, some 200 MiB that a launcher would hold from then on: another process reads it, unless torch is here already.
+    Reading it imports torch, which would cost the launcher 200 MiB for the rest of the job, so another
+    process reads it.
     """
     if "torch" not in sys.modules:
         words = [sys.executable, "-P", "-c", _READ_STEP, config.checkpoint.save]
         read = subprocess.run(
             words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
         )
-        if read.returncode == 0 and (found := read.stdout.split()):
-            return None if found[-1] == "None" else int(found[-1])
+        if read.returncode == 0 and (output := read.stdout.split()):
+            return None if output[-1] == "None" else int(output[-1])
     from pentatron.checkpoint.store import CheckpointStore
 
     return CheckpointStore(Path(config.checkpoint.save), None).newest_own()
 
 
-def _program(called: Path) -> str:
-    """The shortest words that call this program again from here."""
+def _program_name(called: Path) -> str:
+    """Returns the shortest command that runs this program from the current folder."""
     if called.suffix == ".py":
         return "python -m pentatron"
     if shutil.which(called.name) == str(called):
@@ -325,18 +330,18 @@ def _program(called: Path) -> str:
     return os.path.relpath(called) if called.resolve().is_relative_to(Path.cwd()) else str(called)
 
 
-def _what_next(config: RunConfig, folder: RunFolder) -> None:
-    """Commands to copy, with the program under the name it was called by."""
-    program = _program(Path(sys.argv[0]))
+def _print_next_commands(config: RunConfig, folder: RunFolder) -> None:
+    """Prints commands to try after the run."""
+    program = _program_name(Path(sys.argv[0]))
     ideas = []
-    # Layers of one's own have to be named again, and cannot be exported.
+    # A model with a layer spec needs --spec again, and cannot be exported.
     spec = f" --spec {' '.join(map(quote, config.model.spec))}" if config.model.spec else ""
     if folder.sample.exists():
         ideas.append(
             (f'{program} generate {quote(str(folder.path))} "import "{spec}', "continue a text of yours")
         )
     elif config.checkpoint.load and config.checkpoint.save and _saved_step(config) is not None:
-        # Not the run's folder: the checkpoints may be kept elsewhere. There are none after --skip-train from --load.
+        # Checkpoints may lie outside the run folder (--save), and --skip-train with --load saves none.
         saved = quote(os.path.relpath(config.checkpoint.save))
         if config.data.tokenizer_model is not None:
             ideas.append((f'{program} generate {saved} "Once upon a time"{spec}', "continue a text of yours"))

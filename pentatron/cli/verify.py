@@ -1,4 +1,4 @@
-"""`pentatron verify`: whether a layout computes the same numbers as one process."""
+"""`pentatron verify`: checks that a parallel layout computes the same numbers as one process."""
 
 import dataclasses
 import math
@@ -53,36 +53,36 @@ _RESTART = ("-m", "pentatron", "verify")
 
 
 def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> int:
-    """`restart` are the words after `python` that run this command again, for the workers."""
+    """Runs the command. `restart`: the words after `python` that run it again, for the workers."""
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
     if _WORKER in words:
         return _work(Path(words[-1]))
     options, settings = read_among(VerifyOptions, words, VERIFY)
-    wanted = describe(settings, VERIFY).config
-    config = _small(wanted, options.shrink_data)
+    full = describe(settings, VERIFY).config
+    config = _small_model(full, options.shrink_data)
     if not options.json:
         from pentatron.compare.verify import left_out
 
-        for note in left_out(wanted):
+        for note in left_out(full):
             say(f"note: {note}")
     verdict, seconds = _compare(config, restart, quiet=options.json)
     show_report(
         verdict,
         options.json,
         lambda verdict: [
-            _text(verdict, options.everything),
-            f"\n{_sentence(config, verdict)} ({seconds:.0f} s)",
+            _table(verdict, options.everything),
+            f"\n{_conclusion(verdict)} ({seconds:.0f} s)",
         ],
-        lambda verdict: _data(config, verdict),
+        lambda verdict: _json(config, verdict),
     )
     return 0 if verdict.passes else 1
 
 
-def _small(config: RunConfig, shrink: bool) -> RunConfig:
-    missing = not_available(config.settings)
-    if missing:
+def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
+    """Returns the settings of a small model in the same layout; raises if it needs too many processes."""
+    if missing := not_available(config.settings):
         raise ConfigError(missing)
     from pentatron.compare.verify import fewest_replicas, small_twin
 
@@ -112,22 +112,22 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
 
     started = time.perf_counter()
     world = config.grid.world_size
-    tell = (lambda text: None) if quiet else say
-    tell(f"{in_words(config)}\n\none process ...")
+    progress = (lambda text: None) if quiet else say
+    progress(f"{in_words(config)}\n\none process ...")
     reference = run_reference(config)
-    tell(f"{world} {plural(world, 'process')} in the layout ...")
+    progress(f"{world} {plural(world, 'process')} in the layout ...")
     with scratch_folder("verify") as folder:
         if world == 1:
             run_rank(config, single_process(torch.device("cpu")), folder)
         else:
             write_settings(config, folder)
-            _start(world, [*restart, _WORKER, str(folder)], config)
-        found = read_ranks(folder, world)
-    tell("")
-    return judge(found, reference), time.perf_counter() - started
+            _run_ranks(world, [*restart, _WORKER, str(folder)], config)
+        results = read_ranks(folder, world)
+    progress("")
+    return judge(results, reference), time.perf_counter() - started
 
 
-def _start(world: int, python_words: Sequence[str], config: RunConfig) -> None:
+def _run_ranks(world: int, python_words: Sequence[str], config: RunConfig) -> None:
     from pentatron.supervise.launcher import run_workers
 
     prepare_for_workers(1)
@@ -150,11 +150,11 @@ def _work(folder: Path) -> int:
     config = read_settings(folder)
     torch.set_num_threads(1)
     announce_worker(worker, None)
-    place = (worker.rank, worker.local_rank)
+    ranks = (worker.rank, worker.local_rank)
     device = torch.device("cpu")
     point = meeting_point(worker)
     try:
-        with open_world(config.grid, *place, device, _TIMEOUT_MINUTES, config.shared(), point) as world:
+        with open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, config.shared(), point) as world:
             run_rank(config, world, folder)
     except UserError as error:
         complain(f"rank {worker.rank}: {error}")
@@ -162,10 +162,10 @@ def _work(folder: Path) -> int:
     return 0
 
 
-# --- what is shown ---
+# --- report ---
 
 
-def _text(verdict: "Verdict", everything: bool) -> str:
+def _table(verdict: "Verdict", everything: bool) -> str:
     lines = ["largest gaps as a share of what is allowed; above 100% differs", ""]
     lines += [f"  {name:<46}{_share(ratio)}" for name, ratio in verdict.numbers()]
     rows = verdict.tensors()
@@ -180,11 +180,11 @@ def _text(verdict: "Verdict", everything: bool) -> str:
 
 
 def _share(ratio: float) -> str:
-    text = "no number" if not math.isfinite(ratio) else f"{ratio:.1%}" if ratio < 10 else f"{ratio:.3g} ×"
+    text = "not finite" if not math.isfinite(ratio) else f"{ratio:.1%}" if ratio < 10 else f"{ratio:.3g} ×"
     return f"{text:>14}"
 
 
-def _sentence(config: RunConfig, verdict: "Verdict") -> str:
+def _conclusion(verdict: "Verdict") -> str:
     first = verdict.first
     if first is None:
         return f"the layout computes the same numbers as one process: all {len(verdict.judged)} comparisons agree"
@@ -195,7 +195,7 @@ def _sentence(config: RunConfig, verdict: "Verdict") -> str:
     )
 
 
-def _data(config: RunConfig, verdict: "Verdict") -> dict[str, Any]:
+def _json(config: RunConfig, verdict: "Verdict") -> dict[str, Any]:
     def finite(ratio: float) -> float | None:
         return ratio if math.isfinite(ratio) else None
 

@@ -1,4 +1,4 @@
-"""A worker of our own launcher: it ends with its launcher, and tells it why it failed."""
+"""Worker side of supervision: heartbeats, failure records, exit with the launcher, and restart detection."""
 
 import contextlib
 import ctypes
@@ -22,15 +22,18 @@ from pentatron.supervise.heartbeat import Heart, beat_path, read_beat
 from pentatron.supervise.launcher import JOB, LAUNCHER, OF_A_WORKER, OF_OUR_LAUNCHER, RESTART, hold_folder
 from pentatron.supervise.processes import begin_work, crash_path, end_work, write_record
 
-# The process that the variables of a worker are for. Its own children inherit them, and are no workers.
+# Marks the process that the worker variables are for: its child processes inherit them but are not workers.
 WORKER = "PENTATRON_WORKER"
+# Set by the launcher for its workers: the monotonic clock when the job began.
+BEGAN = "PENTATRON_BEGAN"
+_TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _PR_SET_PDEATHSIG = 1
-_PULSE_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Supervised:
-    """This worker's place in its job. `restarts`: how often the job was started again before."""
+    """A worker process of pentatron's own launcher. `restarts`: number of restarts of the job so far."""
 
     folder: Path
     launcher: int
@@ -38,37 +41,37 @@ class Supervised:
     restarts: int
 
     def follow_launcher(self) -> None:
-        """From the first moment on: whoever loses its launcher is asked to end, and a crash leaves its stacks."""
+        """Requests SIGTERM on the death of the launcher, and enables stack traces for crashes and hangs."""
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self.launcher:
-            # It went before we could ask to be told.
+            # The launcher died before prctl: no signal will come.
             sys.exit(128 + signal.SIGTERM)
-        # As long as this process lives, no later job takes the folder for a left one.
+        # The lock keeps later jobs from removing the folder as stale while this process is alive.
         hold_folder(self.folder)
         begin_work(self.folder, self.rank)
-        # Not closed before the process ends.
+        # Both files stay open until the process ends: faulthandler writes to their descriptors.
         faulthandler.enable(crash_path(self.folder, self.rank).open("w", encoding="utf-8"))
         faulthandler.register(STACKS, stacks_path(self.folder, self.rank).open("w", encoding="utf-8"))
 
     def heart(self, where: Whereabouts, limits: Limits) -> Heart:
-        """Tells the launcher where this rank is."""
+        """Returns the heartbeat that reports the status of this rank to the launcher."""
         path = beat_path(self.folder, self.rank)
-        orphan = _Orphan(self, where, limits)
-        return Heart(
-            path, self.rank, socket.gethostname(), where, _PULSE_SECONDS, at_pulse=orphan.end_if_stuck
-        )
+        watchdog = _OrphanWatchdog(self, where, limits)
+        host = socket.gethostname()
+        return Heart(path, self.rank, host, where, _HEARTBEAT_SECONDS, at_pulse=watchdog.check)
 
     def finished(self) -> None:
-        """Proves to the launcher that this rank came to the end of its work, and did not only end without an error."""
+        """Records that this rank completed its work, which exit code 0 alone does not prove."""
         with contextlib.suppress(OSError):
             end_work(self.folder, self.rank)
 
     def lost(self, sentence: str) -> None:
-        """The end of a rank that only met the end of another: worth a place in its file, not on the terminal."""
+        """Records a failure that the loss of another rank caused; only that rank's error is printed."""
         self._write("lost", f"{sentence}\n")
 
     def failed(self, error: BaseException) -> None:
+        """Records the stack trace of an exception for the launcher."""
         text = "".join(traceback.format_exception(error))
         is_consequence = isinstance(error, RuntimeError) and lost_contact(str(error), 0) is not None
         self._write("lost" if is_consequence else "exception", text)
@@ -77,48 +80,49 @@ class Supervised:
         try:
             write_record(self.folder, self.rank, kind, text, time.time())
         except OSError:
-            # The launcher is gone, and nobody else would tell.
+            # The launcher has died and removed the folder, so it cannot print the record.
             sys.stderr.write(text)
 
     def leave(self) -> None:
-        """Without a launcher nobody else removes the job's folder."""
+        """Removes the folder of the job if the launcher, which normally does, has died."""
         if os.getppid() != self.launcher:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class _Orphan:
-    """Whose launcher is gone, the rank ends by itself at the next step; unless it hangs, and then nobody else would end it."""
+class _OrphanWatchdog:
+    """Kills the job if its launcher has died and this rank hangs; a healthy orphan stops at its next step."""
 
-    def __init__(self, place: Supervised, where: Whereabouts, limits: Limits) -> None:
-        self.place, self.where = place, where
-        # Also where the user wants no launcher to judge: there is none any more. A first step or a save gets the time that it gets otherwise.
+    def __init__(self, worker: Supervised, where: Whereabouts, limits: Limits) -> None:
+        self.worker, self.where = worker, where
+        # --heartbeat-timeout 0 turns off the launcher's hang detection, but an orphan has nothing else to end
+        # it: None stands for the automatic limit.
         self.limits = limits if limits.heartbeat != 0 else replace(limits, heartbeat=None)
-        self._at: tuple[int, int] | None = None
+        self._progress: tuple[int, int] | None = None
         self._since = 0.0
 
-    def end_if_stuck(self) -> None:
-        """Called now and then, by another thread than the one that may hang."""
-        if os.getppid() == self.place.launcher:
+    def check(self) -> None:
+        """Called at each heartbeat, by the heartbeat thread, because the main thread may hang."""
+        if os.getppid() == self.worker.launcher:
             return
-        at = (self.where.step, self.where.calls)
-        if at != self._at:
-            self._at, self._since = at, time.monotonic()
+        progress = (self.where.step, self.where.calls)
+        if progress != self._progress:
+            self._progress, self._since = progress, time.monotonic()
         elif time.monotonic() - self._since > self.limits.of(self.where):
-            self._end_all()
+            self._kill_job()
 
-    def _end_all(self) -> None:
-        """The other ranks too: one that is stopped cannot end itself."""
-        beats = [read_beat(path) for path in self.place.folder.glob("*.beat")]
-        shutil.rmtree(self.place.folder, ignore_errors=True)
+    def _kill_job(self) -> None:
+        """Kills all ranks, because a rank that is stopped (SIGSTOP) cannot kill itself; this process last."""
+        beats = [read_beat(path) for path in self.worker.folder.glob("*.beat")]
+        shutil.rmtree(self.worker.folder, ignore_errors=True)
         for pid in [beat.pid for beat in beats if beat is not None and beat.pid != os.getpid()]:
-            if _is_of_job(pid, self.place.folder):
+            if _belongs_to_job(pid, self.worker.folder):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
         os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def _is_of_job(pid: int, folder: Path) -> bool:
-    """Numbers of processes come again: one of a rank that has ended may be somebody else's by now."""
+def _belongs_to_job(pid: int, folder: Path) -> bool:
+    """Whether the process is a rank of this job. The pid of a rank that has ended may have been reused."""
     if not Path("/proc/self/environ").exists():
         return True
     try:
@@ -128,74 +132,66 @@ def _is_of_job(pid: int, folder: Path) -> bool:
 
 
 def this_worker() -> Supervised | None:
-    """This process, if our own launcher started it as a worker."""
+    """Returns this process as a worker, if pentatron's own launcher started it."""
     if any(name not in os.environ for name in (LAUNCHER, JOB, RESTART, "RANK")):
         return None
-    if os.environ.get(WORKER, own := _marker()).partition("\n")[0] != str(os.getpid()):
+    if os.environ.get(WORKER, marker := _marker()).partition("\n")[0] != str(os.getpid()):
         return None
-    os.environ[WORKER] = own
+    os.environ[WORKER] = marker
     launcher, rank, restarts = (int(os.environ[name]) for name in (LAUNCHER, "RANK", RESTART))
     return Supervised(Path(os.environ[JOB]), launcher, rank, restarts)
 
 
 def leave_parents_job() -> None:
-    """Removes the variables of a worker from the environment of a command that the worker started, in a hook of the user's.
+    """Removes worker variables that a command, such as one in a user's hook, inherited from a worker.
 
-    Variables that another launcher has set since, such as a torchrun which the worker started, stay.
+    Keeps variables that another launcher has set since, such as a torchrun that the worker started.
     """
-    marked = os.environ.get(WORKER, "").split("\n")
-    if marked[0] in ("", str(os.getpid())):
+    inherited = os.environ.get(WORKER, "").split("\n")
+    if inherited[0] in ("", str(os.getpid())):
         return
     del os.environ[WORKER]
-    now = _marker().split("\n")
-    names = OF_A_WORKER if marked[1:] == now[1:] else OF_OUR_LAUNCHER if marked[1] == now[1] else ()
+    current = _marker().split("\n")
+    names: tuple[str, ...] = ()
+    if inherited[1:] == current[1:]:
+        names = OF_A_WORKER
+    elif inherited[1] == current[1]:
+        names = OF_OUR_LAUNCHER
     for name in names:
         os.environ.pop(name, None)
 
 
 def _marker() -> str:
-    """The process that the variables of a worker are for, and what tells them from those of another job."""
+    """Returns the value of `WORKER`: the pid, and the job, rank and port, which another launcher changes."""
     return "\n".join([str(os.getpid()), *(os.environ.get(name, "") for name in (JOB, "RANK", "MASTER_PORT"))])
 
 
-# Whether this start is a restart: by our own launcher, by torchrun, or by Slurm that put the job back into
-# the queue.
-
-
-# Set by the launcher for its workers: the monotonic clock when the job began.
-BEGAN = "PENTATRON_BEGAN"
-_TORCHRUN = "TORCHELASTIC_RESTART_COUNT"
-
-
 def this_attempt(environment: Mapping[str, str], run_dir: Path) -> Attempt:
-    """This start of the job, as one of the run in the folder. Our own launcher knows itself whether its job has used the folder."""
+    """Detects whether this start is a restart by pentatron's launcher, by torchrun or by Slurm (requeue)."""
     launchers: dict[str, Launched] = {}
-    if _TORCHRUN in environment:
-        launchers["torchrun"] = Launched(_elastic_job(environment), _count(environment, _TORCHRUN))
+    if _TORCHRUN_RESTARTS in environment:
+        launchers["torchrun"] = Launched(_torchrun_id(environment), _count(environment, _TORCHRUN_RESTARTS))
     if "SLURM_JOB_ID" in environment or "SLURM_RESTART_COUNT" in environment:
         launchers["slurm"] = Launched(
             environment.get("SLURM_JOB_ID"), _count(environment, "SLURM_RESTART_COUNT")
         )
-    place = this_worker()
-    if place is not None and place.restarts > 0:
+    worker = this_worker()
+    if worker is not None and worker.restarts > 0:
         attempt = Attempt(True, launchers)
     else:
         attempt = attempt_in(run_dir, launchers)
-    return replace(attempt, began=_began(environment) if place is not None else time.monotonic())
+    began = time.monotonic()
+    if worker is not None:
+        # All attempts of a job share one time limit, which counts from the start of the launcher.
+        with contextlib.suppress(KeyError, ValueError):
+            began = float(environment[BEGAN])
+    return replace(attempt, began=began)
 
 
-def _began(environment: Mapping[str, str]) -> float:
-    """When our launcher began: a job that is restarted has one limit of time for all its attempts."""
-    try:
-        return float(environment[BEGAN])
-    except (KeyError, ValueError):
-        return time.monotonic()
+def _torchrun_id(environment: Mapping[str, str]) -> str | None:
+    """Returns an id that all ranks and restarts of one torchrun share, and no other torchrun has.
 
-
-def _elastic_job(environment: Mapping[str, str]) -> str | None:
-    """What is the same in all restarts of one torchrun, and on all ranks, and in no other torchrun.
-
-    On one machine: the folder it keeps for its workers' errors, which it makes anew each time it is called.
+    On one machine it is the folder for the errors of the workers, which each torchrun creates for itself.
     """
     errors, local, world = (
         environment.get(name, "") for name in ("TORCHELASTIC_ERROR_FILE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")

@@ -1,4 +1,4 @@
-"""What ends a rank of a run, in sentences: for the commands, and for programs that call the steps of a run themselves."""
+"""Messages and exit codes for errors of a rank: OOM, nondeterministic kernels, lost ranks, rendezvous."""
 
 import re
 from typing import TYPE_CHECKING
@@ -18,72 +18,64 @@ from pentatron.train.run_folder import sentence_of
 if TYPE_CHECKING:
     import torch
 
-# --deterministic-mode: what cannot be repeated to the bit is refused in a sentence.
-
-
-_SIGN = "does not have a deterministic implementation"
+USER_ERROR = 2
+LOST = 1
+# Parts of torch's error messages: for a kernel without a deterministic version, for memory in the private
+# pools of CUDA graphs, and for host OOM, which is a plain RuntimeError.
+_NONDETERMINISTIC = "does not have a deterministic implementation"
+_GRAPH_POOLS = "private pools"
+_HOST_OOM = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
 
 
 def unrepeatable(error: RuntimeError) -> UserError | None:
-    """Torch's refusal of a kernel, in a sentence; None if the error is another one."""
-    found = re.search(rf"(\S+)[^.]*{_SIGN}", str(error))
-    if found is None:
+    """Converts torch's error about a nondeterministic kernel; None for any other error."""
+    match = re.search(rf"(\S+)[^.]*{_NONDETERMINISTIC}", str(error))
+    if match is None:
         return None
     return UserError(
-        f"--deterministic-mode: {found[1]} {_SIGN} on this device, and the run needs it; leave the flag out, or the setting that asks for it"
+        f"--deterministic-mode: {match[1]} {_NONDETERMINISTIC} on this device, and the run needs it; leave the flag out, or the setting that asks for it"
     )
 
 
-# The memory a process has: its share of a GPU, or of the machine.
-
-
-# What torch says of memory that is kept for recorded graphs, where there is any.
-_GRAPHS_SIGN = "private pools"
-# What torch says when the host gives no memory; it is a plain RuntimeError.
-_HOST_SIGNS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
-
-
 def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> None:
-    """Warns of a run that may not fit and refuses one that cannot, before any process waits for another.
+    """Estimates the memory of this rank: warns if it may run out, and raises if the run cannot fit.
 
-    Ranks that share a stage would say the same, and so do those of one machine about what cannot be; the first of them says it.
+    Called before the rendezvous, so that no rank waits for one that was refused. Ranks of the same pipeline
+    stage get the same estimate, so only the first of them prints it; a refusal also the first rank of each
+    machine.
     """
     if not config.launch.check_memory:
         return
     at = config.grid.coordinates(worker.rank)
-    room = room_of(device, _sharing(device, worker))
-    _act_on(None if room is None else judge(config, at.pipeline, room), config, worker)
+    sharing = worker.local_size
+    if device.type == "cuda":
+        import torch
+
+        sharing = worker.sharing(torch.cuda.device_count())
+    room = room_of(device, sharing)
+    _report(None if room is None else judge(config, at.pipeline, room), config, worker)
     in_background = config.checkpoint.async_save and config.checkpoint.save_checkpoints
     offloads = decide(config, DeviceFacts(device.type)).offload.on
     if device.type != "cpu" and (offloads or in_background):
         host = _host_room(worker.local_size)
-        _act_on(None if host is None else judge_host(config, host), config, worker)
+        _report(None if host is None else judge_host(config, host), config, worker)
 
 
-def _sharing(device: "torch.device", worker: Worker) -> int:
-    if device.type != "cuda":
-        return worker.local_size
-    import torch
-
-    return worker.sharing(torch.cuda.device_count())
-
-
-def _act_on(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:
+def _report(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:
     if verdict is None:
         return
     at = config.grid.coordinates(worker.rank)
-    # Stages need different memory, and those of one stage the same.
     first_of_stage = at.tensor == at.context == at.data == 0
     if verdict.impossible:
         refusal = UserError if first_of_stage or worker.local_rank == 0 else AgreedError
         raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
     if first_of_stage:
-        of_rank = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
-        complain(f"warning: {of_rank}{verdict.sentence}")
+        prefix = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
+        complain(f"warning: {prefix}{verdict.sentence}")
 
 
 def room_of(device: "torch.device", local_processes: int) -> Room | None:
-    """None where the system does not tell."""
+    """Returns total and free memory of one process on the device; None if the system does not report it."""
     if device.type == "cuda":
         import torch
 
@@ -99,85 +91,81 @@ def _host_room(local_processes: int) -> Room | None:
 
 
 def memory_sentence(error: BaseException, config: RunConfig, rank: int) -> str | None:
-    """What to tell the user of an error, if it says that memory ran out."""
+    """Returns the message for an out-of-memory error of the device or the host; None for any other error."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
-        return out_of_memory(config, rank, _first_line(error), "GPU", has_graphs=_GRAPHS_SIGN in str(error))
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _HOST_SIGNS):
+        return out_of_memory(config, rank, _first_line(error), "GPU", has_graphs=_GRAPH_POOLS in str(error))
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _HOST_OOM):
         return out_of_memory(config, rank, _first_line(error), "host")
     return None
 
 
 def _first_line(error: BaseException) -> str:
-    """The part that says how much was asked for; what follows is about the allocator's settings."""
+    """Returns the part of an OOM message with the requested size, without advice on the allocator."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return text.split(". GPU ")[0].split(" If reserved but")[0].rstrip(".")
 
 
-USER_ERROR = 2
-LOST = 1
-
-
 def explain(error: BaseException, config: RunConfig, worker: Worker) -> int | None:
-    """Says what an error of this rank means and returns the exit code; None of one that only its traceback explains.
+    """Prints the message for an error of this rank and returns its exit code; None: it needs a traceback.
 
-    What all ranks have agreed upon is said by the first of them.
+    An `AgreedError` was raised on all ranks, so only rank 0 prints it.
     """
     if isinstance(error, AgreedError):
         if worker.rank == 0:
             complain(str(error))
         return error.exit_code
     if isinstance(error, MeetingError):
-        _say_who_is_missing(error, worker)
+        _print_lost_ranks(error, worker)
         return USER_ERROR
     if isinstance(error, UserError):
-        # Met by this rank alone: nobody else will say it.
-        _say(error, worker)
+        # Raised on this rank only, so this rank prints it.
+        _print_error(error, worker)
         return error.exit_code
-    problem = _own_sentence(error, config, worker.rank)
-    if problem is not None:
-        _say(problem, worker)
+    message = _torch_error_message(error, config, worker.rank)
+    if message is not None:
+        _print_error(message, worker)
         return USER_ERROR
-    lost = _lost(error, config)
+    lost = _lost_ranks(error, config)
     if worker.world_size == 1 or lost is None:
         return None
-    if (place := this_worker()) is not None:
-        place.lost(str(lost))
+    if (supervised := this_worker()) is not None:
+        supervised.lost(str(lost))
     else:
-        _say_who_is_missing(lost, worker)
+        _print_lost_ranks(lost, worker)
     return LOST
 
 
 def last_words(error: BaseException, config: RunConfig, rank: int) -> str | None:
-    """What the log says of the error that ended a rank; nothing where it only missed another one, which knows more."""
-    problem = _own_sentence(error, config, rank)
-    if problem is None and _lost(error, config) is not None:
+    """Returns the log line for the error that ended a rank; None if another rank was lost before."""
+    message = _torch_error_message(error, config, rank)
+    if message is None and _lost_ranks(error, config) is not None:
         return None
-    return problem or sentence_of(error)
+    return message or sentence_of(error)
 
 
-def _own_sentence(error: BaseException, config: RunConfig, rank: int) -> str | None:
-    """Of what torch raises and the user can mend."""
+def _torch_error_message(error: BaseException, config: RunConfig, rank: int) -> str | None:
+    """Returns the message for an error of torch that the user can fix; None for any other error."""
     if not isinstance(error, RuntimeError | MemoryError):
         return None
-    refused = unrepeatable(error) if isinstance(error, RuntimeError) else None
-    return str(refused) if refused is not None else memory_sentence(error, config, rank)
+    nondeterministic = unrepeatable(error) if isinstance(error, RuntimeError) else None
+    return str(nondeterministic) if nondeterministic is not None else memory_sentence(error, config, rank)
 
 
-def _lost(error: BaseException, config: RunConfig) -> UserError | None:
+def _lost_ranks(error: BaseException, config: RunConfig) -> UserError | None:
     if not isinstance(error, RuntimeError):
         return None
     later = config.launch.distributed_timeout_seconds_after_init
     return lost_contact(str(error), later / 60 if later else config.launch.distributed_timeout_minutes)
 
 
-def _say(problem: object, worker: Worker) -> None:
+def _print_error(problem: object, worker: Worker) -> None:
     complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
 
 
-def _say_who_is_missing(error: UserError, worker: Worker) -> None:
+def _print_lost_ranks(error: UserError, worker: Worker) -> None:
     complain(f"rank {worker.rank}: {error}")
     if isinstance(error, MeetingError) and worker.local_size < worker.world_size and worker.local_rank == 0:
-        # Once on each machine: the reader may see one of them only.
+        # Printed once per machine, because the user may see the output of one machine only.
         complain("\n".join(checklist("every machine")))

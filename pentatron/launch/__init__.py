@@ -1,1 +1,1 @@
-"""Starting worker processes."""
+"""Jobs on several machines: job scripts, environment variables, and checks of a machine."""

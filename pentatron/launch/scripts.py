@@ -1,9 +1,12 @@
-"""A batch script for Slurm: one torchrun on every node, and a way out before the time is over.
+"""Writes job scripts: a Slurm batch script, or a torchrun script to start on each machine by hand.
 
-What is easy to get wrong, and the reason for most lines: one task per node, because torchrun starts the workers
-itself; the node's number read on the node, not in the batch shell; the name of the first node found outside the container,
-which has no scontrol; the warning sent to the batch shell and passed on to the steps as SIGTERM, which torchrun hands to
-its workers, because srun itself answers SIGTERM by killing the step.
+Details of the Slurm script that are easy to get wrong:
+
+- One task per node, because torchrun starts the workers of a node.
+- The node rank is read on the node, not in the batch shell.
+- The name of the first node is looked up outside the container, which has no scontrol.
+- Slurm signals the batch shell before the time limit. The shell sends SIGTERM to the steps with scancel, and
+  torchrun forwards it to its workers; a SIGTERM to srun would kill the step.
 """
 
 import shlex
@@ -14,71 +17,80 @@ from pentatron.launch.job import Job
 from pentatron.parallel.rendezvous import SECRET
 from pentatron.text import redacted
 
-# Text that both kinds of script share: quoted words, variables, the line that starts the workers of one
-# machine.
-
-
 WRITTEN_BY = "# Written by: "
-# SIGUSR1 and SIGUSR2, which schedulers send as warnings, would end torchrun and leave its workers behind.
-SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+# Without these, SIGUSR1 and SIGUSR2, which schedulers send as warnings, kill torchrun and orphan its workers.
+_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
-def head(command: Sequence[str], equation: str) -> list[str]:
-    """The first lines; the second one tells a script of ours from any other file."""
-    # A word may hold several lines, of which none may leave the comment.
+# Above the ports of services and below the ephemeral ports; jobs that share a node get different ones.
+_SLURM_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
+_TORCHRUN_PORT = 29500
+_FIRST_NODE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+_NEW_STORE = [
+    "# Restarted workers must not read the addresses of their predecessors from the store of torchrun.",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+]
+
+
+# --- lines that both scripts share ---
+
+
+def _header(command: Sequence[str], equation: str) -> list[str]:
+    """Returns the first lines. `WRITTEN_BY` in the second one marks files that may be overwritten."""
+    # A word may contain newlines, which must not end the comment.
     written = redacted(shlex.join(command)).replace("\n", "\n#   ")
     return ["#!/usr/bin/env bash", f"{WRITTEN_BY}{written}", f"# {equation}"]
 
 
-def setup_lines(job: Job, strict: str) -> list[str]:
-    """The user's own lines, without the strictness (`-u`, `-eu`) of the rest: scripts of conda and of modules read what is not set."""
+def _setup(job: Job, strict: str) -> list[str]:
+    """Returns the lines of `--setup`, during which the shell options (`-u`, `-eu`) are off."""
     if not job.setup:
         return []
     return [
-        "# Scripts of conda and of environment modules read variables that nobody has set.",
+        "# Scripts of conda and of environment modules read unset variables.",
         f"set +{strict}",
         job.setup,
         'setup_code=$?; if [ "$setup_code" -ne 0 ]; then',
-        '    echo "the last line of --setup failed ($setup_code): mend it, or end it with: || true" >&2; exit 2',
+        '    echo "the last line of --setup failed ($setup_code): fix it, or end it with: || true" >&2; exit 2',
         "fi",
         f"set -{strict}",
     ]
 
 
-def exports(job: Job) -> list[str]:
-    """What the workers inherit; the user's own values win."""
+def _exports(job: Job) -> list[str]:
+    """Returns the exports for the workers; values that the user has exported take precedence."""
     lines = []
     for item in job.variables:
         lines += [f"# {item.name}: {item.reason}", f'export {item.name}="${{{item.name}:-{item.value}}}"']
     return lines
 
 
-def import_lines(job: Job) -> list[str]:
-    """Workers of `-m pentatron` import nothing from the current folder, unless the package itself is there: a checkout need not be installed."""
+def _safe_path(job: Job) -> list[str]:
+    """Returns the lines that keep the current folder off `sys.path`, unless it is a checkout of pentatron."""
     if job.words[0] != "-m" or Path(job.folder, "pentatron", "__main__.py").is_file():
         return []
-    return ["# Files in this folder do not stand in for packages.", "export PYTHONSAFEPATH=1"]
+    return ["# Files in this folder must not shadow packages.", "export PYTHONSAFEPATH=1"]
 
 
-def secret_lines() -> list[str]:
-    """Made where the job runs, so that the script holds none."""
+def _new_secret() -> list[str]:
+    """Returns the lines that generate the job secret on the node; the script does not contain it."""
     return [
-        "# What the ranks of this job know and no other process does; they refuse those that do not.",
+        "# Shared secret of the ranks of this job, which refuse connections without it.",
         f'[ -n "${{{SECRET}-}}" ] || {SECRET}="$(od -An -N32 -tx1 /dev/urandom | tr -d " \\n")"',
         f"export {SECRET}",
     ]
 
 
-def new_addresses() -> list[str]:
-    """For restarts by torchrun."""
+def _restarts(run_id: str) -> list[str]:
+    """Returns the lines that restarts by torchrun need."""
     return [
-        "# Workers that start again must not find the addresses of those that died.",
-        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        f'export RUN_ID="{run_id}"',
+        *_NEW_STORE,
     ]
 
 
-def words_array(words: Iterable[str]) -> list[str]:
-    """The training command as an array, a flag with its values on a line."""
+def _command_array(words: Iterable[str]) -> list[str]:
+    """Returns the training command as a shell array, with one flag and its values per line."""
     lines: list[list[str]] = []
     for word in words:
         if not lines or (word.startswith("--") and len(word) > 2):
@@ -87,42 +99,49 @@ def words_array(words: Iterable[str]) -> list[str]:
     return ["train=(", *(f"    {' '.join(line)}" for line in lines), ")"]
 
 
-def meeting(job: Job) -> str:
-    """How the machines meet. Restarts need a meeting that can be repeated; otherwise every node keeps its number."""
+def _rendezvous(job: Job) -> str:
+    """Returns the rendezvous options of torchrun: c10d if restarts must repeat it, else static ranks."""
     if job.restarts:
         return f"--rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv_id=$RUN_ID --max_restarts={job.restarts}"
     return "--node_rank=$NODE_RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT"
 
 
-# Between the ports of services and those the system gives to clients; the job's number keeps two jobs on a node apart.
-_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
-_FIRST_NODE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-
-
-def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
-    parts = [
-        [*head(command, equation), *_requests(job)],
-        ["set -u", f"cd {shlex.quote(job.folder)} || exit 2"],
-        _way_out(job),
-        setup_lines(job, "u"),
-        [
-            f"export MASTER_ADDR={job.address or _FIRST_NODE}",
-            f"export MASTER_PORT={job.port or _PORT}",
-            *(_repeatable_meeting() if job.restarts else []),
-            *_cores(job),
-            *exports(job),
-            *import_lines(job),
-            *secret_lines(),
-        ],
-        words_array(job.words),
-        _step(job),
-        _end(job),
-    ]
+def _joined(parts: Sequence[Sequence[str]]) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def _requests(job: Job) -> list[str]:
-    asked = {
+# --- Slurm ---
+
+
+def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
+    """Returns the sbatch script of a job. `equation` describes its layout in a comment."""
+    cores = [
+        "# Since version 22.05 srun does not inherit this from sbatch.",
+        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+    ]
+    parts = [
+        [*_header(command, equation), *_sbatch_lines(job)],
+        ["set -u", f"cd {shlex.quote(job.folder)} || exit 2"],
+        _signal_handlers(job),
+        _setup(job, "u"),
+        [
+            f"export MASTER_ADDR={job.address or _FIRST_NODE}",
+            f"export MASTER_PORT={job.port or _SLURM_PORT}",
+            *(_restarts("$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}") if job.restarts else []),
+            *(cores if job.cpus else []),
+            *_exports(job),
+            *_safe_path(job),
+            *_new_secret(),
+        ],
+        _command_array(job.words),
+        _srun(job),
+        _exit(job),
+    ]
+    return _joined(parts)
+
+
+def _sbatch_lines(job: Job) -> list[str]:
+    options = {
         "job-name": job.name,
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
@@ -136,8 +155,8 @@ def _requests(job: Job) -> list[str]:
         "constraint": job.constraint,
         "output": job.output,
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
-    # A job that starts again adds to its output instead of replacing it.
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    # A job that is requeued appends to its output file instead of truncating it.
     lines.append("#SBATCH --open-mode=append")
     if job.grace:
         lines.append(f"#SBATCH --signal=B:USR1@{job.grace}")
@@ -145,23 +164,7 @@ def _requests(job: Job) -> list[str]:
     return [*lines, *(f"#SBATCH {line}" for line in job.batch_lines)]
 
 
-def _cores(job: Job) -> list[str]:
-    if not job.cpus:
-        return []
-    return [
-        "# Since version 22.05 srun does not take this over from sbatch.",
-        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-    ]
-
-
-def _repeatable_meeting() -> list[str]:
-    return [
-        'export RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        *new_addresses(),
-    ]
-
-
-def _way_out(job: Job) -> list[str]:
+def _signal_handlers(job: Job) -> list[str]:
     return [
         "# The trainer saves a checkpoint on SIGTERM and ends; torchrun waits this long for it.",
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.grace or 30}",
@@ -177,38 +180,36 @@ def _way_out(job: Job) -> list[str]:
     ]
 
 
-def _step(job: Job) -> list[str]:
+def _srun(job: Job) -> list[str]:
     container = []
     if job.container_image:
         container.append(f"--container-image={job.container_image}")
         container.append(f"--container-mounts={_mounts(job)}")
         container.append('--container-workdir="$PWD"')
-    # A node whose workers end first must not take the others down while they still save.
+    # The workers of one node may end first; those of the others must not be killed while they save.
     options = ["--kill-on-bad-exit=0", f"--wait={job.grace or 30}", *container]
+    rendezvous = _rendezvous(job).replace("$NODE_RANK", "$SLURM_NODEID")
     return [
-        f"# One torchrun on each of the {job.nodes} nodes; it knows its number only there.",
+        f"# One torchrun on each of the {job.nodes} nodes, where it reads its node rank.",
         f"srun {' '.join(options)} bash -c '",
         f'    exec "$0" -P -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\',
-        f"        {SIGNALS} \\",
-        f"        {_per_node(job)} \\",
+        f"        {_SIGNALS} \\",
+        f"        {rendezvous} \\",
         f'        "$@"\' {shlex.quote(job.python)} "${{train[@]}}" &',
         "step=$!",
     ]
 
 
 def _mounts(job: Job) -> str:
-    """What the user asked for, and the folder that the job runs in: a container sees nothing else."""
-    seen = [pair.split(":")[1] for pair in job.container_mounts.split(",") if ":" in pair]
-    here = Path(job.folder)
-    own = [] if any(here.is_relative_to(place) for place in seen) else ['"$PWD:$PWD"']
-    return ",".join([*([job.container_mounts] if job.container_mounts else []), *own])
+    """Returns the mounts of the user, and the folder of the job unless they include it."""
+    mounts = [job.container_mounts] if job.container_mounts else []
+    targets = [pair.split(":")[1] for pair in job.container_mounts.split(",") if ":" in pair]
+    if not any(Path(job.folder).is_relative_to(target) for target in targets):
+        mounts.append('"$PWD:$PWD"')
+    return ",".join(mounts)
 
 
-def _per_node(job: Job) -> str:
-    return meeting(job).replace("$NODE_RANK", "$SLURM_NODEID")
-
-
-def _end(job: Job) -> list[str]:
+def _exit(job: Job) -> list[str]:
     lines = [
         "# A signal interrupts wait, not the step.",
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; done',
@@ -217,8 +218,8 @@ def _end(job: Job) -> list[str]:
     ]
     if job.requeues:
         lines += [
-            "# Cut short by its time limit or by another job: back into the queue, to go on from the checkpoint. Slurm does that",
-            "# itself only for a job that it had to kill. A failure is not repeated.",
+            "# Requeues a job that its time limit or a preemption stopped, to resume from the checkpoint. Slurm itself requeues only",
+            "# jobs that it had to kill. A failed job is not requeued.",
             'if [ "$code" -ne 0 ] && { [ -n "$warned" ] ||',
             '    scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q " PreemptTime=[0-9]"; }; then',
             '    echo "$(date +%FT%T) back into the queue"',
@@ -228,33 +229,34 @@ def _end(job: Job) -> list[str]:
     return [*lines, 'exit "$code"']
 
 
-# A script that starts torchrun on one machine of several; the same file runs on all of them.
-
-
-_USUAL_PORT = 29500
+# --- torchrun on each machine ---
 
 
 def node_script(job: Job, command: Sequence[str], equation: str) -> str:
-    """For one machine without a meeting point; for several the machine's number is the script's first word."""
+    """Returns the script to start on each machine, with the node rank as argument if there are several."""
+    shared_secret = [
+        f"# If {SECRET} is exported with the same random text on every machine (openssl rand -hex 32), ranks refuse connections",
+        "# without it.",
+    ]
     parts = [
-        [*head(command, equation), *_how_to_run(job)],
+        [*_header(command, equation), *_instructions(job)],
         ["set -euo pipefail", f"cd {shlex.quote(job.folder)}"],
-        setup_lines(job, "eu"),
-        _place(job),
+        _setup(job, "eu"),
+        _node_variables(job),
         [
-            *exports(job),
-            *import_lines(job),
-            *(secret_lines() if job.nodes == 1 else _shared_secret()),
+            *_exports(job),
+            *_safe_path(job),
+            *(_new_secret() if job.nodes == 1 else shared_secret),
             "# The trainer saves a checkpoint on SIGTERM and ends; torchrun waits this long for it.",
             f'export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-{job.grace or 30}}}"',
         ],
-        words_array(job.words),
-        _start(job),
+        _command_array(job.words),
+        _torchrun(job),
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    return _joined(parts)
 
 
-def _how_to_run(job: Job) -> list[str]:
+def _instructions(job: Job) -> list[str]:
     if job.nodes == 1:
         return ["# Run it with bash; further words go to the training command."]
     return [
@@ -264,16 +266,9 @@ def _how_to_run(job: Job) -> list[str]:
     ]
 
 
-def _shared_secret() -> list[str]:
-    return [
-        f"# Where {SECRET} is exported, the same random text on every machine (openssl rand -hex 32), ranks refuse processes that do not",
-        "# know it.",
-    ]
-
-
-def _place(job: Job) -> list[str]:
+def _node_variables(job: Job) -> list[str]:
     if job.nodes == 1:
-        return new_addresses() if job.restarts else []
+        return _NEW_STORE if job.restarts else []
     lines = [
         'case "${1:-}" in',
         '    "" | *[!0-9]*) ;;',
@@ -287,24 +282,21 @@ def _place(job: Job) -> list[str]:
         lines.append(f'export MASTER_ADDR="${{MASTER_ADDR:-{job.address}}}"')
     else:
         lines.append(': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"')
-    lines.append(f'export MASTER_PORT="${{MASTER_PORT:-{job.port or _USUAL_PORT}}}"')
+    lines.append(f'export MASTER_PORT="${{MASTER_PORT:-{job.port or _TORCHRUN_PORT}}}"')
     if job.restarts:
-        lines += [
-            f'export RUN_ID="${{RUN_ID:-{job.name}}}"',
-            *new_addresses(),
-        ]
+        lines += _restarts(f"${{RUN_ID:-{job.name}}}")
     return lines
 
 
-def _start(job: Job) -> list[str]:
-    where = f"--standalone --max_restarts={job.restarts}" if job.nodes == 1 else _quoted(meeting(job))
+def _torchrun(job: Job) -> list[str]:
+    if job.nodes == 1:
+        rendezvous = f"--standalone --max_restarts={job.restarts}"
+    else:
+        # Quotes each word with a variable, whose value may contain spaces.
+        words = _rendezvous(job).split()
+        rendezvous = " ".join(f'"{word}"' if "$" in word else word for word in words)
     return [
         f"exec {shlex.quote(job.python)} -P -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\",
-        f"    {SIGNALS} \\",
-        f'    {where} "${{train[@]}}" "$@"',
+        f"    {_SIGNALS} \\",
+        f'    {rendezvous} "${{train[@]}}" "$@"',
     ]
-
-
-def _quoted(words: str) -> str:
-    """Each word that holds a variable in quotes: a name may have anything in it."""
-    return " ".join(f'"{word}"' if "$" in word else word for word in words.split())

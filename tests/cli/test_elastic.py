@@ -51,7 +51,7 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
     capsys.readouterr()
     alone(cut, words)
     shown = capsys.readouterr().out
-    kept = "the run keeps its 4 samples a step, which it had on 2 data-parallel ranks; on 1, what is said of a rank would make 2"
+    kept = "the run keeps its 4 samples a step, which it had on 2 data-parallel ranks; on 1, the batch settings of a rank would make 2"
     assert kept in shown
     assert (
         "the checkpoint was made on 1 tensor × 1 pipeline × 1 context × 2 data ranks; it goes on on" in shown
@@ -81,4 +81,4 @@ def test_what_a_guide_says_of_a_rank_is_divided_anew(tmp_path: Path) -> None:
         4,
         2,
         1,
-    ) and "on 1 data-parallel rank; on 2, what is said of a rank would make 8" in " ".join(now.notices)
+    ) and "on 1 data-parallel rank; on 2, the batch settings of a rank would make 8" in " ".join(now.notices)

@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--nodes", "0", "--gpus-per-node", "4", "--time", "soon"],
          ["--nodes 0 must be at least 1", "--time soon must look like"]),
         ([*CLUSTER, "--sbatch", "--time=5 --exclusive --gres=gpu:1"],
-         ["--sbatch: --time=5 would go past the checks", "--sbatch: --gres=gpu:1 would go past"]),
+         ["--sbatch: --time=5 would bypass the checks", "--sbatch: --gres=gpu:1 would bypass"]),
         ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist here"]),
     ],
 )  # fmt: skip
@@ -131,7 +131,7 @@ def test_tensor_groups_over_nodes_and_one_core_are_remarked_upon(capsys: pytest.
     one_head_each = ["--num-attention-heads", "8", "--tp", "8"]
     assert main(["launch", "slurm", *CLUSTER, *MODEL, *one_head_each]) == 0
     said = capsys.readouterr().out
-    assert "note: tensor groups of 8 reach over several nodes of 4" in said
+    assert "note: tensor groups of 8 span several nodes of 4" in said
     assert "without --cpus-per-task Slurm may give one core to the 4 workers" in said
 
 
@@ -140,7 +140,7 @@ def test_a_job_that_saves_nothing_and_may_start_again_is_remarked_upon(
 ) -> None:
     (here / "pretrain_gpt.py").write_text("")
     words = ["--script", "pretrain_gpt.py", *MODEL]
-    said = "note: no checkpoint is saved, so a job that is started again begins at step 0"
+    said = "note: no checkpoint is saved, so a job that is restarted begins at step 0"
     assert main(["launch", "slurm", *CLUSTER, *words]) == 0
     assert said in capsys.readouterr().out
     for other in (["--save", "out"], ["--no-requeue"]):
@@ -153,7 +153,7 @@ def test_a_file_of_others_is_kept(here: Path, capsys: pytest.CaptureFixture[str]
         assert main(["launch", "torchrun", *CLUSTER, *MODEL]) == 0, "our own may be written again"
     (here / "pentatron.sh").write_text("echo mine\n")
     assert main(["launch", "torchrun", *CLUSTER, *MODEL]) == 2
-    assert "pentatron.sh is not a script of ours and is kept" in capsys.readouterr().err
+    assert "pentatron.sh is not a script that pentatron wrote, so it is kept" in capsys.readouterr().err
 
 
 def test_submitting_needs_sbatch(

@@ -7,7 +7,7 @@ import pytest
 
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
-from pentatron.cli.show import remark
+from pentatron.cli.show import unavailable
 from pentatron.errors import UserError
 from pentatron.settings.entry import TRAIN
 from pentatron.settings.presets import presets
@@ -149,9 +149,9 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_preset_that_needs_what_is_not_built_says_so() -> None:
     """None of ours does; one that comes may."""
     local = {"num_layers": 3, "non_persistent_ckpt_type": "local"}
-    assert remark(local) == "  not available yet: non-persistent checkpoints"
-    assert remark({"fp8_recipe": "delayed"}) == "  for now with --fp8-recipe tensorwise"
-    assert remark({"num_layers": 3}) == ""
+    assert unavailable(local) == "  not available yet: non-persistent checkpoints"
+    assert unavailable({"fp8_recipe": "delayed"}) == "  for now with --fp8-recipe tensorwise"
+    assert unavailable({"num_layers": 3}) == ""
 
 
 # --- what comes before: words and environment to a checked configuration ---

@@ -15,8 +15,8 @@ from pentatron.cli.worker import (
     BEGAN,
     WORKER,
     Supervised,
-    _is_of_job,
-    _Orphan,
+    _belongs_to_job,
+    _OrphanWatchdog,
     leave_parents_job,
     this_attempt,
     this_worker,
@@ -33,18 +33,18 @@ class Ended(Exception):
 def stuck_for(seconds: float, where: Whereabouts, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a rank without a launcher gives up by then."""
 
-    def end_all(self: _Orphan) -> None:
+    def kill_job(self: _OrphanWatchdog) -> None:
         raise Ended
 
     now = 100.0
-    monkeypatch.setattr(_Orphan, "_end_all", end_all)
+    monkeypatch.setattr(_OrphanWatchdog, "_kill_job", kill_job)
     monkeypatch.setattr(worker_module.time, "monotonic", lambda: now)
     # Also with --heartbeat-timeout 0, which is about launchers that live.
-    orphan = _Orphan(Supervised(Path("/nowhere"), 1, 0, 0), where, Limits(0.0, 600.0))
-    orphan.end_if_stuck()
+    watchdog = _OrphanWatchdog(Supervised(Path("/nowhere"), 1, 0, 0), where, Limits(0.0, 600.0))
+    watchdog.check()
     now += seconds
     try:
-        orphan.end_if_stuck()
+        watchdog.check()
     except Ended:
         return True
     return False
@@ -70,11 +70,11 @@ def test_a_process_of_another_job_is_not_taken_for_a_rank(tmp_path: Path) -> Non
         process = subprocess.Popen(["sleep", "100"], env={**os.environ, JOB: str(job)})
         try:
             time.sleep(0.1)
-            assert _is_of_job(process.pid, tmp_path) is expected
+            assert _belongs_to_job(process.pid, tmp_path) is expected
         finally:
             process.kill()
             process.wait()
-    assert not _is_of_job(process.pid, tmp_path), "it is gone"
+    assert not _belongs_to_job(process.pid, tmp_path), "it is gone"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import guarded, main
-from pentatron.cli.train import _what_next
+from pentatron.cli.train import _print_next_commands
 from pentatron.settings.entry import TRAIN
 from pentatron.train.run_folder import RunFolder
 from tests.harness import distributed, run_distributed
@@ -139,23 +139,23 @@ def test_commands_to_copy_hold_any_folder(
         *"--vocab-size 50 --corpus python --train-iters 1 --nproc-per-node 1".split(),
     ]
     config = prepare(words, TRAIN).resolved.config
-    _what_next(config, RunFolder(Path("a run")))
+    _print_next_commands(config, RunFolder(Path("a run")))
     assert "export" not in capsys.readouterr().out, "there is no step, as after --skip-train from another run"
     monkeypatch.setattr("pentatron.cli.train._saved_step", lambda config: 1)
-    _what_next(config, RunFolder(Path("a run")))
+    _print_next_commands(config, RunFolder(Path("a run")))
     said = capsys.readouterr().out
     assert "export 'a run/checkpoints' 'exported/a run' " in said and "--run-dir 'a run-wide' " in said
     (tmp_path / "a run" / "sample.txt").touch()
-    _what_next(config, RunFolder(Path("a run")))
+    _print_next_commands(config, RunFolder(Path("a run")))
     assert "generate 'a run' \"import \"" in capsys.readouterr().out
     model = dataclasses.replace(config.model, spec=("my_layers", "layer_spec"))
-    _what_next(dataclasses.replace(config, model=model), RunFolder(Path("a run")))
+    _print_next_commands(dataclasses.replace(config, model=model), RunFolder(Path("a run")))
     said = capsys.readouterr().out
     assert "generate 'a run' \"import \" --spec my_layers layer_spec " in said, (
         "such layers are never guessed"
     )
     (tmp_path / "a run" / "sample.txt").unlink()
-    _what_next(dataclasses.replace(config, model=model), RunFolder(Path("a run")))
+    _print_next_commands(dataclasses.replace(config, model=model), RunFolder(Path("a run")))
     assert "export" not in capsys.readouterr().out, "it would be refused"
 
 

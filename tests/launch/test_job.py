@@ -54,7 +54,7 @@ def test_a_sound_job_has_no_problem() -> None:
         ({"container_mounts": "/data:/data"}, "add --container-image"),
         ({"sbatch": "--nodes=4"}, "--sbatch: --nodes is set by the script itself"),
         ({"sbatch": "exclusive"}, "'exclusive' must be an option of sbatch in one word"),
-        ({"sbatch": "--comment='a"}, "cannot be read as words"),
+        ({"sbatch": "--comment='a"}, "cannot be split into words"),
     ],
 )
 def test_problems(change: dict[str, Any], sentence: str) -> None:

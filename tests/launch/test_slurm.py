@@ -148,7 +148,7 @@ def test_lines_of_a_setup_may_read_what_is_not_set(
 
     assert run('false\nCONDA="$NEVER_SET/bin"') == (0, "")
     code, out = run("module_that_is_not_there load cuda")
-    assert code == 2 and "the last line of --setup failed (127): mend it" in out
+    assert code == 2 and "the last line of --setup failed (127): fix it" in out
 
 
 def test_the_users_variables_win_over_those_of_the_script(cluster: StubCluster) -> None:

@@ -38,7 +38,7 @@ def test_a_step_is_chosen_by_its_number(base: Path, tmp_path: Path) -> None:
 def test_a_run_does_not_go_back_in_its_own_folder(base: Path) -> None:
     words = f"--load {base / 'checkpoints'} --train-iters 6"
     assert prepared(base, f"{words} --ckpt-step 6").config.model.num_layers == 2
-    with pytest.raises(UserError, match=r"has gone on to step-00000006, .* another --run-dir"):
+    with pytest.raises(UserError, match=r"has continued to step-00000006, .* another --run-dir"):
         prepared(base, f"{words} --ckpt-step 4")
 
 
