@@ -204,8 +204,7 @@ class _Sandbox:
         deadline = time.monotonic() + limits.wall_seconds
         poll = select.poll()
         poll.register(stdout, select.POLLIN)
-        # Both pipes are non-blocking and polled together: a large request and a large response cannot
-        # deadlock.
+        # stdin is non-blocking and polled with stdout, so that a large request and response cannot deadlock.
         left, received = memoryview(line), bytearray()
         try:
             while not received.endswith(b"\n"):

@@ -156,7 +156,7 @@ def test_data_of_a_program_is_not_counted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data is read; give --train-iters"):
         prepare(words.split(), TRAIN, own_data=True)
     there = prepare(words.split(), TRAIN, Facts(1, 1, 8, "torchrun", True)).resolved
-    with pytest.raises(AgreedError, match="the program has data of its own; give --train-iters"):
+    with pytest.raises(AgreedError, match="the program supplies its own data; give --train-iters"):
         settle_epochs(there, single_process(), tmp_path, Silent(), own_data=True)
 
 

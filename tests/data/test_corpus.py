@@ -12,9 +12,9 @@ import pytest
 
 from pentatron.data import corpus
 from pentatron.data.corpus import PreparedCorpus, prepare_python_corpus, python_stdlib_files
-from pentatron.data.gpt_dataset import open_splits
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.tokenizer import FileTokenizer
+from tests.data.splits import open_splits
 
 VOCAB, BYTES = 400, 300_000
 

@@ -8,7 +8,6 @@ import torch
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
 from pentatron.data.datasets import Datasets, Numbers, OpenedData, arrange, open_data
-from pentatron.data.gpt_dataset import open_splits
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import IndexCache
@@ -17,6 +16,7 @@ from pentatron.errors import UserError
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
 from pentatron.settings.entry import TRAIN
+from tests.data.splits import open_splits
 
 TEXT = "What the model sees is what was written. "
 

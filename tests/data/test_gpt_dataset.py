@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentatron.data.gpt_dataset import CountingSequences, GPTDataset, open_splits
+from pentatron.data.gpt_dataset import CountingSequences, GPTDataset
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from tests.data.splits import open_splits
 
 VOCAB = 100
 

@@ -159,7 +159,7 @@ def test_a_state_of_another_kind_is_refused(state: dict[str, Any]) -> None:
 def test_a_schedule_or_files_of_another_kind_are_refused() -> None:
     with pytest.raises(UserError, match=r"schedule cannot be read .*weight_decay"):
         Schedule.from_json({"learning_rate": Schedule.of(resolved().config).to_json()["learning_rate"]})
-    with pytest.raises(UserError, match=r"of its data cannot be read .*made_up"):
+    with pytest.raises(UserError, match=r"of the data in the checkpoint cannot be read .*made_up"):
         DataIdentity.from_json("x", [{"made_up": 3}])
 
 
