@@ -1,1 +1,3 @@
-"""From text to batches: tokenizers, `.bin/.idx` files, samples in a fixed order, and the loader of one rank."""
+"""From text to batches: tokenizers, `.bin/.idx` files, samples in a fixed order, and the loader of one
+rank.
+"""

@@ -204,7 +204,9 @@ def greedy_order(weights: Sequence[float], size: int) -> Ids:
 
 
 def exhaustive_order(sizes: Sequence[int]) -> Ids:
-    """Returns an order with every sample of every dataset once, in proportion until a dataset is exhausted."""
+    """Returns an order with every sample of every dataset once, in proportion until a dataset is
+    exhausted.
+    """
     total = sum(sizes)
     shares = np.array(sizes, dtype=np.float64) / float(total)
     order = greedy_order(shares.tolist(), total)

@@ -132,7 +132,9 @@ class Template:
         return environment
 
     def _range(self, *numbers: int) -> range:
-        """Replaces `range` and counts the iterations of all loops over it, including nested and empty ones."""
+        """Replaces `range` and counts the iterations of all loops over it, including nested and empty
+        ones.
+        """
         values = safe_range(*numbers)
         self.rounds += len(values)
         if self.rounds > MOST_ROUNDS:

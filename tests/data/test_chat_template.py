@@ -121,7 +121,7 @@ def test_places_of_tokens_without_a_library() -> None:
     assert bytes(np.array(ids)[marks].tolist()).decode() == text[7:12]
     ((ids, marks),) = encode_marked(NullTokenizer(99), [MarkedText("1 2 3 4", ((3, 7),))])
     assert (ids, marks.tolist()) == ([1, 2, 3, 4], [False, False, True, True])
-    with pytest.raises(UserError, match="NullTokenizer does not tell where"):
+    with pytest.raises(UserError, match="NullTokenizer does not give the character offsets"):
         encode_marked(NullTokenizer(99), [MarkedText("1 2 3 4", ((1, 3), (5, 7)))])
 
 

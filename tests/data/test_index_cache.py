@@ -59,7 +59,7 @@ def test_every_damage_is_noticed_and_mended(tmp_path: Path) -> None:
     for number, bad in enumerate(damages, start=1):
         path.write_bytes(bad)
         assert same(builder.get(tmp_path)), number
-        assert len(builder.said) == number and builder.said[-1].endswith("it is built again")
+        assert len(builder.said) == number and builder.said[-1].endswith("it is rebuilt")
         assert path.read_bytes() == good
     # A flipped bit of the content is what only the checksum sees.
     path.write_bytes(damages[-1])

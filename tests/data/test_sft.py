@@ -179,7 +179,7 @@ def test_damaged_tokens_of_an_earlier_run_are_made_again(tmp_path: Path) -> None
         tokens.write_bytes(damaged)
         said = Said()
         opened(path, data, said=said)
-        assert any("it is made again" in line for line in said.lines)
+        assert any("it is tokenized again" in line for line in said.lines)
         assert tokens.read_bytes() == good
     assert build(path, data).train[3]["tokens"].tolist() == expected
 
