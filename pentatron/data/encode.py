@@ -103,7 +103,8 @@ class Encoder:
         documents.
         """
         batch = self.tokenizer.encode_batch([text for sentences in documents for text in sentences])
-        lengths, counts, start = [], [], 0
+        lengths: list[int] = []
+        counts, start = [], 0
         sequences: list[list[int]] = []
         for sentences in documents:
             ids = [sentence for sentence in batch[start : start + len(sentences)] if sentence]
