@@ -255,7 +255,7 @@ def test_a_model_of_no_family_is_refused_with_what_sets_it_apart(change: dict[st
     model = dataclasses.replace(configs(settings_of({"model_type": "llama"}))[0], **change)
     with pytest.raises(UserError) as error:
         config_of(model, NO_EXPERTS)
-    assert str(error.value).endswith(f"the closest is llama, but for {named}")
+    assert str(error.value).endswith(f"the closest is llama, except for {named}")
 
 
 def test_windows_choose_the_family() -> None:

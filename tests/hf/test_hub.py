@@ -36,7 +36,7 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / NAME).mkdir(parents=True)
     assert not is_hub_id(NAME)
     assert resolve_folder(NAME) == Path(NAME)
-    with pytest.raises(UserError, match=r"a/b/c is no folder; name a folder with config.json"):
+    with pytest.raises(UserError, match=r"a/b/c is not a folder; name a folder with config.json"):
         resolve_folder("a/b/c")
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match=r"there is no mime in the folder runs.*; check the path"):

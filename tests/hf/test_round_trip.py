@@ -193,7 +193,7 @@ DAMAGE = {
     "unknown family": (_change(CONFIG, lambda c: c.update(model_type="qwen9")), "model_type 'qwen9'"),
     "outside": (
         _change(INDEX, lambda c: c["weight_map"].update({"model.norm.weight": "../x.safetensors"})),
-        "is not followed",
+        "is refused",
     ),
 }
 
