@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         assert (
             "2 too long and cut at the end (the longest has 68 tokens), 1 of them left out" in said.lines[-1]
         )
-    with pytest.raises(UserError, match=r"No conversation .* within 2 tokens; raise --seq-length"):
+    with pytest.raises(UserError, match=r"no conversation .* within 2 tokens; raise --seq-length"):
         build(write(path, long), tmp_path / "data", length=2)
 
 
