@@ -37,6 +37,7 @@ GENERATED_PREFIXES = ("_sysconfigdata", "config-")
 # Increment when the steps below change, so that existing corpora are prepared again.
 RECIPE = 1
 STAGES = ("read", "train tokenizer", "tokenize")
+MANIFEST = "corpus.json"
 BATCH_BYTES = 1 << 19
 
 
@@ -109,7 +110,7 @@ def prepare_python_corpus(
 def _build(
     folder: Path, vocab_size: int, sources: _Sources, identity: dict[str, Any], report: Progress
 ) -> dict[str, int]:
-    _manifest_path(folder).unlink(missing_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
     for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
         leftover.unlink()
 
@@ -129,7 +130,7 @@ def _build(
 
     counts = {"documents": len(sources.texts), "tokens": tokens, "bytes": sources.bytes}
     manifest = {"identity": identity, "counts": counts, "files": _file_hashes(folder)}
-    write_file(_manifest_path(folder), (json.dumps(manifest, indent=2) + "\n").encode())
+    write_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     return counts
 
 
@@ -138,7 +139,7 @@ def _finished_counts(folder: Path, identity: dict[str, Any]) -> dict[str, int] |
     none.
     """
     try:
-        manifest = parse_json(_manifest_path(folder).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["identity"] != identity or manifest["files"] != _file_hashes(folder):
             return None
         return {name: int(manifest["counts"][name]) for name in ("documents", "tokens", "bytes")}
@@ -227,7 +228,3 @@ def _prefix(folder: Path) -> Path:
 
 def _tokenizer_path(folder: Path) -> Path:
     return folder / "tokenizer.json"
-
-
-def _manifest_path(folder: Path) -> Path:
-    return folder / "corpus.json"

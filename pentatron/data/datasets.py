@@ -416,8 +416,8 @@ def tokenizer_of_conversations(config: RunConfig, world: World) -> Tokenizer:
 
 def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     """Returns the configured tokenizer, or None."""
-    named = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
-    if all(name is None for name in named):
+    flags = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
+    if all(flag is None for flag in flags):
         return None
     return load_tokenizer(
         data.tokenizer_type, data.tokenizer_model, vocab_size, data.vocab_file, data.merge_file
@@ -441,8 +441,8 @@ def settle_epochs(
                 f"how many steps --epochs {config.train.epochs} are is not known: the program supplies its own data; give --train-iters instead"
             )
         return resolved
-    named = config.data
-    if not counted_by_the_run(named) and (not names_files(named) or without_epochs(named)):
+    data = config.data
+    if not counted_by_the_run(data) and (not names_files(data) or without_epochs(data)):
         return resolved
     world.whereabouts.phase = "opening the data"
     counted = on_some_ranks(True, lambda: _count(config, world, folder, display), world.everyone)

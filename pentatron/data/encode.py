@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from multiprocessing import resource_tracker
@@ -236,7 +237,7 @@ def work(connection: Connection, recipe: Recipe) -> None:
         return
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """A context manager for up to `count` worker processes, which exit with this process, even if it is
     killed.
     """
@@ -262,9 +263,6 @@ class Workers:
         worker_end.close()
         self._processes[connection] = process
         return connection
-
-    def __enter__(self) -> "Workers":
-        return self
 
     def __exit__(self, *error: object) -> None:
         for connection, process in self._processes.items():

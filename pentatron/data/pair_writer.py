@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -267,12 +266,7 @@ class IndexedDatasetWriter:
         data = ids.astype(self.dtype).tobytes()
         self._pair.append(data, np.asarray(lengths, np.int32), np.array([len(lengths)]), largest)
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         assert self._pair is not None
         try:
             if error_type is None:

@@ -31,7 +31,7 @@ from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
 from pentatron.settings.training import DataConfig
-from pentatron.text import plural
+from pentatron.text import counted
 
 if TYPE_CHECKING:
     from pentatron.data.chat_template import ChatTemplate
@@ -114,6 +114,7 @@ class SFTDataset:
 
     def __init__(self, source: IndexedDataset, documents: range, sequence_length: int, packed: bool) -> None:
         self.source, self.sequence_length, self.packed = source, sequence_length, packed
+        self.conversations = len(documents)
         bounds = source.document_indices
         samples = np.arange(bounds[documents.start], bounds[documents.stop], 2, dtype=np.int64)
         # The last token is only a label.
@@ -224,49 +225,60 @@ def build_conversations(
     data = config.data
     paths = [Path(name) for name in data.data_path]
     sources, contents = _tokenized(config, tokenizer, world, folder, display)
-    length, packed = config.model.seq_length, data.sft_packing
-    shares = parse_split(data.split)
 
-    def read(part: int, name: str) -> list[SFTDataset]:
+    def read(part: int, name: str) -> EpochShuffle | None:
         """Opens one part of the split in every file that has samples for it, and reports its size."""
         parts = []
         for path, source in zip(paths, sources):
-            documents = split_ranges(shares, len(source.document_indices) - 1)[part] or range(0)
-            rows = SFTDataset(source, documents, length, packed)
-            if len(rows) == 0:
-                if part == 0:
-                    raise UserError(_nothing_left(path, data.split, documents, rows))
-                continue
-            display.say(_report(name if len(paths) == 1 else f"{name}, {path}", rows, len(documents)))
-            parts.append(rows)
-        return parts
+            rows = _open_part(config, path, source, part)
+            if len(rows):
+                display.say(_report(name if len(paths) == 1 else f"{name}, {path}", rows))
+                parts.append(rows)
+        if not parts:
+            return None
+        return EpochShuffle(parts[0] if len(parts) == 1 else Joined(parts), config.run.seed)
 
-    train = _endless(read(0, "training"), config.run.seed)
+    train = read(0, "training")
     assert train is not None
     conversations = sum(len(source.document_indices) - 1 for source in sources)
-    missing = f"--split {data.split} leaves none of {_count(conversations, 'conversation')} to"
-    valid = _endless(read(1, "validation"), config.run.seed) if validates else None
+    missing = f"--split {data.split} leaves none of {counted(conversations, 'conversation')} to"
+    valid = read(1, "validation") if validates else None
     if validates and valid is None:
         display.say(f"note: {missing} validate with")
-    tests = tests and shares[2] > 0
-    test = _endless(read(2, "test"), config.run.seed) if tests else None
+    tests = tests and parse_split(data.split)[2] > 0
+    test = read(2, "test") if tests else None
     untested = f"{missing} test with" if tests and test is None else ""
     content = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
-    return Conversations(train, valid, test, f"sft {content} {'packed' if packed else 'padded'}", untested)
+    return Conversations(
+        train, valid, test, f"sft {content} {'packed' if data.sft_packing else 'padded'}", untested
+    )
 
 
 def count_sequences(
     config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
 ) -> int:
     """Counts the sequences of one epoch over the training share."""
-    data, total = config.data, 0
-    for path, source in zip(data.data_path, _tokenized(config, tokenizer, world, folder, display)[0]):
-        documents = split_ranges(parse_split(data.split), len(source.document_indices) - 1)[0] or range(0)
-        rows = SFTDataset(source, documents, config.model.seq_length, data.sft_packing)
-        if len(rows) == 0:
-            raise UserError(_nothing_left(Path(path), data.split, documents, rows))
-        total += len(rows)
-    return total
+    sources, _ = _tokenized(config, tokenizer, world, folder, display)
+    return sum(
+        len(_open_part(config, Path(path), source, 0)) for path, source in zip(config.data.data_path, sources)
+    )
+
+
+def _open_part(config: RunConfig, path: Path, source: IndexedDataset, part: int) -> SFTDataset:
+    """Opens one part of the split of a file; raises UserError if there is nothing to train on."""
+    data = config.data
+    documents = split_ranges(parse_split(data.split), len(source.document_indices) - 1)[part] or range(0)
+    rows = SFTDataset(source, documents, config.model.seq_length, data.sft_packing)
+    if part == 0 and not len(documents):
+        raise UserError(
+            f"--split {data.split} leaves no conversation of {path} to train on; give it a larger share"
+        )
+    if part == 0 and not len(rows):
+        raise UserError(
+            f"no conversation of {path} has an answer within {rows.sequence_length} tokens; raise --seq-length "
+            f"(the longest has {rows.shortened.longest} tokens)"
+        )
+    return rows
 
 
 def _tokenized(
@@ -321,10 +333,6 @@ def _identified(
     return template, hashes
 
 
-def _endless(parts: Sequence[SFTDataset], seed: int) -> EpochShuffle | None:
-    return EpochShuffle(parts[0] if len(parts) == 1 else Joined(parts), seed) if parts else None
-
-
 def _is_tokenized(prefix: Path, display: Display) -> bool:
     """Whether the tokens of an earlier run exist and are intact; damaged ones are reported and tokenized
     again.
@@ -365,8 +373,8 @@ def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | Non
     return ChatTemplate(source[0], tokens, day, f"the chat template of {source[1]}").check()
 
 
-def _report(name: str, rows: SFTDataset, conversations: int) -> str:
-    cut, length = rows.shortened, rows.sequence_length
+def _report(name: str, rows: SFTDataset) -> str:
+    cut, length, conversations = rows.shortened, rows.sequence_length, rows.conversations
     samples = len(rows.samples) + cut.without_answer
     several = (
         f" (as {samples} samples, one for each answer, where the template changes earlier ones)"
@@ -374,8 +382,8 @@ def _report(name: str, rows: SFTDataset, conversations: int) -> str:
         else ""
     )
     text = (
-        f"{name}: {_count(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
-        f"{_count(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
+        f"{name}: {counted(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
+        f"{counted(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
     )
     if not cut.samples:
         return text
@@ -384,17 +392,4 @@ def _report(name: str, rows: SFTDataset, conversations: int) -> str:
     )
     return (
         f"{text}; {cut.samples} too long and cut at the end (the longest has {cut.longest} tokens){without}"
-    )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {plural(number, what)}"
-
-
-def _nothing_left(path: Path, split: str, part: range, rows: SFTDataset) -> str:
-    if not len(part):
-        return f"--split {split} leaves no conversation of {path} to train on; give it a larger share"
-    return (
-        f"no conversation of {path} has an answer within {rows.sequence_length} tokens; raise --seq-length "
-        f"(the longest has {rows.shortened.longest} tokens)"
     )

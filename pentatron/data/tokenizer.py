@@ -29,18 +29,28 @@ PROBE = (
 )
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids, and one more id for the end of a document; needs no file."""
-
-    kind = "ByteTokenizer"
-    vocab_size = BYTE_VALUES + 1
-    eod = BYTE_VALUES
+class _SimpleTokenizer:
+    """A tokenizer without a vocabulary list, which encodes one text at a time."""
 
     def vocabulary(self) -> dict[str, int]:
         return {}
 
     def probe(self) -> list[int]:
         return []
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+class ByteTokenizer(_SimpleTokenizer):
+    """UTF-8 bytes as ids, and one more id for the end of a document; needs no file."""
+
+    kind = "ByteTokenizer"
+    vocab_size = BYTE_VALUES + 1
+    eod = BYTE_VALUES
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -52,14 +62,11 @@ class ByteTokenizer:
             for text in texts
         ]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token != self.eod).decode(errors="replace")
 
 
-class NullTokenizer:
+class NullTokenizer(_SimpleTokenizer):
     """Parses text of space-separated ids; the end of a document is one id more than the configured
     vocabulary.
     """
@@ -69,12 +76,6 @@ class NullTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
-
-    def vocabulary(self) -> dict[str, int]:
-        return {}
-
-    def probe(self) -> list[int]:
-        return []
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
@@ -86,14 +87,11 @@ class NullTokenizer:
             )
         return [int(word) for word in words]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(token) for token in ids)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_SimpleTokenizer):
     """A SentencePiece `.model` file; Llama2Tokenizer prepends the begin-of-sequence token to every text."""
 
     def __init__(self, path: Path | str, kind: str = "SentencePieceTokenizer") -> None:
@@ -116,6 +114,7 @@ class SentencePieceTokenizer:
             raise UserError(
                 f"{self.path} is not a readable SentencePiece model ({error}); check --tokenizer-model"
             ) from error
+        # -1: the model has no such token, or it is not prepended.
         self._bos: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
         self.vocab_size: int = self._model.get_piece_size()
 
@@ -135,9 +134,6 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
         return [self._bos, *ids] if self._bos >= 0 else ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode(list(ids))
@@ -320,16 +316,13 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
             if not Path(path).is_file():
                 raise UserError(f"Tokenizer not found: no file {path}; check {flag}")
-        from tokenizers import decoders, models, pre_tokenizers
 
         try:
-            tokenizer = library.Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+            tokenizer = _byte_level(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
         except Exception as error:  # the library raises bare Exception for any malformed file
             raise UserError(
                 f"{vocab_file} and {merge_file} are not a readable vocabulary ({error}); check --vocab-file and --merge-file"
             ) from error
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
         super().__init__(Path(vocab_file), tokenizer)
 
 
@@ -416,16 +409,12 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
     least = BYTE_VALUES + 1
     if vocab_size < least:
         raise UserError(f"a byte-level vocabulary needs {least} ids or more, found {vocab_size}")
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = library.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizer = _byte_level(library.models.BPE())
+    trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         # Every byte has an id, so that any text can be encoded.
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -479,6 +468,15 @@ def _other_kind(folder: Path) -> str:
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return " (this one holds vocab.json and merges.txt: try --tokenizer-type GPT2BPETokenizer)"
     return ""
+
+
+def _byte_level(model: Any) -> Any:
+    """Returns a byte-level tokenizer with a BPE model."""
+    library = _tokenizers_library()
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return tokenizer
 
 
 def _tokenizers_library() -> Any:

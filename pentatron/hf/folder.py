@@ -5,10 +5,10 @@ folder. Files may be symbolic links to any place, as in the cache of huggingface
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +33,7 @@ class StoredTensor:
     shape: Shape
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
     """An open model folder; a context manager that closes its files. Weights are read on demand."""
 
     def __init__(
@@ -61,12 +61,7 @@ class HuggingFaceFolder:
     def close(self) -> None:
         self._closing.close()
 
-    def __enter__(self) -> "HuggingFaceFolder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
