@@ -1,5 +1,4 @@
-"""Blends several datasets into one: how many samples each is built for, and from which dataset sample i is
-drawn.
+"""Blends several datasets into one: the samples drawn from each, and their order.
 
 With weights, n samples need ceil(n × weight) samples of each dataset, built with a surplus. Without
 weights, every dataset is built for one epoch and weighted by its number of samples. Both orders are those
@@ -32,9 +31,7 @@ _WARM_UP_DRAWS = 256
 
 @dataclass(frozen=True)
 class Member:
-    """A corpus of a blend, the documents read from it, and the treatment of document boundaries in its
-    samples.
-    """
+    """A corpus of a blend, the documents read from it, and its treatment of document boundaries."""
 
     source: TokenSource
     documents: range
@@ -122,7 +119,7 @@ def _by_weight(
     members: Sequence[Member], weights: list[float], numbers: Sequence[int], recipe: SampleRecipe
 ) -> BlendedDataset:
     sizes = [sum(targets(number, weights)) for number in numbers]
-    # Megatron-LM normalises the weights twice, and the second rounding changes some orders.
+    # Normalised a second time, as in Megatron-LM: the rounding affects the order.
     order = _cached_order(normalised(weights), sizes[-1], recipe.cache)
     built = [targets(number, weights, recipe.surplus) for number in numbers]
     drawn = [_count_draws(order, size, len(members)) for size in sizes]
@@ -204,9 +201,7 @@ def greedy_order(weights: Sequence[float], size: int) -> Ids:
 
 
 def exhaustive_order(sizes: Sequence[int]) -> Ids:
-    """Returns an order with every sample of every dataset once, in proportion until a dataset is
-    exhausted.
-    """
+    """Returns an order with every sample once, in proportion until a dataset is exhausted."""
     total = sum(sizes)
     shares = np.array(sizes, dtype=np.float64) / float(total)
     order = greedy_order(shares.tolist(), total)
@@ -250,9 +245,7 @@ def _draw_sequentially(shares: Floats, counts: Floats, order: Ids) -> Floats:
 
 
 def _estimate_counts(shares: Floats, starts: npt.NDArray[np.integer], errors: Floats) -> Floats:
-    """Estimates the counts after each of `starts` draws, assuming each dataset is chosen at the given
-    error.
-    """
+    """Estimates the counts after each of `starts` draws, if each dataset is chosen at its error."""
     counts = np.maximum(np.floor(shares * starts[:, None] - errors) + 1, 0)
     for row, start in zip(counts, starts, strict=True):
         while missing := int(start - row.sum()):

@@ -52,9 +52,7 @@ class Refused(Exception):
 
 
 class Template:
-    """A compiled template. `special_tokens` are the token texts available to it, `day` the date that it
-    sees.
-    """
+    """A compiled template, the special tokens available to it, and the date that it sees."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], day: str) -> None:
         self.source, self.special_tokens = source, special_tokens
@@ -70,8 +68,7 @@ class Template:
             raise Refused("is nested too deeply to be read", is_syntax=True) from None
 
     def render(self, messages: Sequence[Any], tools: Any, cuts: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-        """Renders every cut of a conversation, or only the first if the template has {% generation %}
-        marks.
+        """Renders every cut of a conversation, or only the first if the template has generation marks.
 
         A cut is the number of leading messages to render, and whether to add the generation prompt. With
         marks, the response also contains the spans marked as generated.
@@ -97,9 +94,7 @@ class Template:
         return {"texts": texts}
 
     def _marked(self, variables: Mapping[str, Any], size: int) -> tuple[str, list[Span]]:
-        """Returns the text and the spans marked as generated, found by rendering with and without marker
-        strings.
-        """
+        """Renders with and without marker strings; returns the text and the spans marked as generated."""
         text = self._run({**variables, _MARKS: ("", "")}, size)
         begin, end = _marks_outside(
             json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
@@ -132,9 +127,7 @@ class Template:
         return environment
 
     def _range(self, *numbers: int) -> range:
-        """Replaces `range` and counts the iterations of all loops over it, including nested and empty
-        ones.
-        """
+        """Replaces `range` and counts the iterations of all loops over it."""
         values = safe_range(*numbers)
         self.rounds += len(values)
         if self.rounds > MOST_ROUNDS:
@@ -168,9 +161,7 @@ class Template:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox, which also refuses large repetitions and powers, with a message naming
-    the cause.
-    """
+    """jinja2's immutable sandbox, which also refuses large repetitions and powers."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -185,9 +176,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """Implements `{% generation %} ... {% endgeneration %}`, which marks the text that the model learns to
-    generate.
-    """
+    """Implements `{% generation %}` blocks, which mark the text that the model learns to generate."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -258,9 +247,7 @@ def _limit(memory_bytes: int, cpu_seconds: float) -> None:
 
 
 def _restrict_process() -> None:
-    """Forbids writing files and core dumps, and ignores signals to the process group, which the parent
-    handles.
-    """
+    """Forbids writing files and core dumps, and ignores signals sent to the process group."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

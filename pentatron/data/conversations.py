@@ -25,9 +25,9 @@ PARTS_OF_A_QUESTION = ("instruction", "history", "context")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation. `learned` are the indices of the messages that count in the loss; `plain` means that
-    the texts are concatenated without a template.
-    """
+    """A conversation, and the indices `learned` of the messages that count in the loss.
+
+    `plain` means that the texts are concatenated without a template."""
 
     messages: tuple[Message, ...]
     learned: tuple[int, ...]
@@ -69,9 +69,7 @@ class Writer:
         self.tokenizer, self.template = tokenizer, template
 
     def texts(self, conversation: Conversation) -> list[MarkedText]:
-        """Returns one text, or one for each answer if the template renders earlier answers differently
-        later.
-        """
+        """Returns one text, or one for each answer if the template renders earlier answers differently."""
         if conversation.plain or self.template is None:
             texts = [_concatenate(conversation)]
         else:
@@ -100,9 +98,7 @@ class Writer:
 
 
 def apply_template(template: ChatTemplate, conversation: Conversation) -> list[MarkedText]:
-    """Renders a conversation and finds its answers: the marked spans, or the text that an answer adds to
-    its prompt.
-    """
+    """Renders a conversation; its answers are the marked spans, or what each adds to its prompt."""
     messages, tools = conversation.messages, conversation.tools
     cuts = [(len(messages), False)]
     for place in conversation.learned:
@@ -164,9 +160,7 @@ def _overlap(offsets: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]
 
 
 def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], npt.NDArray[np.bool_]]:
-    """Encodes one prompt and answer; the answer begins where the tokens differ from those of the prompt
-    alone.
-    """
+    """Encodes a prompt and its answer, which begins where the tokens differ from the prompt alone."""
     if len(text.learned) != 1 or text.learned[0][1] != len(text.text):
         raise UserError(
             f"it has more than a question and an answer, and {tokenizer.kind} does not give the character offsets of its tokens; "
@@ -188,9 +182,7 @@ def no_file(path: Path) -> str:
 
 
 def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
-    """Yields for each line of a JSON Lines file its number, its conversation and the bytes of the file read
-    so far.
-    """
+    """Yields the number and conversation of each line of a file, and the bytes read so far."""
     if not path.is_file():
         raise UserError(no_file(path))
     if not is_json(path):
@@ -278,9 +270,7 @@ def _input_and_output(row: Mapping[str, Any]) -> Conversation:
 
 
 def _prompt_and_completion(row: Mapping[str, Any]) -> Conversation:
-    """Parses two texts, concatenated without a template, or two lists of messages, the second of which is
-    learned.
-    """
+    """Parses two texts to concatenate, or two lists of messages, the second of which is learned."""
     prompt, completion = row.get("prompt"), row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return _chat([*prompt, *completion], row.get("tools"), before=len(prompt))

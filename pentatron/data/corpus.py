@@ -1,6 +1,4 @@
-"""Prepares the source code of Python's standard library as a small corpus, with a BPE tokenizer trained on
-it.
-"""
+"""A small corpus of Python's standard library, with a BPE tokenizer trained on it."""
 
 import fcntl
 import hashlib
@@ -82,8 +80,7 @@ def prepare_python_corpus(
     max_bytes: int = 8_000_000,
     progress: Progress | None = None,
 ) -> PreparedCorpus:
-    """Trains a tokenizer and tokenizes the standard library into `folder`, or reuses the result of an
-    earlier call.
+    """Trains a tokenizer and tokenizes the standard library, or reuses an earlier result.
 
     The manifest `corpus.json` is removed first and written last: without it the folder is incomplete.
     """
@@ -135,9 +132,7 @@ def _build(
 
 
 def _finished_counts(folder: Path, identity: dict[str, Any]) -> dict[str, int] | None:
-    """Returns the counts of an earlier preparation of the same text and settings, or None if there is
-    none.
-    """
+    """Returns the counts of an earlier preparation of the same text and settings, or None."""
     try:
         manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["identity"] != identity or manifest["files"] != _file_hashes(folder):

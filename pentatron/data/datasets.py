@@ -174,8 +174,7 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
 def arrange(
     opened: OpenedData, config: RunConfig, world: World, state: TrainState, folder: Path, display: Display
 ) -> Datasets:
-    """Builds the datasets in the order recorded in the train state, extended and recorded again if the
-    run is longer.
+    """Builds the datasets in the order recorded in the train state, extended if the run is longer.
 
     Local rank 0 of every node builds the order and writes the index cache; the other ranks wait and read
     it, or build the same order in memory.
@@ -391,9 +390,7 @@ def wanted_samples(config: RunConfig) -> Wanted:
 
 
 def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int:
-    """Returns the end-of-document token of the configured tokenizer, or of the one recorded in the
-    sidecar.
-    """
+    """Returns the end-of-document token of the configured tokenizer, or of that of the sidecar."""
     if tokenizer is not None:
         return tokenizer.eod
     recorded = None if source.facts is None else source.facts.tokenizer

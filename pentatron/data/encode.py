@@ -38,9 +38,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """The tokens of one JSON key of a chunk: token bytes, sequence lengths, sequences per document, largest
-    token.
-    """
+    """Tokens, sequence lengths, sequences per document and largest token of one JSON key."""
 
     tokens: bytes
     lengths: npt.NDArray[np.int32]
@@ -100,9 +98,7 @@ class Encoder:
         return [self._encode([document[k] for document in documents]) for k in range(len(self.recipe.keys))]
 
     def _encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """Encodes the sentences of each document; skips empty ones and appends the end token to non-empty
-        documents.
-        """
+        """Encodes sentences without empty ones; appends the end token to non-empty documents."""
         batch = self.tokenizer.encode_batch([text for sentences in documents for text in sentences])
         lengths: list[int] = []
         counts, start = [], 0
@@ -238,9 +234,7 @@ def work(connection: Connection, recipe: Recipe) -> None:
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """A context manager for up to `count` worker processes, which exit with this process, even if it is
-    killed.
-    """
+    """Up to `count` worker processes in a context manager; they exit with this process."""
 
     def __init__(self, recipe: Recipe, count: int) -> None:
         self._recipe, self._count = recipe, count

@@ -1,6 +1,4 @@
-"""GPT datasets for next-token prediction: samples cut from concatenated documents, and synthetic and mock
-data.
-"""
+"""GPT datasets for next-token prediction: prepared, synthetic and mock data."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -37,9 +35,7 @@ class TokenSource(Protocol):
 
 
 def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = None) -> Sample:
-    """Splits L + 1 tokens into inputs and labels of length L; all labels count in the loss unless
-    `boundaries` mask some.
-    """
+    """Splits L + 1 tokens into inputs and labels; all labels count unless `boundaries` mask some."""
     ids = tokens.astype(np.int64)
     sample: Sample = {
         "tokens": ids[:-1],
@@ -51,8 +47,7 @@ def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = 
 
 
 class GPTDataset:
-    """At least `num_samples` shuffled samples from `documents` (indices of sequences in `source`), or one
-    epoch.
+    """At least `num_samples` shuffled samples of sequences in `source`, or one epoch.
 
     The order depends on the number of samples it is built for. If a number in `later` exceeds it, further
     epochs are appended as separately shuffled parts, so that earlier samples keep their positions. With a
@@ -191,8 +186,7 @@ MOCK_SEED = 0
 
 
 class SyntheticDataset:
-    """Random walks on a cycle of tokens: each token has one likely successor, so a model learns within a
-    few dozen steps.
+    """Random walks on a cycle of tokens, which a model learns within a few dozen steps.
 
     A small alphabet is spread evenly over the vocabulary, so that every shard of a vocabulary-parallel
     embedding has some of it, and permuted into a cycle by the seed. A walk moves to the next token of the
@@ -268,17 +262,13 @@ class CountingSequences:
 def mock_indexed(
     vocab_size: int, eod: int | None = None, sequences: int = MOCK_SEQUENCES
 ) -> CountingSequences:
-    """Returns the data of `--mock-data`, with fixed lengths; the end-of-document token defaults to the
-    last id.
-    """
+    """Returns the data of `--mock-data`; the end-of-document token defaults to the last id."""
     lengths = np.random.default_rng(MOCK_SEED).integers(1, MOCK_LENGTH_LIMIT, size=sequences, dtype=np.int32)
     return CountingSequences(lengths, vocab_size, vocab_size - 1 if eod is None else eod)
 
 
 def samples_of_files(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
-    """Counts the samples of one epoch over the training share of prepared files, reading only their
-    indices.
-    """
+    """Counts the samples of one epoch over the training share of files, reading only indices."""
     total = 0
     for prefix in prefixes:
         # Without checksums: the run verifies the index when it opens the data.

@@ -114,9 +114,7 @@ class DataIdentity:
         return "; ".join(parts)
 
     def knowing(self, before: "DataIdentity") -> "DataIdentity":
-        """Returns this identity with the checksums of an earlier one filled in where a sidecar is missing
-        now.
-        """
+        """Returns this identity with missing checksums filled in from an earlier one."""
         if self.fingerprint != before.fingerprint or len(self.files) != len(before.files):
             return self
         pairs = zip(self.files, before.files)

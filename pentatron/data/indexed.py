@@ -1,5 +1,4 @@
-"""Indexed datasets in Megatron-LM's format: a `.bin` file of tokens, an `.idx` file and an optional
-`.meta` sidecar.
+"""Indexed datasets in Megatron-LM's format: `.bin`, `.idx` and an optional `.meta` sidecar.
 
 The `.bin` file is the concatenation of all sequences in one integer type. The `.idx` file, little-endian:
 
@@ -317,9 +316,7 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Returns a read-only view of `length` tokens of sequence `index` from `offset`, or of all up to
-        its end.
-        """
+        """Returns a read-only view of tokens of sequence `index` from `offset`, up to its end by default."""
         available = int(self.sequence_lengths[index])
         stop = available if length is None else offset + length
         if not 0 <= offset <= stop <= available:
@@ -344,9 +341,7 @@ class IndexedDataset:
         return self._tokens
 
     def compare_all(self, report: Callable[[int], None] = lambda done: None) -> int:
-        """Verifies every block of tokens and returns their number. `report` is called with the bytes of
-        each batch.
-        """
+        """Verifies every block and returns their number; `report` is called with the bytes of each batch."""
         if self.sidecar is None:
             return 0
         blocks, step = len(self._verified), 64
@@ -427,9 +422,7 @@ class IndexedDataset:
         return type(self), (self.prefix,)
 
     def _check_boundaries(self) -> None:
-        """Checks that the document boundaries start at 0, do not decrease and end at the number of
-        sequences.
-        """
+        """Checks that document boundaries start at 0, do not decrease and end at the last sequence."""
         bounds = self.document_indices
         if bounds[0] != 0:
             raise _damaged(self.idx_path, self._boundaries_at, "the first document boundary", 0, bounds[0])
@@ -443,9 +436,7 @@ class IndexedDataset:
             raise _damaged(self.idx_path, at, f"document boundary {first}", expected, bounds[first])
 
     def _check_pointers(self) -> None:
-        """Checks that each pointer is at the end of the sequences before it, and that `.bin` ends after
-        the last one.
-        """
+        """Checks that pointers are the ends of the sequences before them, and the size of `.bin`."""
         end = 0
         for start in range(0, len(self), CHECK_BLOCK):
             lengths = self.sequence_lengths[start : start + CHECK_BLOCK].astype(np.int64)

@@ -30,9 +30,7 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Lengths:
-    """A histogram of document lengths. `powers` are the numbers of documents of 0 tokens, 1, 2 to 3, 4 to
-    7, and so on.
-    """
+    """A histogram of document lengths: `powers` counts lengths 0, 1, 2 to 3, 4 to 7, and so on."""
 
     documents: int
     tokens: int
@@ -76,9 +74,7 @@ def document_lengths(dataset: IndexedDataset) -> Lengths:
 
 
 def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = lambda done: None) -> str:
-    """Checks structure, checksums and token ids of a pair, and returns a summary; raises UserError at the
-    first defect.
-    """
+    """Checks structure, checksums and token ids of a pair; returns a summary or raises UserError."""
     dataset = IndexedDataset(prefix)
     blocks = dataset.compare_all(report)
     limit = vocab_size

@@ -1,5 +1,4 @@
-"""Data loading for one data-parallel rank: micro-batches, the DataLoader, and datasets that repeat, join
-or pad others.
+"""Micro-batches of one data-parallel rank, and datasets that repeat, join or pad others.
 
 The order of samples depends on the number of consumed samples, not on the number of ranks: with
 micro-batches of b samples on d ranks, a micro-step consists of b × d consecutive samples, and rank r
@@ -64,15 +63,12 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Copies the tensors to pinned memory for asynchronous copies to the GPU; called by the
-        DataLoader.
-        """
+        """Copies the tensors to pinned memory for asynchronous copies; called by the DataLoader."""
         return self.map(torch.Tensor.pin_memory)
 
 
 class MicroBatchSampler:
-    """Yields the sample indices of one rank's micro-batches after `consumed_samples`; infinite without a
-    `total`.
+    """Yields sample indices of one rank's micro-batches; infinite without a `total`.
 
     With a total it stops before the first incomplete micro-step, so that all ranks stop together.
     """
@@ -114,9 +110,7 @@ class MicroBatchSampler:
 
 
 class BatchLoader(DataLoader[Batch]):
-    """A DataLoader that raises UserError at the end of the data, so that training cannot end early
-    without an error.
-    """
+    """A DataLoader that raises UserError at the end of the data, so that training cannot end early."""
 
     batch_sampler: MicroBatchSampler
 
@@ -143,8 +137,7 @@ class BatchLoader(DataLoader[Batch]):
 
 @contextmanager
 def _without_sigchld_handler() -> Iterator[None]:
-    """Undoes torch's SIGCHLD handler, which raises at an arbitrary place when a worker dies, where it may
-    be lost.
+    """Undoes torch's SIGCHLD handler, which raises wherever the program is when a worker dies.
 
     Waiting for a batch detects a dead worker as well, always at the same place.
     """
@@ -219,9 +212,7 @@ def build_loader(
     pin_memory: bool = False,
     prefetch_factor: int = 2,
 ) -> DataLoader[Batch]:
-    """Returns a loader of one rank's micro-batches after `consumed_samples`, prefetched by `num_workers`
-    processes.
-    """
+    """Returns a loader of one rank's micro-batches, prefetched by `num_workers` processes."""
     total = len(dataset) if isinstance(dataset, Sized) else None
     return BatchLoader(
         dataset,  # type: ignore[arg-type]
@@ -272,9 +263,7 @@ class EpochShuffle:
         return self.dataset[int(self._order_of(epoch)[place])]
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Returns the dataset number of each of the given samples, 0 if the repeated dataset is a single
-        one.
-        """
+        """Returns the dataset number of each of the given samples, 0 for a single dataset."""
         dataset_origins = getattr(self.dataset, "origins", None)
         origins = np.zeros(len(samples), dtype=np.int16)
         if dataset_origins is None:
@@ -331,9 +320,7 @@ class Joined:
 
 
 class Padded:
-    """Pads a dataset to `total` samples with a zero loss mask, so that its last samples fill whole
-    batches.
-    """
+    """Pads a dataset to `total` samples with a zero loss mask, so that its last batch is whole."""
 
     def __init__(self, dataset: FiniteDataset, total: int) -> None:
         self.dataset = dataset

@@ -1,6 +1,4 @@
-"""Writes and merges `.bin/.idx` pairs: data is appended to temporary files, which are renamed when
-complete.
-"""
+"""Writes and merges `.bin/.idx` pairs in temporary files, renamed when complete."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -166,9 +164,7 @@ class PairInProgress:
             file.close()
 
     def _lock(self, part: str) -> None:
-        """Locks a temporary file, so that other processes do not remove it as the leftover of a killed
-        one.
-        """
+        """Locks a temporary file, so that other processes do not remove it as a leftover."""
         if self._suffix:
             self._locks.append(os.open(self.path(part), os.O_RDWR))
             lock(self._locks[-1])
@@ -226,9 +222,7 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
 
 
 class IndexedDatasetWriter:
-    """A context manager that writes a pair document by document; the files appear when the block exits
-    without an error.
-    """
+    """Writes a pair document by document; the files appear when the `with` block succeeds."""
 
     def __init__(
         self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
@@ -248,9 +242,7 @@ class IndexedDatasetWriter:
     def add_document(
         self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
     ) -> None:
-        """Appends a document of one sequence, or of several with the given lengths; an empty one only
-        adds a boundary.
-        """
+        """Appends a document of one sequence, or of several with given lengths."""
         assert self._pair is not None, "add_document outside the with block"
         ids = np.asarray(tokens, dtype=np.int64)
         if lengths is None:
@@ -326,9 +318,7 @@ def _append_documents(pair: PairInProgress, source: IndexedDataset, report: Call
 
 
 def _common_tokenizer(sources: Sequence[IndexedDataset]) -> TokenizerIdentity | None:
-    """Returns the tokenizer recorded for all pairs, None if any is unknown; raises UserError if pairs do
-    not match.
-    """
+    """Returns the tokenizer of all pairs, None if any is unknown; raises UserError on a mismatch."""
     # The first pair whose tokenizer is recorded.
     first: tuple[IndexedDataset, TokenizerIdentity] | None = None
     for source in sources:

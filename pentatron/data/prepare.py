@@ -1,5 +1,4 @@
-"""Tokenizes text files into `.bin/.idx` pairs; the output appears atomically, and an interrupted job
-resumes.
+"""Tokenizes text files into `.bin/.idx` pairs, atomically and resumable.
 
 Until all inputs are tokenized, one incomplete pair per JSON key is kept in a hidden folder beside the
 output, with `progress.json`, which records how far they are valid. The pairs are then renamed to their
@@ -170,7 +169,10 @@ class _Preparation:
         with Workers(job.recipe, job.workers) as workers:
             try:
                 for chunk, encoded in workers.encode(chunks):
-                    self._refuse_bad_lines(chunk, encoded)
+                    if encoded.bad and not job.skip_bad_lines:
+                        raise UserError(
+                            f"{self._bad_line(chunk, *encoded.bad[0])}; fix it, or skip such lines with --skip-bad-lines"
+                        )
                     self._append(chunk, encoded)
                     report(self.counts, total)
                     if time.monotonic() - written_at >= SECONDS_BETWEEN_NOTES:
@@ -201,12 +203,6 @@ class _Preparation:
         room = MOST_BAD_SHOWN - len(self.bad)
         self.bad += [self._bad_line(chunk, *entry) for entry in encoded.bad[:room]]
         self.is_consistent = True
-
-    def _refuse_bad_lines(self, chunk: Chunk, encoded: EncodedChunk) -> None:
-        if encoded.bad and not self.job.skip_bad_lines:
-            raise UserError(
-                f"{self._bad_line(chunk, *encoded.bad[0])}; fix it, or skip such lines with --skip-bad-lines"
-            )
 
     def _bad_line(self, chunk: Chunk, line: int, reason: str) -> str:
         return f"{self.job.inputs[chunk.file]} line {line} {reason}"
@@ -272,9 +268,7 @@ def _check_inputs(job: Job) -> None:
 
 
 def _fingerprint(job: Job, identity: TokenizerIdentity) -> str:
-    """Hashes everything that the output depends on; sizes and modification times stand for the content of
-    the inputs.
-    """
+    """Hashes everything that the output depends on, with sizes and modification times of the inputs."""
     settings = {
         "version": VERSION,
         "inputs": [[str(path.resolve()), *stat] for path, stat in zip(job.inputs, _stats(job))],
@@ -293,9 +287,7 @@ def _stats(job: Job) -> list[tuple[int, int]]:
 
 
 def _is_done(job: Job, fingerprint: str) -> bool:
-    """Whether the output of this job exists; raises UserError if other files would be overwritten without
-    --overwrite.
-    """
+    """Whether the output exists; raises UserError if other files would be overwritten."""
     existing = [prefix for prefix in job.outputs if pair_paths(prefix)[1].exists()]
     # An interrupted run of the same job was allowed to replace the output, and may have started to.
     if job.overwrite or not existing or _interrupted_job(job) == fingerprint:

@@ -54,9 +54,7 @@ _BYTES_OF_A_SAMPLE, _BYTES_OF_A_DOCUMENT = 20, 16
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The treatment of document boundaries inside samples. The token `eod` ends a document and belongs to
-    it.
-    """
+    """The treatment of document boundaries inside samples; `eod` belongs to its document."""
 
     eod: int
     reset_positions: bool = False
@@ -64,9 +62,7 @@ class Boundaries:
     mask_loss: bool = False
 
     def mark(self, sample: Sample) -> Sample:
-        """Applies the settings to a sample. Only end-of-document tokens among the inputs count, not the
-        last label.
-        """
+        """Applies the settings at the end-of-document tokens among the inputs."""
         length = len(sample["tokens"])
         ends = np.flatnonzero(sample["tokens"] == self.eod)
         begins = np.zeros(len(ends) + 1, np.int64)
@@ -201,9 +197,7 @@ def read_arrays(path: Path, verify: bool) -> Arrays:
 
 
 def _array_layout(array: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    """Returns shape, type and offset of an array in a header; only numeric types, as objects would be raw
-    pointers.
-    """
+    """Returns shape, type and offset of an array; numeric types only, as objects would be pointers."""
     shape, kind, at = tuple(array["shape"]), np.dtype(array["type"]), array["at"]
     if kind.kind not in "iufb" or not all(type(n) is int and n >= 0 for n in (*shape, at)):
         raise ValueError(f"{array} is not an array of numbers")
@@ -211,9 +205,7 @@ def _array_layout(array: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[A
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Parses shares of train, valid and test such as "949,50,1", normalised to a sum of 1; missing ones
-    are 0.
-    """
+    """Parses shares such as "949,50,1", normalised to a sum of 1; missing ones are 0."""
     try:
         shares = [float(number) for number in re.findall(r"[.0-9]+", text)]
     except ValueError:
@@ -239,8 +231,7 @@ def split_ranges(shares: Sequence[float], sequences: int) -> tuple[range | None,
 
 @dataclass(frozen=True, eq=False)
 class SampleIndex:
-    """The order of samples: sample i is sample `shuffle[i]` of the documents concatenated in the order
-    `documents`.
+    """The order of samples: sample i is number `shuffle[i]` of the documents in their order.
 
     Row k of `starts` is the start of sample k: a position in `documents` and a token offset in that
     document. Row k + 1 is the last token that sample k needs (its last label), and the first token of
@@ -274,9 +265,7 @@ def build_sample_index(
     sequence_length: int,
     seed: int | Sequence[int],
 ) -> SampleIndex:
-    """Cuts `documents` (indices into `lengths`) into at least `num_samples` samples, or one epoch if it
-    is None.
-    """
+    """Cuts `documents` into at least `num_samples` samples, or one epoch if it is None."""
     if sequence_length < 1 or (num_samples is not None and num_samples < 1):
         raise UserError(
             f"samples need a positive length and number, found length {sequence_length}, number {num_samples}"
@@ -347,9 +336,7 @@ def _document_order(documents: range, epochs: int, separate: bool, random: np.ra
 
 
 def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_length: int) -> IntArray:
-    """Returns rows (position, offset) of the tokens 0, L, 2L … in the concatenation of documents of these
-    lengths.
-    """
+    """Returns rows (position, offset) of the tokens 0, L, 2L … of the concatenated documents."""
     begins = np.cumsum(lengths, dtype=np.int64)
     # Number of samples that start before the end of each document. The position of sample k is the number
     # of documents with at most k such samples, which end at or before its start. This skips empty

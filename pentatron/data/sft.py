@@ -49,9 +49,7 @@ IDENTITY = "identity"
 def write_conversations(
     path: Path, prefix: Path, writer: Writer, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Tokenizes a file of conversations into a pair; `progress` is called with the bytes read and the
-    size of the file.
-    """
+    """Tokenizes a file of conversations into a pair; `progress` gets bytes read and file size."""
     size = path.stat().st_size if path.is_file() else 0
     tokenizer, documents = writer.tokenizer, 0
     with IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size), identify(tokenizer)) as pair:
@@ -105,8 +103,7 @@ class Shortened:
 
 
 class SFTDataset:
-    """The conversations `documents` of a pair, one per row or packed; every row has `sequence_length`
-    tokens.
+    """Conversations of a pair, one per row or packed; every row has `sequence_length` tokens.
 
     Longer conversations are truncated at the end. Attention is restricted to each packed conversation and
     its position ids start at 0, so that its loss does not depend on its place in the row.
@@ -170,9 +167,7 @@ class Rows:
 
 
 def pack(lengths: Sequence[int] | IntArray, capacity: int) -> Rows:
-    """Packs samples into rows by best-fit decreasing; rows and their members are then sorted by file
-    order.
-    """
+    """Packs samples into rows by best-fit decreasing; rows and members are sorted by file order."""
     rows: list[list[int]] = []
     # Rows by their free space, and the sorted free spaces that occur.
     rows_by_space: dict[int, list[int]] = defaultdict(list)
@@ -219,9 +214,7 @@ def build_conversations(
     validates: bool,
     tests: bool,
 ) -> Conversations:
-    """Builds the datasets of a run with `--sft`. --split divides each file, and the parts are
-    concatenated.
-    """
+    """Builds the datasets of a run with `--sft`; --split divides each file."""
     data = config.data
     paths = [Path(name) for name in data.data_path]
     sources, contents = _tokenized(config, tokenizer, world, folder, display)
@@ -334,9 +327,7 @@ def _identified(
 
 
 def _is_tokenized(prefix: Path, display: Display) -> bool:
-    """Whether the tokens of an earlier run exist and are intact; damaged ones are reported and tokenized
-    again.
-    """
+    """Whether intact tokens of an earlier run exist; damaged ones are reported."""
     if not all(file.exists() for file in pair_paths(prefix)):
         return False
     try:
@@ -348,9 +339,7 @@ def _is_tokenized(prefix: Path, display: Display) -> bool:
 
 
 def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | None":
-    """Returns the chat template of the tokenizer or of --chat-template; None to concatenate texts without
-    a template.
-    """
+    """Returns the chat template of the tokenizer or --chat-template; None for no template."""
     if data.sft_tokenizer_prompt_format == IDENTITY:
         return None
     from pentatron.data.chat_template import ChatTemplate, find_chat_template, read_template, special_tokens

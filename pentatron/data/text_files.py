@@ -83,9 +83,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file contains JSON Lines rather than plain text; raises UserError for an unknown
-    extension.
-    """
+    """Whether a file has JSON Lines, not plain text; raises UserError for an unknown extension."""
     name = path.name.lower()
     for packed in PACKED_ENDINGS:
         name = name.removesuffix(packed)
@@ -195,9 +193,7 @@ def _decompressed(path: Path, raw: BinaryIO) -> _ByteStream:
 
 
 class _ZstandardStream:
-    """Reads concatenated Zstandard frames; raises EOFError for a truncated file, which the library's
-    reader does not.
-    """
+    """Reads concatenated Zstandard frames; detects truncation, unlike the library's reader."""
 
     def __init__(self, path: Path, raw: BinaryIO) -> None:
         try:

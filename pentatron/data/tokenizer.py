@@ -1,6 +1,4 @@
-"""Tokenizers: tokenizer.json and GPT-2 files, SentencePiece models, bytes and plain numbers; trains small
-BPE models.
-"""
+"""Tokenizers: tokenizer.json, GPT-2 and SentencePiece files, bytes, numbers; BPE training."""
 
 import hashlib
 import json
@@ -67,9 +65,7 @@ class ByteTokenizer(_SimpleTokenizer):
 
 
 class NullTokenizer(_SimpleTokenizer):
-    """Parses text of space-separated ids; the end of a document is one id more than the configured
-    vocabulary.
-    """
+    """Parses space-separated ids; the end of a document is one id more than `vocab_size`."""
 
     kind = "NullTokenizer"
 
@@ -204,7 +200,9 @@ class _LibraryTokenizer:
         if self._vocab_size == 0:
             raise UserError(f"{path} has no token; check --tokenizer-model")
         _require_bounded_growth(path, tokenizer)
-        self._eod = self._find_eod()
+        end_tokens = (_configured_end_token(path.parent), *KNOWN_END_TOKENS)
+        ids = (tokenizer.token_to_id(token) for token in end_tokens if token)
+        self._eod: int | None = next((token_id for token_id in ids if token_id is not None), None)
 
     @property
     def vocab_size(self) -> int:
@@ -256,9 +254,7 @@ class _LibraryTokenizer:
 
     @contextmanager
     def _library_errors(self) -> Iterator[None]:
-        """Converts errors of the library, which are bare Exceptions or panics that derive from
-        BaseException.
-        """
+        """Converts the library's bare Exceptions and BaseException panics to NotEncoded."""
         try:
             yield
         except MemoryError:
@@ -270,13 +266,6 @@ class _LibraryTokenizer:
             if _STEP_LIMIT in reason:
                 reason = f"one of its regular expressions takes too many steps on this text: {reason}"
             raise NotEncoded(self.path, reason) from None
-
-    def _find_eod(self) -> int | None:
-        for name in (_configured_end_token(self.path.parent), *KNOWN_END_TOKENS):
-            token: int | None = self._tokenizer.token_to_id(name) if name else None
-            if token is not None:
-                return token
-        return None
 
 
 class FileTokenizer(_LibraryTokenizer):
@@ -389,9 +378,7 @@ def load_tokenizer(
 
 
 def identify(tokenizer: Tokenizer) -> TokenizerIdentity:
-    """Returns the identity of a tokenizer; the same vocabulary in another file format has the same
-    fingerprint.
-    """
+    """Returns the identity of a tokenizer, which does not depend on its file format."""
     try:
         eod: int | None = tokenizer.eod
     except UserError:
@@ -422,9 +409,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
 
 
 def _require_bounded_growth(path: Path, tokenizer: Any) -> None:
-    """Raises UserError for replacements that multiply the length of a text: the library aborts the
-    process on OOM.
-    """
+    """Raises UserError for replacements that multiply the length of a text.
+
+    The library aborts the process when memory is exhausted."""
     for part in (tokenizer.normalizer, tokenizer.decoder):
         growth = 1.0 if part is None else _growth(parse_json(part.__getstate__()))
         if growth > _LARGEST_GROWTH:

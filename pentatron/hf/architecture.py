@@ -1,6 +1,4 @@
-"""Converts config.json to model settings and back. Every key is mapped, known to have no effect, or
-refused.
-"""
+"""Converts config.json to model settings and back; unknown keys are refused."""
 
 import dataclasses
 import difflib
@@ -96,12 +94,14 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
                 reader.require(key_name, allowed)
             except Problem as problem:
                 problems.append(str(problem))
-    problems += [
-        f"config.json has {key!r}: {_shortened(value)}, which is not known for model_type {model_type!r}, so the model may compute "
-        f"something else; remove the key if it has no effect"
-        for key, value in reader.unread().items()
-        if key not in INERT
-    ]
+    for name, value in reader.unread().items():
+        if name not in INERT:
+            text = repr(value)
+            text = text if len(text) <= 60 else f"{text[:57]}..."
+            problems.append(
+                f"config.json has {name!r}: {text}, which is not known for model_type {model_type!r}, so the model may compute "
+                f"something else; remove the key if it has no effect"
+            )
     if problems:
         raise ConfigError(problems)
     named = {name for name in (*_MODEL_FIELDS, *_MOE_FIELDS) if settings.source(name) == ORIGIN}
@@ -111,8 +111,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Returns the settings of the model in a folder; raises UserError if they do not fit the sizes of its
-    weights.
+    """Returns the settings of the model in a folder, checked against the sizes of its weights.
 
     The model is built before the weights are read, so a wrong config.json could otherwise exhaust memory.
     """
@@ -124,16 +123,10 @@ def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
     return settings
 
 
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def config_of(
     model: TransformerConfig, moe: MoEConfig, original: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the config.json of a model: of the family of `original`, or the first one that computes the
-    same.
+    """Returns the config.json of a model, in the family of `original` or the first that fits.
 
     Keys of `original` without an effect on the model, such as tokens and names, are kept.
     """
@@ -157,7 +150,7 @@ def config_of(
 
 
 def _canonical(settings: Settings) -> Settings:
-    """Returns the settings in the canonical of `settings_of`, where several values are equivalent."""
+    """Returns the settings in the form of `settings_of`, where several values are equivalent."""
     canonical = settings.changed(
         add_qkv_bias=has_qkv_bias(settings),
         add_proj_bias=has_proj_bias(settings),

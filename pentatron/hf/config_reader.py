@@ -1,5 +1,4 @@
-"""Reads and writes the parts of config.json with several related keys: heads, RoPE, sliding windows, MoE
-layers.
+"""Parts of config.json with related keys: heads, RoPE, sliding windows, MoE layers.
 
 Each part converts its keys to model settings and back.
 """
@@ -37,9 +36,7 @@ class ConfigReader:
         self.read: set[str] = set()
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns the value of a key, or the default if it is absent or null; raises Problem for another
-        type.
-        """
+        """Returns the value of a key, or the default if absent or null; raises Problem for another type."""
         self.read.add(key)
         value = self.config.get(key)
         if value is None:
@@ -82,9 +79,7 @@ def _has_type(value: Any, kind: type) -> bool:
 
 
 class Part(Protocol):
-    """Converts some keys of a config.json. `keys` are all that it reads, so that an error does not make
-    the others unknown.
-    """
+    """Converts some keys of a config.json; `keys` are all that it reads, even if it fails."""
 
     keys: ClassVar[tuple[str, ...]]
 
@@ -95,9 +90,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads, query groups and head dimension, with their defaults; `head_dim` None is hidden /
-    heads.
-    """
+    """Heads, query groups and head dimension, with defaults; `head_dim` None is hidden / heads."""
 
     keys: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -230,9 +223,7 @@ class Rotary:
             raise Problem(f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}")
 
     def _require_equal(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
-        """Raises Problem if `rope_parameters` differs from `rope_scaling`, which has precedence in
-        transformers.
-        """
+        """Raises Problem if `rope_parameters` differs from `rope_scaling`, which has precedence."""
         kind = older.get("rope_type", older.get("type"))
         known = {**older, "rope_type": kind, "type": kind, "rope_theta": base}
         for name, value in newer.items():

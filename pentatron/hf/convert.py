@@ -57,9 +57,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Options of an import. `tokenizer` are files to copy instead of the folder's; `file_bytes` is the
-    output file size.
-    """
+    """Options of an import. `tokenizer` are files to copy instead of the folder's."""
 
     dtype: torch.dtype | None = None
     allow_narrowing: bool = False
@@ -108,9 +106,7 @@ def import_folder(
 def tensors_of(
     folder: HuggingFaceFolder, config: RunConfig, options: ImportOptions
 ) -> tuple[dict[str, Outline], Read]:
-    """Returns the checkpoint tensors of the model in a folder and a function that reads them; checks that
-    all exist.
-    """
+    """Returns the checkpoint tensors of the model in a folder, and a function that reads them."""
     model_type = model_type_of(folder.config)
     links = links_of(model_type, config.model, config.moe, folder.tensors)
     check_covered(links, folder, model_type)
@@ -132,9 +128,7 @@ def _imported_outlines(
     shapes: Mapping[str, Shape],
     options: ImportOptions,
 ) -> dict[str, Outline]:
-    """Returns dtype and shape of the checkpoint tensors; the dtype is that of the source, unless another
-    is requested.
-    """
+    """Returns dtype and shape of the checkpoint tensors; the dtype defaults to that of the source."""
     outlines: dict[str, Outline] = {}
     for ours, group in by_ours(links).items():
         stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
@@ -147,9 +141,7 @@ def _imported_outlines(
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export. `tokenizer` are files to copy instead of the checkpoint's; `check` verifies
-    its checksums.
-    """
+    """Options of an export. `tokenizer` are files to copy instead of the checkpoint's."""
 
     dtype: torch.dtype | None = None
     allow_narrowing: bool = False
@@ -165,16 +157,21 @@ def export_step(
     display: Display,
     judge: Callable[[Path], None] | None = None,
 ) -> Summary:
-    """Exports a step as a Hugging Face folder. `judge` is called with the complete folder before it is
-    renamed to `out`.
-    """
+    """Exports a step as a Hugging Face folder.
+
+    `judge` is called with the complete folder before it is renamed to `out`, and may raise."""
     model, moe = architecture_of(found)
     model_files = found.folder.parent / FOLDER_NAME
     config = config_of(model, moe, _original_config(model_files))
     links = links_of(config["model_type"], model, moe)
     _require_weights(found, logical_shapes(model, moe))
     outlines = _exported_outlines(found.manifest, links, options)
-    config |= dict.fromkeys(_DTYPE_KEYS, str(_main_dtype(outlines)).removeprefix("torch."))
+    bytes_of: Counter[torch.dtype] = Counter()
+    for outline in outlines.values():
+        bytes_of[outline.dtype] += outline.bytes
+    # config.json names a single dtype: that of most bytes.
+    main_dtype = bytes_of.most_common(1)[0][0]
+    config |= dict.fromkeys(_DTYPE_KEYS, str(main_dtype).removeprefix("torch."))
     total = sum(outline.bytes for outline in outlines.values())
     progress = Progress(display, "exporting", total)
     with new_folder(out, total) as new:
@@ -195,9 +192,7 @@ def export_step(
 
 
 def trained_dtype(manifest: Manifest) -> torch.dtype | None:
-    """Returns the half-precision dtype that the run computed in, or None if it computed in fp32 or is not
-    known.
-    """
+    """Returns the half-precision dtype that the run computed in, or None."""
     saved = Settings.defaults(**manifest.config.get("precision", {}))
     if saved.bf16:
         return torch.bfloat16
@@ -263,23 +258,13 @@ def _exported_outlines(
     }
 
 
-def _main_dtype(outlines: Mapping[str, Outline]) -> torch.dtype:
-    """Returns the dtype of most bytes, which config.json names."""
-    sizes: Counter[torch.dtype] = Counter()
-    for outline in outlines.values():
-        sizes[outline.dtype] += outline.bytes
-    return sizes.most_common(1)[0][0]
-
-
 class DamagedStep(UserError):
     """Raised if the files of a step do not match its manifest."""
 
 
 @contextmanager
 def _verifying_checksums(found: Found, enabled: bool) -> Iterator[None]:
-    """Verifies the checksums of a step in a background thread, and raises at the end of the block if one
-    is wrong.
-    """
+    """Verifies the checksums of a step in a thread; raises at the end of the block if one is wrong."""
     damage: list[Exception] = []
 
     def verify() -> None:

@@ -32,9 +32,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `fixed` are settings of all its models; `required` are the supported values of
-    keys, of which the first one is written.
-    """
+    """A model family. `fixed` are settings of all its models.
+
+    `required` are the supported values of keys, of which the first one is written."""
 
     architecture: str
     fixed: Mapping[str, Any]

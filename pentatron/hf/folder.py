@@ -49,12 +49,10 @@ class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
         self._files, self._closing = files, closing
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """Reads a slice of a tensor. It may be a view of the memory-mapped file: copy it before closing
-        the folder.
-        """
+        """Reads a slice of a tensor, possibly a view that is only valid while the folder is open."""
         file = self._files[self.tensors[name].file]
         index = tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))
-        # get_slice does not support 0-dimensional tensors.
+        # A 0-dimensional tensor has no slices.
         values: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
         return values
 

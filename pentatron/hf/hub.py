@@ -21,9 +21,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTED_FILES) -> Path:
-    """Returns the folder of a path or hub name, downloading it if needed; without `network` only from the
-    cache.
-    """
+    """Returns the folder of a path or hub name; without `network` only from the cache."""
     if not is_hub_id(name):
         if not Path(name).is_dir():
             raise UserError(

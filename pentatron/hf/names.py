@@ -229,9 +229,7 @@ def _require_precision(
 
 
 def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
-    """Raises UserError unless the folder has exactly the expected tensors with the right shapes and
-    dtypes.
-    """
+    """Raises UserError unless the folder has exactly the expected tensors."""
     family, shapes = NAME_TABLES[model_type], their_shapes(links)
     problems = []
     for name, shape in shapes.items():
@@ -262,9 +260,7 @@ def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type
 
 
 def _tied_copy_problem(folder: HuggingFaceFolder, family: FamilyNames) -> list[str]:
-    """Returns a problem if the output layer of a tied model, which some files contain, differs from the
-    embedding.
-    """
+    """Returns a problem if a stored output layer of a tied model differs from the embedding."""
     names = {family.embedding.format(base=base) for base in (family.base, "")}
     embedding = next((name for name in names if name in folder.tensors), None)
     if embedding is None:

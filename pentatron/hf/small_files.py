@@ -39,9 +39,7 @@ _TOKENIZER = (
 
 @contextmanager
 def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
-    """Yields a temporary folder that is renamed to `wanted` at the end of the block, or removed after an
-    error.
-    """
+    """Yields a temporary folder, renamed to `wanted` after the block or removed after an error."""
     final = wanted.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UserError(
