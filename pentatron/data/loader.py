@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from pentatron.data.sampling import DOCUMENT_STARTS, Sample
 from pentatron.errors import UserError
@@ -297,26 +297,12 @@ class Repeated:
         return self.dataset[index % len(self.dataset)]
 
 
-class Joined:
+class Joined(ConcatDataset[Sample]):
     """Concatenates datasets."""
-
-    def __init__(self, datasets: Sequence[FiniteDataset]) -> None:
-        self.datasets = tuple(datasets)
-        self._ends = np.cumsum([len(dataset) for dataset in datasets])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} samples")
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        dataset = self.datasets[number]
-        return dataset[index - (int(self._ends[number]) - len(dataset))]
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         """Returns the dataset number of each of the given samples."""
-        return np.searchsorted(self._ends, samples, side="right")
+        return np.searchsorted(self.cumulative_sizes, samples, side="right")
 
 
 class Padded:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import Dataset
 
 from pentatron.data.conversations import MarkedText, Tokens, Writer, at_line, read_conversations
 from pentatron.data.corpus import only_one
@@ -102,7 +103,7 @@ class Shortened:
     longest: int
 
 
-class SFTDataset:
+class SFTDataset(Dataset[Sample]):
     """Conversations of a pair, one per row or packed; every row has `sequence_length` tokens.
 
     Longer conversations are truncated at the end. Attention is restricted to each packed conversation and

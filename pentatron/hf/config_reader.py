@@ -35,9 +35,14 @@ class ConfigReader:
         self.config, self.where = config, where
         self.read: set[str] = set()
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns the value of a key, or the default if absent or null; raises Problem for another type."""
+    def get(self, key: str, kind: type, default: Any = None, absent: Any = None) -> Any:
+        """Returns the value of a key, or the default if absent or null; raises Problem for another type.
+
+        `absent` is the default of a key that is absent but not null, if they differ.
+        """
         self.read.add(key)
+        if absent is not None and key not in self.config:
+            return absent
         value = self.config.get(key)
         if value is None:
             return default
@@ -100,19 +105,17 @@ class Heads:
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         heads = config.get("num_attention_heads", int, self.heads)
-        default = self.groups if "num_key_value_heads" not in config.config else None
-        groups = config.get("num_key_value_heads", int, default or heads)
+        groups = config.get("num_key_value_heads", int, heads, absent=self.groups)
         if heads % groups:
             raise Problem(
                 f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
-        width = self.head_dim if "head_dim" not in config.config else None
         settings.assign(
             ORIGIN,
             num_attention_heads=heads,
             num_query_groups=groups,
             group_query_attention=True,
-            kv_channels=config.get("head_dim", int, width or settings.hidden_size // heads),
+            kv_channels=config.get("head_dim", int, settings.hidden_size // heads, absent=self.head_dim),
         )
 
     def write(self, settings: Settings) -> dict[str, Any]:
@@ -335,8 +338,7 @@ class WindowEverywhere:
         else:
             config.require("use_sliding_window", (False,))
         if used:
-            default = self.default if "sliding_window" not in config.config else None
-            window = config.get("sliding_window", int, default)
+            window = config.get("sliding_window", int, absent=self.default)
         set_window(settings, window, (True,) * settings.num_layers)
 
     def write(self, settings: Settings) -> dict[str, Any]:
@@ -379,8 +381,7 @@ class WindowByLayer:
             kinds = [_WINDOW if number >= first else _FULL for number in range(count)]
         window = None
         if used:
-            default = 4096 if "sliding_window" not in config.config else None
-            window = config.get("sliding_window", int, default)
+            window = config.get("sliding_window", int, absent=4096)
         set_window(settings, window, [kind == _WINDOW for kind in kinds or [_FULL] * count])
 
     def _check_layer_types(self, kinds: list[Any], count: int, used: bool) -> None:
