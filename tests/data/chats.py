@@ -1,4 +1,4 @@
-"""A small tokenizer folder with a chat template, and templates in the styles of well-known models."""
+"""A small tokenizer folder with a chat template, and templates in the style of well-known models."""
 
 import json
 from pathlib import Path

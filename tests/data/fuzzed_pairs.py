@@ -1,4 +1,4 @@
-"""Random pairs with random damage: what a reader makes of them. Run by the tests and, many more, by scripts/fuzz_data.py."""
+"""Random pairs with random damage, for the tests and scripts/fuzz_data.py."""
 
 import random
 import shutil
@@ -156,6 +156,6 @@ def try_one(seed: int, folder: Path) -> str:
 
 
 def try_many(first: int, count: int, folder: Path) -> Counter[str]:
-    # Nobody pulls the plug here, and waiting for the disk would be most of the time.
+    # fsync is disabled: no power cut is simulated here, and it would take most of the time.
     with mock.patch("pentatron.files.os.fsync"):
         return Counter(try_one(seed, folder) for seed in range(first, first + count))

@@ -1,4 +1,4 @@
-"""Chat templates: the same tokens as `transformers`, the answers marked, and nothing a template should not do."""
+"""Tests chat templates: tokens equal to `transformers`, loss masks of answers, and the sandbox."""
 
 import datetime
 import json
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, style: str) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     found = find_chat_template(folder)
     assert found is not None
-    # Theirs tells the day of today; no midnight lies between.
+    # transformers uses the current date.
     ours = ChatTemplate(found[0], special_tokens(folder), datetime.datetime.now().date())
     system = [{"role": "system", "content": "you are helpful"}]
     for messages in (TALK, TALK[:2], system + TALK):
@@ -163,7 +163,7 @@ def test_templates_by_name(tmp_path: Path) -> None:
                 find_chat_template(folder)
         else:
             assert find_chat_template(folder) == (expected, config)
-    # The file of its own counts first.
+    # chat_template.jinja has precedence.
     (folder / "chat_template.jinja").write_text("mine", encoding="utf-8")
     assert find_chat_template(folder) == ("mine", folder / "chat_template.jinja")
 

@@ -1,4 +1,4 @@
-"""The corpus made of Python's own library: what goes in, that it is reused, and that a killed run leaves nothing."""
+"""Tests the corpus of Python's standard library: its content, reuse, and recovery after a kill."""
 
 import json
 import os

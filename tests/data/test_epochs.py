@@ -1,4 +1,4 @@
-"""The endless reader: each epoch is a permutation that depends on (seed, epoch) only."""
+"""Tests the infinite dataset: each epoch is a permutation that depends only on (seed, epoch)."""
 
 import numpy as np
 import pytest

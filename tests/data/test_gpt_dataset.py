@@ -1,4 +1,4 @@
-"""Samples against the documents laid end to end, and the three splits of one corpus."""
+"""Tests samples against the concatenated documents, and the three splits of one corpus."""
 
 from pathlib import Path
 
@@ -124,7 +124,7 @@ def test_a_negative_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_splits_read_disjoint_documents(tmp_path: Path) -> None:
-    # The token says which document it comes from.
+    # The token identifies its document.
     write(tmp_path / "x", [np.full(20, document) for document in range(50)])
     train, valid, test = open_splits(tmp_path / "x", "80,10,10", (100, 10, None), 8, seed=3)
     assert train is not None and valid is not None and test is not None

@@ -1,4 +1,4 @@
-"""Orders in files: found again, shared, rebuilt when damaged, never necessary."""
+"""Tests the index cache: reuse, sharing, rebuilding when damaged, operation without files."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_built_once_and_found_again(tmp_path: Path) -> None:
 
 
 def test_without_a_file_everyone_builds_in_memory(tmp_path: Path) -> None:
-    """Another machine's folder, a small order, or none at all."""
+    """The folder of another node, a small order, or no folder."""
     builder = Builder()
     assert same(builder.get(tmp_path, builds=False)) and same(builder.get(tmp_path, entries=4))
     assert same(builder.get(None))

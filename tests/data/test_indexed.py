@@ -1,4 +1,4 @@
-"""The `.bin/.idx` pair: bytes on disk, reading back, refusing damage, appearing whole or not at all."""
+"""Tests `.bin/.idx` pairs: bytes on disk, reading, detection of damage, atomic writes."""
 
 import hashlib
 import os
@@ -213,7 +213,9 @@ def test_a_rewrite_replaces_the_pair(prefix: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "between", "last", "after"])
 def test_killed_around_the_renames_never_mixes_pairs(prefix: Path, when: str) -> None:
-    """SIGKILL at each point of the commit: the prefix opens as the old pair, as the new one, or not at all."""
+    """SIGKILL at each point of the commit: the prefix opens as the old pair, as the new one, or not at
+    all.
+    """
     body = f"""
 import os, signal
 from pentatron.data import pair_writer

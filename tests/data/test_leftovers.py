@@ -1,4 +1,4 @@
-"""Temporary files: of killed processes they are removed by the next start, of living ones they stay, on a full disk they go."""
+"""Tests removal of temporary files of killed processes; those of running processes stay."""
 
 import errno
 import os
@@ -60,7 +60,7 @@ def test_files_that_another_process_is_writing_stay(pair: Path, tmp_path: Path) 
     assert sorted(temporary_files(folder)) == before
     begun.discard()
     assert temporary_files(folder) == []
-    # The same of one file, seen from a process of its own.
+    # The same for one file, checked from another process.
     program = f"from pathlib import Path; from pentatron.files import remove_leftovers; remove_leftovers(Path({str(folder / 'x')!r}))"
     with replaced(folder / "x") as file:
         file.write(b"whole")

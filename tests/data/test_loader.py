@@ -1,4 +1,4 @@
-"""What each rank reads: the same samples per step for any number of ranks, batches, and the end of the data."""
+"""Tests the loader: the same samples per step for any number of ranks, batches, the end of the data."""
 
 from itertools import islice
 from pathlib import Path
@@ -117,7 +117,9 @@ def test_workers_keep_the_order_and_the_end() -> None:
 
 
 def test_all_ranks_end_at_the_same_micro_step() -> None:
-    """With a tail that only some ranks could fill, the others would wait for ever in their next collective."""
+    """With a tail that only some ranks could fill, the others would wait for ever in their next
+    collective.
+    """
     counts = [len(list(MicroBatchSampler(0, 2, rank, 4, total=21))) for rank in range(4)]
     assert counts == [2, 2, 2, 2]
 

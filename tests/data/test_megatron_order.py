@@ -1,4 +1,4 @@
-"""megatron-core as the judge of the order: random splits, seeds, lengths, epochs and blends, index by index and token by token."""
+"""Tests the sample order against megatron-core: random splits, seeds, lengths, epochs and blends."""
 
 import gc
 import random
@@ -18,7 +18,7 @@ from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import parse_split, split_ranges
 
 with warnings.catch_warnings():
-    # It says on import which fast kernels are missing.
+    # It warns on import about missing kernels.
     warnings.simplefilter("ignore")
     pytest.importorskip("megatron.core.datasets.helpers_cpp")
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -148,7 +148,9 @@ def test_blends_of_all_splits(corpora: list[str]) -> None:
 
 
 def _only(which: int) -> Any:
-    """Their configuration with one split, as if the others had a share of zero, but the same documents in this one."""
+    """Their configuration with one split, as if the others had a share of zero, but the same documents in
+    this one.
+    """
     complete = GPTDatasetConfig.__post_init__
 
     def restricted(config: Any) -> None:

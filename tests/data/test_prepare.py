@@ -1,4 +1,4 @@
-"""Preparing with real worker processes: the same bytes however many, whole or nothing, going on after a kill."""
+"""Tests preparation with real workers: equal bytes for any number, atomicity, resume after a kill."""
 
 import json
 import multiprocessing
@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def clean(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], Outcome]:
-    """What one worker makes of it without interruption."""
+    """Returns the output of one worker without interruption."""
     folder = tmp_path_factory.mktemp("clean")
     outcome = prepare(job(source, folder, 1, ("text", "title")))
     return contents(folder), outcome
@@ -146,7 +146,7 @@ def test_killed_and_resumed(
     if when == "encoding":
         assert left == {".out.preparing"}, "nothing under a final name"
         wait_until_gone([int(pid) for pid in killed.stdout.split()])
-        # What a crash leaves behind the last note must not matter.
+        # Data after the last recorded progress must be ignored.
         with (out / ".out.preparing" / "key0.bin").open("ab") as file:
             file.write(b"garbage")
     else:
@@ -166,7 +166,9 @@ def test_ctrl_c_in_the_midst_of_a_chunk(
     monkeypatch: pytest.MonkeyPatch,
     before: bool,
 ) -> None:
-    """Between its two keys, or after them and before the place is noted: no document may be there twice, or under one key only."""
+    """Between its two keys, or after them and before the place is noted: no document may be there twice,
+    or under one key only.
+    """
     monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_NOTES", 0.0)
     append, calls = PairInProgress.append, 0
 

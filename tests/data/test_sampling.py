@@ -1,4 +1,4 @@
-"""Splits and the three index arrays, against published vectors and a walker that goes token by token."""
+"""Tests splits and the three index arrays against published vectors and a naive implementation."""
 
 import hashlib
 import time
@@ -36,7 +36,9 @@ def test_golden_starts() -> None:
 
 
 def walk_starts(lengths: list[int], sequence_length: int) -> list[list[int]]:
-    """Token by token over documents laid end to end: where each sample begins while one token more remains."""
+    """Token by token over documents laid end to end: where each sample begins while one token more
+    remains.
+    """
     places = [[position, offset] for position, length in enumerate(lengths) for offset in range(length)]
     return [places[token] for token in range(0, len(places), sequence_length)]
 

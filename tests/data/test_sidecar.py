@@ -1,4 +1,4 @@
-"""Checksums beside a pair: damage is found at open or at first touch, with its place, and nowhere else."""
+"""Tests checksums of a pair: damage is detected at open or at first read, with its position."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""Made-up data: what it depends on, that it can be learnt, and the fixed sequences of mock runs."""
+"""Tests synthetic data: its dependencies, that a model learns it, and mock sequences."""
 
 import hashlib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def test_a_sample_depends_on_seed_and_number_only() -> None:
 
 
 def test_the_stream_is_fixed_for_good() -> None:
-    """A resumed run on another machine or version must go on with the same samples."""
+    """A resumed run on another machine or version must see the same samples."""
     digest = hashlib.sha256()
     for i in range(20):
         digest.update(SyntheticDataset(20, 32000, 64, seed=1234)[i]["tokens"].tobytes())

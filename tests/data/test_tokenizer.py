@@ -1,4 +1,4 @@
-"""Tokenizers: there and back, what is found and what is not, and a vocabulary that is the same every time."""
+"""Tests tokenizers: round trips, lookup of files and end tokens, deterministic training."""
 
 import json
 import os
@@ -173,7 +173,7 @@ def test_broken_files_are_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_package_works_without_tokenizers_and_torch() -> None:
-    """Everything but the loader imports without torch; what needs the tokenizers library says how to get it."""
+    """Everything except the loader imports without torch; missing tokenizers raise a UserError."""
     body = """
 import sys
 sys.modules["tokenizers"] = None
@@ -240,7 +240,7 @@ def test_fingerprints_tell_tokenizers_apart(folder: Path, tmp_path: Path) -> Non
     ]
     assert len({identity.fingerprint for identity in known}) == 4
     assert known[0].vocab_size == VOCAB and known[0].eod == 0
-    # What changes no id changes no fingerprint; another way to cut words does.
+    # The fingerprint depends on the ids, including how words are split.
     padding = {
         "strategy": "BatchLongest",
         "direction": "Right",

@@ -1,4 +1,4 @@
-"""Small models of every family, made by `transformers`, in the shapes that have gone wrong somewhere."""
+"""Small `transformers` models of every family, with shapes that have caused bugs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -113,7 +113,7 @@ CASES = [
 
 
 def their_model(case: Case) -> nn.Module:
-    """With weights that are none of the usual: norms of one and biases of zero would hide mistakes about them."""
+    """Returns a model with unusual weights: norms of one and biases of zero would hide mistakes."""
     # Here, because ranks import this module and need no `transformers`.
     from transformers import AutoConfig, AutoModelForCausalLM
 

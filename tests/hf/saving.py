@@ -1,4 +1,4 @@
-"""A rank that loads a step, trains and saves. Apart from the tests, so that ranks need not import transformers."""
+"""Loads a step, trains and saves on one rank; a separate module, so that ranks do not import transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""config.json, read and written: the same settings both ways, every key accounted for."""
+"""Tests reading and writing config.json: equal settings in both directions, every key handled."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def test_defaults_are_those_of_transformers_and_the_way_back_is_the_same(model_t
     assert settings_of(again) == settings
     assert config_of(*configs(settings_of(again)), original=again) == again
     theirs = AutoConfig.for_model(**again).to_dict()
-    # Where they say null, hidden / heads, ours is a number.
+    # null means hidden / heads, which is a number in the settings.
     assert {key: theirs[key] for key in written if written[key] is not None} == {
         key: value for key, value in written.items() if value is not None
     }

@@ -1,4 +1,4 @@
-"""Every family trains like `transformers`: on one process, and in a layout each; `make families` has all of them in all."""
+"""Tests that every family trains like `transformers`, in one process and in a layout (`make families`)."""
 
 import pytest
 

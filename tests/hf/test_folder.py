@@ -1,4 +1,4 @@
-"""Folders that are not what they say are refused with a sentence that names what is wrong, before anything is used."""
+"""Tests that invalid folders are refused with a precise message before anything is used."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from tests.hf.support import ours_from, save, theirs
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of several files."""
+    """Returns a folder with several weight files."""
     return save(theirs("qwen2", num_hidden_layers=1), tmp_path_factory.mktemp("whole"), max_shard_size="10KB")
 
 

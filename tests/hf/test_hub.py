@@ -1,4 +1,4 @@
-"""Names of the hub: what they mean, what is downloaded, and a sentence where there is no network."""
+"""Tests names of the hub: their meaning, the downloaded files, and messages without network."""
 
 import json
 import sys

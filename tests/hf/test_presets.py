@@ -1,4 +1,4 @@
-"""A preset is the model it is named after: `transformers` makes one with as many parameters from the config.json we write."""
+"""Tests presets: `transformers` builds a model with as many parameters from their config.json."""
 
 import pytest
 import torch
@@ -34,7 +34,9 @@ def test_transformers_counts_the_same(name: str) -> None:
     ],
 )
 def test_the_default_of_a_family_in_transformers(name: str, model_type: str) -> None:
-    """But for what that library leaves at the value of another model: positions, the base of rotary angles, epsilon."""
+    """But for what that library leaves at the value of another model: positions, the base of rotary
+    angles, epsilon.
+    """
     read = settings_of(AutoConfig.for_model(model_type).to_dict())
     free = {
         "max_position_embeddings",

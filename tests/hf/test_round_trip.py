@@ -1,4 +1,4 @@
-"""Folder → checkpoint → folder: the same bytes, whatever the family, the files and the blocks; and nothing left of a failure."""
+"""Tests import and export: the same bytes for any family and file sizes; failures leave nothing behind."""
 
 import json
 import resource
@@ -107,7 +107,7 @@ def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     found, _ = find_step(tmp_path / "ours")
     assert compare_logits(found, back).difference < 1e-5
-    # The comparison can fail: one weight of theirs is changed.
+    # The control: one weight of the reference model is changed.
     with torch.no_grad():
         loaded.model.layers[1].self_attn.k_proj.weight[0] += 0.1
     with pytest.raises(UserError, match="not the same model"):
@@ -146,7 +146,7 @@ def test_no_number_becomes_infinite(folder: Path, tmp_path: Path) -> None:
     save_file(large, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"linear_qkv.weight holds 7e\+04, which is beyond the range of fp16"):
         convert(source, tmp_path / "fp16", dtype=FP16, allow_narrowing=True)
-    # What was infinite stays so, and nothing else becomes it.
+    # inf stays inf, and no other value becomes inf.
     convert(source, tmp_path / "bf16", dtype=BF16, allow_narrowing=True)
     back = tensors(export(tmp_path / "bf16", tmp_path / "back"))
     assert sum(int(tensor.isinf().sum()) for tensor in back.values()) == 1
@@ -280,7 +280,7 @@ def test_leftovers_of_the_killed_are_removed_and_work_of_others_is_not(tmp_path:
             pytest.raises(UserError, match="could not be written"),
             new_folder(tmp_path / "ours", 0) as other,
         ):
-            # Whoever is first has the name; the other one finds that out in the end.
+            # The first process gets the name; the other one fails at the end.
             assert one.exists()
             (one / "done").touch()
             shutil.copytree(one, tmp_path / "ours")

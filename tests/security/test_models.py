@@ -1,4 +1,4 @@
-"""Models of strangers: code in a Hugging Face folder, in settings, in a tokenizer's folder; none of it runs."""
+"""Tests untrusted models: code in a Hugging Face folder, settings or tokenizer folder is never executed."""
 
 import json
 import shutil

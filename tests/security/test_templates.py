@@ -1,4 +1,4 @@
-"""Chat templates are bounded: whatever one does with memory and time, it ends with one sentence and the next one renders."""
+"""Tests the limits of chat templates: memory and time are bounded, and the next template renders."""
 
 import datetime
 import multiprocessing

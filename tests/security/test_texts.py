@@ -1,4 +1,6 @@
-"""Texts and tokenizers of strangers: lines without end, packed files that unfold, vocabularies without a token, patterns that hang."""
+"""Tests untrusted texts and tokenizers: endless lines, decompression bombs, empty vocabularies, slow
+regexes.
+"""
 
 import gzip
 import json
@@ -57,7 +59,9 @@ def peak() -> Iterator[Callable[[], int]]:
 def test_a_line_without_end_is_a_sentence(
     tmp_path: Path, name: str, make: Callable[[Path, int], Path], peak: Callable[[], int]
 ) -> None:
-    """32 times the longest line; a packed one is a few kilobytes. Memory is a small multiple of the longest line."""
+    """32 times the longest line; a packed one is a few kilobytes. Memory is a small multiple of the
+    longest line.
+    """
     path = make(tmp_path / name, 32 * MOST)
     before = peak()
     with pytest.raises(
@@ -71,7 +75,9 @@ def test_a_line_without_end_is_a_sentence(
 
 
 def test_where_the_limits_are(tmp_path: Path) -> None:
-    """A line of just the longest length is read, with a line break behind it or without; one byte more is refused."""
+    """A line of just the longest length is read, with a line break behind it or without; one byte more is
+    refused.
+    """
     path = tmp_path / "a.txt"
     for cut, most in (("line", MOST), ("blank-line", MOST), ("file", 2 * MOST)):
         path.write_bytes(b"first\n\n" + b"x" * (most - 7 if cut == "file" else most))
@@ -156,7 +162,9 @@ def test_a_pattern_that_takes_too_many_steps_is_told_as_that(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
 def test_replacements_that_multiply_a_text_are_refused(tmp_path: Path, part: str) -> None:
-    """Twelve times tenfold: the library would ask for terabytes, and abort the process when it does not get them."""
+    """Twelve times tenfold: the library would ask for terabytes, and abort the process when it does not
+    get them.
+    """
     library = pytest.importorskip("tokenizers")
     of = getattr(library, f"{part}s")
 
