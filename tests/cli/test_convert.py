@@ -76,8 +76,7 @@ def test_a_broken_tokenizer_is_not_carried_along_in_silence(
     cut.write_text("{}")
     assert main([*words, "--tokenizer", str(cut.parent)]) == 0
     assert (
-        "tokenizer.json is copied, but the package tokenizers here cannot read it"
-        in capsys.readouterr().out
+        "tokenizer.json is copied, but the package tokenizers here cannot read it" in capsys.readouterr().out
     )
 
 
@@ -185,7 +184,8 @@ def test_the_command_of_the_guide(folder: Path, tmp_path: Path) -> None:
     found, _ = find_step(tmp_path / "ours")
     assert {record.dtype for record in found.manifest.tensors.values()} == {"bfloat16"}
     assert "tokenizer.model" in names(tmp_path / "ours" / "huggingface")
-    # Begun from in another layout than the one it was to be cut for, and exported again: not a byte is another.
+    # Begun from in another layout than the one it was to be cut for, and exported again: not a byte is
+    # another.
     words = (
         f"--load {tmp_path / 'ours'} --finetune --ckpt-format torch_dist --pp_size 2 --bf16 --train-iters 0"
     )

@@ -17,9 +17,7 @@ def open_splits(
     vocab_size: int | None = None,
     boundaries: Boundaries | None = None,
 ) -> tuple[GPTDataset | None, ...]:
-    """Train, valid and test over one corpus; None for a share of zero or a size of zero, one epoch for no
-    size.
-    """
+    """Returns train, valid and test of one corpus; None for a share or size of zero."""
     source = IndexedDataset(prefix, vocab_size)
     datasets: list[GPTDataset | None] = []
     for name, documents, size in zip(SPLIT_NAMES, documents_of(source, split), sizes, strict=True):

@@ -43,7 +43,7 @@ def encode(writer: Writer, conversation: Conversation) -> list[Tokens]:
 
 
 def learned(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> list[str]:
-    """The text of each stretch of tokens to learn, in every sample."""
+    """Returns the texts of consecutive learned tokens in every sample."""
     found = []
     for sample in encode(Writer(tokenizer, template(source)), chat(messages)):
         edges = np.flatnonzero(np.diff(sample.learned, prepend=False, append=False))
@@ -102,7 +102,7 @@ def test_answers_are_learned_and_nothing_else(tokenizer: FileTokenizer) -> None:
 
 
 def test_a_template_that_rewrites_the_past(tokenizer: FileTokenizer) -> None:
-    # Each answer is learned behind what the model will really have read.
+    # Each answer is trained after the prompt that the model sees at inference.
     samples = encode(Writer(tokenizer, template(THINKING)), chat(TALK))
     assert len(samples) == 2
     for place, sample in zip((1, 3), samples):
@@ -211,7 +211,7 @@ def test_the_three_layouts_are_one_conversation() -> None:
     assert parse_conversation(json.dumps(lists)).learned == (3,)
     with_system = parse_conversation(json.dumps({**pair, "system": "be brief"}))
     assert [m["role"] for m in with_system.messages] == ["system", "user", "assistant"]
-    # Texts of a completion are no chat: they stay as they are, and the end of a document follows.
+    # Prompt and completion are concatenated without a template and followed by the end token.
     plain = parse_conversation('{"prompt": "1 + 1 =", "completion": " 2"}')
     (sample,) = encode(Writer(ByteTokenizer(), template(CHATML)), plain)
     assert bytes(sample.ids[:-1]) == b"1 + 1 = 2" and sample.ids[-1] == ByteTokenizer.eod

@@ -115,7 +115,7 @@ def stages_of(folder: Path, vocab_size: int = 300, max_bytes: int = 100_000) -> 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of two usable files, an empty one and one that is not UTF-8."""
+    """Creates a standard library of two usable files, an empty one and one that is not UTF-8."""
     folder = tmp_path / "library"
     folder.mkdir()
     (folder / "a.py").write_text("x = 1\n")

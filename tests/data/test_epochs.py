@@ -9,7 +9,7 @@ from pentatron.errors import UserError
 
 
 class Numbers:
-    """Sample i holds the number i."""
+    """A dataset whose sample i is the number i."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -26,7 +26,7 @@ def write(prefix: Path, documents: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize("longest", [4, 40, 400])
 def test_samples_are_slices_of_the_documents_in_order(tmp_path: Path, longest: int) -> None:
-    """Short documents: a sample spans many. Long ones: a document holds many samples."""
+    """Samples that span many short documents, and long documents with many samples."""
     documents, length = random_documents(30, longest), 16
     write(tmp_path / "x", documents)
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(3, 28), 50, length, seed=5)

@@ -53,7 +53,7 @@ def test_every_damage_is_noticed_and_mended(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     good = path.read_bytes()
     damages = [good[:-1], good[:5], b"", good + b"x", b"x" + good[1:], good.replace(b'"bytes"', b'"bites"')]
-    # Every byte of the beginning, then some of the content and the last.
+    # Every byte of the header, then some of the content and the last one.
     places = [*range(0, 300, 7), len(good) // 2, len(good) - 1]
     damages += [good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] for at in places]
     for number, bad in enumerate(damages, start=1):
@@ -61,7 +61,7 @@ def test_every_damage_is_noticed_and_mended(tmp_path: Path) -> None:
         assert same(builder.get(tmp_path)), number
         assert len(builder.said) == number and builder.said[-1].endswith("it is rebuilt")
         assert path.read_bytes() == good
-    # A flipped bit of the content is what only the checksum sees.
+    # A flipped bit in the content is only detected by the checksum.
     path.write_bytes(damages[-1])
     read_arrays(path, verify=False)
     with pytest.raises(DamagedIndex, match="checksum"):
@@ -95,7 +95,7 @@ def test_datasets_are_the_same_from_files(tmp_path: Path) -> None:
     for i in range(0, len(plain), 7):
         assert plain[i]["tokens"].tolist() == first[i]["tokens"].tolist() == again[i]["tokens"].tolist()
     assert again.index.epochs == plain.index.epochs
-    # Whatever determines the order is part of the name.
+    # Everything that determines the order is part of the file name.
     for other in ({"seed": 2}, {"stop": 49}, {"samples": 91}):
         before = len(list(tmp_path.iterdir()))
         build(**other)  # type: ignore[arg-type]

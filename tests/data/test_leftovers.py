@@ -22,7 +22,7 @@ def pair(tmp_path: Path) -> Path:
 
 
 def leave(folder: Path, *targets: str) -> None:
-    """As a process that was killed does."""
+    """Creates a leftover as a killed process does."""
     folder.mkdir(exist_ok=True)
     for target in targets:
         (folder / f"{target}.4194304.tmp").write_bytes(b"half")
@@ -38,7 +38,7 @@ def test_the_next_start_removes_what_a_killed_one_left(pair: Path, tmp_path: Pat
     (folder / "other.bin.4194304.tmp").touch()
     merge([pair], folder / "pair")
     assert temporary_files(folder) == ["other.bin.4194304.tmp"]
-    # Also where the result is there already, and nothing is written.
+    # Also if the result exists already and nothing is written.
     leave(folder, "pair.ends")
     with pytest.raises(Exception, match="exists already"):
         merge([pair], folder / "pair")
@@ -82,7 +82,7 @@ def test_odd_entries_with_such_names_block_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing_behind(
     fails_at: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The constructor may fail half-way, and closing a file writes what is buffered."""
+    """The constructor may fail half-way, and closing a file flushes its buffer."""
     opened = Path.open
 
     def open_full(path: Path, mode: str = "r", **given: object) -> object:

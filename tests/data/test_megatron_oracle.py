@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch
 
-# It brings half a million objects, which every later collection of garbage in this process would walk over.
+# The import creates half a million objects, which every later garbage collection would traverse.
 gc.freeze()
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 TYPES = ("uint8", "int16", "int32", "int64", "uint16")
@@ -36,7 +36,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def write_theirs(prefix: Path, documents: Documents, dtype: str) -> None:
-    """By items or by documents: its two ways to build."""
+    """Writes by items or by documents, the two ways of megatron-core's builder."""
     builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
     for number, document in enumerate(documents):
         if number % 2:

@@ -44,14 +44,14 @@ NO_SIZE = [None, None, None]
 
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
-    # Neither for their files of indices, which no case reads again.
+    # Index files are not synced either: no case reads them again.
     with mock.patch("gc.collect"), mock.patch("numpy.save"):
         yield
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Short documents, long ones, many and few."""
+    """Writes corpora of short and long documents, many and few."""
     folder = tmp_path_factory.mktemp("corpora")
     draw = np.random.default_rng(3)
     for number, (count, longest) in enumerate([(300, 20), (40, 300), (12, 60), (150, 90), (7, 30)]):
@@ -119,7 +119,7 @@ def members(prefixes: list[str], split: str | None, which: int) -> list[Member] 
 
 
 def test_blends_of_all_splits(corpora: list[str]) -> None:
-    """Two hundred random cases, in most of which several epochs are needed."""
+    """Two hundred random cases, most of which need several epochs."""
     draw, checked = random.Random(1), dict.fromkeys(("one", "weights", "lengths", "refused there"), 0)
     for case in range(200):
         prefixes, weights = random_blend(draw, corpora)
@@ -132,7 +132,7 @@ def test_blends_of_all_splits(corpora: list[str]) -> None:
         if chosen is None:
             continue
         ours = build_blend(chosen, weights, [number], SampleRecipe(length, seed))
-        # The other splits are built as well there, and small ones may not be possible.
+        # megatron-core also builds the other splits, which fails if they are too small.
         with mock.patch.object(GPTDatasetConfig, "__post_init__", _only(which)):
             try:
                 other = theirs([number] * 3, seed, length, blend=(prefixes, weights), split=split)[which]
@@ -148,9 +148,7 @@ def test_blends_of_all_splits(corpora: list[str]) -> None:
 
 
 def _only(which: int) -> Any:
-    """Their configuration with one split, as if the others had a share of zero, but the same documents in
-    this one.
-    """
+    """Returns megatron-core's configuration with one split and the same documents."""
     complete = GPTDatasetConfig.__post_init__
 
     def restricted(config: Any) -> None:

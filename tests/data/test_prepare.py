@@ -26,7 +26,7 @@ CHUNK = 4000
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer, and two files of documents of very different lengths."""
+    """Writes a tokenizer and two files of documents of very different lengths."""
     folder = tmp_path_factory.mktemp("source")
     draw = random.Random(7)
     words = ["naïve", "return", "漢字", "x", "transformer", "🙂", "\n", "  "]
@@ -166,9 +166,7 @@ def test_ctrl_c_in_the_midst_of_a_chunk(
     monkeypatch: pytest.MonkeyPatch,
     before: bool,
 ) -> None:
-    """Between its two keys, or after them and before the place is noted: no document may be there twice,
-    or under one key only.
-    """
+    """Interrupted between two keys, or before progress is recorded: no document is lost or duplicated."""
     monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_NOTES", 0.0)
     append, calls = PairInProgress.append, 0
 
@@ -220,7 +218,7 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     refused = r"o_text_document\.idx exists already, from other inputs .*--overwrite"
     with pytest.raises(ValueError, match=refused):
         run(skip=True)
-    # Not even the notes of an unfinished job that had leave to replace it change that.
+    # Not even the progress of an unfinished job with --overwrite changes that.
     (tmp_path / "out" / ".o.preparing").mkdir()
     (tmp_path / "out" / ".o.preparing" / "progress.json").write_text('x\n{"fingerprint": "another"}')
     with pytest.raises(ValueError, match=refused):

@@ -214,7 +214,7 @@ def test_several_files_are_one_set(tmp_path: Path) -> None:
 
 @distributed(world=2)
 def test_what_one_machine_lacks_is_one_sentence_on_both(tmp_path: Path) -> None:
-    """Before any rank waits for the tokens: a sentence that only the other rank knew would be lost."""
+    """An error on one rank is raised on all before any of them waits for the tokens."""
     rank = dist.get_rank()
     path = tmp_path / f"{rank}.jsonl"
     write(path, lines(4))

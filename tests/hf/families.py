@@ -114,7 +114,7 @@ CASES = [
 
 def their_model(case: Case) -> nn.Module:
     """Returns a model with unusual weights: norms of one and biases of zero would hide mistakes."""
-    # Here, because ranks import this module and need no `transformers`.
+    # Imported here, because ranks import this module without needing transformers.
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(case.model_type, **case.settings)

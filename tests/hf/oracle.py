@@ -62,7 +62,7 @@ class Ours:
     """Results of one rank."""
 
     losses: list[float] = field(default_factory=list)
-    # (first sample, positions, first word, logits) of every part of the logits that is here.
+    # (first sample, positions, first id, logits) of every local part of the logits.
     logits: list[tuple[int, Tensor, int, Tensor]] = field(default_factory=list)
     gradients: list[Sent] = field(default_factory=list)
     weights: list[Sent] = field(default_factory=list)
@@ -75,7 +75,7 @@ def batches(vocabulary: int, micro_batch: int, rank: int, ranks: int) -> Iterato
 
 @functools.cache
 def folder_of(case: Case) -> Path:
-    """The case as `transformers` saves it, until this process ends."""
+    """Returns the case saved by `transformers`, until this process exits."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
     atexit.register(_remove, folder, os.getpid())
     their_model(case).save_pretrained(folder)
@@ -83,7 +83,7 @@ def folder_of(case: Case) -> Path:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    """Processes that were forked from the owner only read it."""
+    """Removes the folder in the process that created it, not in forked ones."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -249,7 +249,7 @@ def _largest(difference: Tensor, norm: bool = False) -> float:
 
 
 def whole_logits(found: list[Ours], like: Tensor) -> Tensor:
-    """From the parts of all ranks: samples, positions and words."""
+    """Assembles the logits of all ranks: samples, positions, vocabulary."""
     logits = torch.full_like(like, torch.nan)
     for first, positions, word, part in (each for rank in found for each in rank.logits):
         width = min(part.shape[-1], logits.shape[-1] - word)
@@ -259,7 +259,7 @@ def whole_logits(found: list[Ours], like: Tensor) -> Tensor:
 
 
 def in_their_names(case: Case, fragments: Iterable[Sent], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our logical tensors as `transformers` would name and lay them out."""
+    """Converts our logical tensors to the names and shapes of `transformers`."""
     own = {name.partition("/")[2] or name: values for name, values in assemble(fragments).items()}
     config = configured(folder_of(case), "", 1)
     made = {name: torch.full_like(values, torch.nan) for name, values in like.items()}

@@ -22,7 +22,7 @@ QWEN = (
 
 
 def save_on_a_rank(layout: str, source: Path, out: Path, steps: int) -> None:
-    """Loads what is there, trains some steps of it and saves."""
+    """Loads a checkpoint, trains a few steps and saves."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = resolved(f"{QWEN} {layout}", world_size).config
     world = here(config)

@@ -50,7 +50,7 @@ def save(model: nn.Module, path: Path, **how: Any) -> Path:
 
 
 def configs(settings: dict[str, Any]) -> tuple[TransformerConfig, MoEConfig]:
-    """Our configuration of what a folder describes."""
+    """Returns our configuration of the model in a folder."""
 
     def pick(kind: type) -> dict[str, Any]:
         names = {field.name for field in dataclasses.fields(kind)}

@@ -18,7 +18,7 @@ ADVICE = r"`hf download Qwen/Qwen2.5-7B --local-dir DIR`"
 
 
 def in_cache(cache: Path) -> Path:
-    """A model as the hub's library keeps it: a snapshot of links."""
+    """Creates a model as in the hub library's cache, a snapshot of links."""
     model = cache / "models--Qwen--Qwen2.5-7B"
     snapshot = model / "snapshots" / "abc123"
     for folder in (snapshot, model / "blobs", model / "refs"):

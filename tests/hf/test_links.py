@@ -26,7 +26,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tens
 
 
 def as_before_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """GPT-2 as it is on the hub: the bare model, with buffers of its masks."""
+    """Returns GPT-2 as on the hub: the base model, with its mask buffers."""
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     return {
         **bare,

@@ -111,7 +111,7 @@ def test_logits_loss_and_every_gradient(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_that_is_only_a_number_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:
-    """Every tensor would be in its place, and the model another one."""
+    """All tensors match, but the model differs."""
     model_type, config = CASES[case]
     their = theirs(model_type, **config)
     right, architecture, moe = ours_from(save(their, tmp_path))

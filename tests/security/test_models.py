@@ -152,7 +152,7 @@ def test_a_state_of_another_kind_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="which cannot be"):
         TrainState.from_json(state)
     assert TrainState.from_json({"count_update": 1, "step": 3}).step == 3, "what is not known is left alone"
-    # Overflows beyond those that are waited for.
+    # Overflows that are not handled explicitly.
     assert TrainState.from_json({"loss_scaling": {"overflows_left": -2}}).loss_scaling["overflows_left"] == -2
 
 
@@ -186,7 +186,7 @@ def test_a_chat_template_stays_in_its_sandbox(tmp_path: Path, attack: str) -> No
     found = find_chat_template(tmp_path)
     assert found is not None and special_tokens(tmp_path) == {}
     try:
-        # Some attributes are merely not there.
+        # Some attributes are missing.
         assert template(found[0]).render(TALK).text == ""
     except UserError as error:
         assert "\n" not in str(error)
