@@ -393,13 +393,12 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
     """Returns the end-of-document token of the configured tokenizer, or of that of the sidecar."""
     if tokenizer is not None:
         return tokenizer.eod
-    recorded = None if source.facts is None else source.facts.tokenizer
-    if recorded is None or recorded.eod is None:
+    if source.tokenizer is None or source.tokenizer.eod is None:
         raise UserError(
             f"which token ends a document of {source.prefix} is not known, and --reset-position-ids, --reset-attention-mask and "
             "--eod-mask-loss need it; name the tokenizer the data was prepared with (--tokenizer-type, --tokenizer-model)"
         )
-    return recorded.eod
+    return source.tokenizer.eod
 
 
 def tokenizer_of_conversations(config: RunConfig, world: World) -> Tokenizer:

@@ -81,11 +81,6 @@ class GPTDataset:
                 self.parts.append(self._build(number - len(self), [seed, len(self.parts)], cache))
                 self.ends.append(self.ends[-1] + len(self.parts[-1]))
 
-    @property
-    def index(self) -> SampleIndex:
-        """The index of the first part."""
-        return self.parts[0]
-
     def _build(self, num_samples: int | None, seed: int | Sequence[int], cache: IndexCache) -> SampleIndex:
         lengths, documents = self.source.sequence_lengths, self.documents
 

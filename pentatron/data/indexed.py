@@ -299,18 +299,17 @@ class IndexedDataset:
             if self.bin_path.stat().st_size
             else np.empty(0, np.uint8)
         )
-        self._tokens: npt.NDArray[Any] = self._bytes.view(self.dtype)
+        # All tokens; not verified, unlike those that `read` returns.
+        self.tokens: npt.NDArray[Any] = self._bytes.view(self.dtype)
         self.sidecar = read_sidecar(prefix) if with_sidecar else None
+        self.facts = None if self.sidecar is None else self.sidecar.facts
+        # The tokenizer that made the ids, if it is known.
+        self.tokenizer = None if self.facts is None else self.facts.tokenizer
         self._verified = bytearray(block_count(len(self._bytes)))
         if self.sidecar is not None:
             self._check_sidecar(self.sidecar, index)
         if vocab_size is not None:
             self.check_vocabulary(vocab_size)
-
-    @property
-    def facts(self) -> Facts | None:
-        """The metadata in the sidecar, if there is one."""
-        return None if self.sidecar is None else self.sidecar.facts
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -333,12 +332,7 @@ class IndexedDataset:
             first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
             if self._verified.find(0, first, last + 1) >= 0:
                 self._verify_blocks(self.sidecar, range(first, last + 1))
-        return self._tokens[start:stop]
-
-    @property
-    def tokens(self) -> npt.NDArray[Any]:
-        """All tokens, without verification."""
-        return self._tokens
+        return self.tokens[start:stop]
 
     def compare_all(self, report: Callable[[int], None] = lambda done: None) -> int:
         """Verifies every block and returns their number; `report` is called with the bytes of each batch."""

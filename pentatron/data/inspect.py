@@ -78,8 +78,8 @@ def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = l
     dataset = IndexedDataset(prefix)
     blocks = dataset.compare_all(report)
     limit = vocab_size
-    if limit is None and dataset.facts is not None and dataset.facts.tokenizer is not None:
-        limit = dataset.facts.tokenizer.vocab_size
+    if limit is None and dataset.tokenizer is not None:
+        limit = dataset.tokenizer.vocab_size
     if limit is not None:
         _check_tokens(dataset, limit)
     ids = f", {len(dataset.tokens):,} tokens below {limit:,}" if limit is not None else ""
@@ -125,7 +125,7 @@ def describe(prefix: Path | str) -> dict[str, Any]:
         "shortest_document": lengths.shortest,
         "longest_document": lengths.longest,
         "lengths_by_power_of_two": list(lengths.powers),
-        "tokenizer": None if facts is None or facts.tokenizer is None else asdict(facts.tokenizer),
+        "tokenizer": None if dataset.tokenizer is None else asdict(dataset.tokenizer),
         "largest_token": None if facts is None else facts.largest_token,
         "sidecar": facts is not None,
     }
@@ -159,7 +159,7 @@ def described(facts: dict[str, Any]) -> str:
 
 def refuse_other_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
     """Raises UserError if the sidecar records another tokenizer than the given one."""
-    recorded = None if dataset.facts is None else dataset.facts.tokenizer
+    recorded = dataset.tokenizer
     if recorded is None:
         return
     given = identify(tokenizer)

@@ -327,14 +327,12 @@ def _common_tokenizer(sources: Sequence[IndexedDataset]) -> TokenizerIdentity | 
                 f"{sources[0].prefix} holds {sources[0].dtype} and {source.prefix} holds {source.dtype}; only pairs of one type can "
                 "be merged: prepare one of them again with the other's tokenizer"
             )
-        tokenizer = None if source.facts is None else source.facts.tokenizer
-        if tokenizer is None:
+        if source.tokenizer is None:
             continue
-        first = first or (source, tokenizer)
-        if first[1].fingerprint != tokenizer.fingerprint:
+        first = first or (source, source.tokenizer)
+        if first[1].fingerprint != source.tokenizer.fingerprint:
             raise UserError(
                 f"{first[0].prefix} and {source.prefix} were prepared with different tokenizers; prepare one of them "
                 "again with the other's"
             )
-    all_recorded = all(source.facts is not None and source.facts.tokenizer is not None for source in sources)
-    return first[1] if all_recorded and first is not None else None
+    return first[1] if first is not None and all(source.tokenizer for source in sources) else None

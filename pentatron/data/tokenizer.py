@@ -196,17 +196,13 @@ class _LibraryTokenizer:
         self.path = path
         self._tokenizer = tokenizer
         # Ids may have gaps, and the embedding needs a row for the highest one.
-        self._vocab_size = max(self.vocabulary().values(), default=-1) + 1
-        if self._vocab_size == 0:
+        self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
+        if self.vocab_size == 0:
             raise UserError(f"{path} has no token; check --tokenizer-model")
         _require_bounded_growth(path, tokenizer)
         end_tokens = (_configured_end_token(path.parent), *KNOWN_END_TOKENS)
         ids = (tokenizer.token_to_id(token) for token in end_tokens if token)
         self._eod: int | None = next((token_id for token_id in ids if token_id is not None), None)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     @property
     def eod(self) -> int:

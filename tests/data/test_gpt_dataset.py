@@ -31,9 +31,9 @@ def test_samples_are_slices_of_the_documents_in_order(tmp_path: Path, longest: i
     write(tmp_path / "x", documents)
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(3, 28), 50, length, seed=5)
     assert len(dataset) >= 50
-    stream = np.concatenate([documents[document] for document in dataset.index.documents])
+    stream = np.concatenate([documents[document] for document in dataset.parts[0].documents])
     for i in range(len(dataset)):
-        start = int(dataset.index.shuffle[i]) * length
+        start = int(dataset.parts[0].shuffle[i]) * length
         sample = dataset[i]
         np.testing.assert_array_equal(sample["tokens"], stream[start : start + length])
         np.testing.assert_array_equal(sample["labels"], stream[start + 1 : start + length + 1])
@@ -70,7 +70,7 @@ def test_every_token_is_predicted_once_per_epoch(tmp_path: Path) -> None:
     write(tmp_path / "x", documents)
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(20), None, 10, seed=1)
     labels = np.concatenate([dataset[i]["labels"] for i in range(len(dataset))])
-    stream = np.concatenate([documents[document] for document in dataset.index.documents])
+    stream = np.concatenate([documents[document] for document in dataset.parts[0].documents])
     np.testing.assert_array_equal(np.bincount(labels), np.bincount(stream[1 : len(labels) + 1]))
     assert len(stream) - 1 - len(labels) < 10
 
@@ -78,7 +78,7 @@ def test_every_token_is_predicted_once_per_epoch(tmp_path: Path) -> None:
 def test_empty_documents_are_stepped_over() -> None:
     source = CountingSequences(np.array([0, 5, 0, 0, 4, 0], dtype=np.int32), VOCAB, eod=99)
     dataset = GPTDataset(source, range(6), None, 4, seed=0)
-    in_order = [dataset[i] for i in np.argsort(dataset.index.shuffle).tolist()]
+    in_order = [dataset[i] for i in np.argsort(dataset.parts[0].shuffle).tolist()]
     seen = [int(in_order[0]["tokens"][0]), *in_order[0]["labels"].tolist(), *in_order[1]["labels"].tolist()]
     assert seen in ([1, 2, 3, 4, 99, 1, 2, 3, 99], [1, 2, 3, 99, 1, 2, 3, 4, 99])
 
@@ -103,7 +103,7 @@ def test_seeds_change_the_order_and_nothing_else(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_refused_with_its_place(tmp_path: Path) -> None:
     write(tmp_path / "x", [np.array([4, 5, 6, 7, 1, 2, 3, 500, 8])])
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(1), None, 4, seed=0, vocab_size=500)
-    at = dataset.index.shuffle.tolist().index(1)
+    at = dataset.parts[0].shuffle.tolist().index(1)
     with pytest.raises(
         ValueError, match="token 500 at place 7 of sequence 0 is outside the vocabulary of 500"
     ):
@@ -134,7 +134,7 @@ def test_splits_read_disjoint_documents(tmp_path: Path) -> None:
     ]
     assert seen == [set(range(40)), set(range(40, 45)), set(range(45, 50))]
     assert len(train) >= 100 and len(valid) >= 10
-    assert test.index.epochs == 1
+    assert test.parts[0].epochs == 1
 
 
 def test_splits_not_asked_for_are_absent(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_datasets_are_the_same_from_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == len(first.parts) == 2
     for i in range(0, len(plain), 7):
         assert plain[i]["tokens"].tolist() == first[i]["tokens"].tolist() == again[i]["tokens"].tolist()
-    assert again.index.epochs == plain.index.epochs
+    assert again.parts[0].epochs == plain.parts[0].epochs
     # Everything that determines the order is part of the file name.
     for other in ({"seed": 2}, {"stop": 49}, {"samples": 91}):
         before = len(list(tmp_path.iterdir()))

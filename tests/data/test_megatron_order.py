@@ -89,9 +89,9 @@ def check(ours: GPTDataset | BlendedDataset, other: Any, draw: random.Random) ->
         assert len(ours) == size
         pairs = [(ours, other)]
     for own, foreign in pairs:
-        assert np.array_equal(own.index.documents, foreign.document_index)
-        assert np.array_equal(own.index.starts, foreign.sample_index)
-        assert np.array_equal(own.index.shuffle, foreign.shuffle_index)
+        assert np.array_equal(own.parts[0].documents, foreign.document_index)
+        assert np.array_equal(own.parts[0].starts, foreign.sample_index)
+        assert np.array_equal(own.parts[0].shuffle, foreign.shuffle_index)
     for i in draw.sample(range(size), min(4, size)):
         found, expected = ours[i], other[i]
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
