@@ -1,1 +1,1 @@
-"""From text to batches: tokenizers, `.bin/.idx` files, samples in a fixed order, and the loader of one rank."""
+"""Data preparation and loading: tokenizers, indexed datasets, sample order, and batches of one rank."""

@@ -1,8 +1,9 @@
-"""One dataset out of several: how many samples each is built for, and from which of them sample i comes.
+"""Blends several datasets into one: the samples drawn from each, and their order.
 
-With weights, n samples in all are ceil(n × weight) of each, built with a surplus; without, every dataset is built for one epoch and weighs
-as much as it has samples. Both follow the order that Megatron users' blends already have. A blend that asks a dataset for more than
-it was built for, which is an error there, goes on with further epochs of it here.
+With weights, n samples need ceil(n × weight) samples of each dataset, built with a surplus. Without
+weights, every dataset is built for one epoch and weighted by its number of samples. Both orders are those
+of Megatron-LM's blended dataset. If a blend draws more samples from a dataset than it was built for, which
+is an error in Megatron-LM, further epochs of the dataset are appended.
 """
 
 import math
@@ -16,124 +17,21 @@ from pentatron.data.gpt_dataset import GPTDataset, TokenSource
 from pentatron.data.sampling import Arrays, Boundaries, IndexCache, Sample, epoch_samples, require_memory
 from pentatron.errors import UserError
 
-# In which order several datasets are drawn from, so that at every moment each has given its share.
-#
-# Draw i comes from the dataset that is furthest behind, the one with the largest weight × max(i, 1) − draws
-# so far (the first of equals). Each draw depends on all before it, and one at a time a million would take
-# seconds. But two histories that differ at some draw come together again: where they choose differently, each
-# takes what the other has more of. So the draws are cut into stretches, each begins some draws early with
-# counts that are a good guess, all advance side by side, and a stretch whose beginning is not the end of the
-# one before it is done again from there. What remains is exactly the order of one draw after the other.
-
-
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int16]
 
+# Dataset numbers are stored as int16.
 MOST_DATASETS = 32767
-# Draws made one by one, which also show how far behind each dataset is when it is chosen.
-_ONE_BY_ONE = 2048
-_EARLY = 256
-
-
-def greedy_order(weights: Sequence[float], size: int) -> Ids:
-    """The dataset of each of `size` draws."""
-    shares = np.asarray(weights, dtype=np.float64)
-    order = np.empty(size, dtype=np.int16)
-    counts = np.zeros(len(shares))
-    first = min(size, _ONE_BY_ONE)
-    behind = _draw_one_by_one(shares, counts, order[:first])
-    if first == size:
-        return order
-    length = max(_EARLY, int((size - first) ** 0.5))
-    starts = first + np.arange(-(-(size - first) // length)) * length
-    begun = _guess(shares, starts - _EARLY, behind)
-    _draw_side_by_side(shares, begun, starts - _EARLY, np.empty((len(starts), _EARLY), dtype=np.int16))
-    begun[0] = counts
-    draws = np.empty((len(starts), length), dtype=np.int16)
-    ends = np.empty_like(begun)
-    again = np.arange(len(starts))
-    while len(again):
-        part, after = np.empty((len(again), length), dtype=np.int16), begun[again]
-        _draw_side_by_side(shares, after, starts[again], part)
-        draws[again], ends[again] = part, after
-        again = np.flatnonzero((ends[:-1] != begun[1:]).any(axis=1)) + 1
-        begun[again] = ends[again - 1]
-    order[first:] = draws.reshape(-1)[: size - first]
-    return order
-
-
-def exhaustive_order(sizes: Sequence[int]) -> Ids:
-    """Every sample of datasets of these sizes once, in proportion as long as it lasts: the spent ones are passed over."""
-    total = sum(sizes)
-    shares = np.array(sizes, dtype=np.float64) / float(total)
-    order = greedy_order(shares.tolist(), total)
-    beyond = places_within(order, len(sizes)) >= np.array(sizes, dtype=np.int64)[order]
-    end = int(beyond.argmax()) if beyond.any() else total
-    counts = np.bincount(order[:end], minlength=len(sizes)).astype(np.float64)
-    for i in range(end, total):
-        error = shares * max(i, 1) - counts
-        error[counts >= sizes] = -np.inf
-        order[i] = number = int(error.argmax())
-        counts[number] += 1
-    return order
-
-
-def places_within(order: Ids, datasets: int) -> npt.NDArray[np.int64]:
-    """For each draw, how many draws from the same dataset came before it."""
-    places = np.empty(len(order), dtype=np.int64)
-    # Sorted by dataset, the draws from each lie together in their order; numbers of 16 bits take one pass, however many there are.
-    together = np.argsort(order, kind="stable")
-    counts = np.bincount(order, minlength=datasets)
-    places[together] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places
-
-
-def _draw_one_by_one(shares: Floats, counts: Floats, order: Ids) -> Floats:
-    """Fills `order` and `counts`; returns how far behind each dataset was when last chosen (or might have been)."""
-    behind = np.full(len(shares), np.nan)
-    least = np.inf
-    for i in range(len(order)):
-        error = shares * max(i, 1) - counts
-        number = int(error.argmax())
-        order[i] = number
-        counts[number] += 1
-        if 2 * i >= len(order):
-            behind[number] = error[number]
-            least = min(least, error[number])
-    return np.where(np.isnan(behind), least, behind)
-
-
-def _guess(shares: Floats, starts: npt.NDArray[np.integer], behind: Floats) -> Floats:
-    """Counts after `starts` draws, about: every one is chosen when it is as far behind as it was before."""
-    counts = np.maximum(np.floor(shares * starts[:, None] - behind) + 1, 0)
-    for row, start in zip(counts, starts, strict=True):
-        while missing := int(start - row.sum()):
-            error = shares * start - row
-            if missing > 0:
-                row[error.argmax()] += 1
-            else:
-                row[np.where(row > 0, error, np.inf).argmin()] -= 1
-    return counts
-
-
-def _draw_side_by_side(shares: Floats, counts: Floats, starts: npt.NDArray[np.integer], draws: Ids) -> None:
-    """Advances every row of `counts` from its start by the draws that fill its row of `draws`."""
-    rows, at = np.arange(len(starts)), starts.astype(np.float64)
-    for step in range(draws.shape[1]):
-        error = np.maximum(at, 1.0)[:, None] * shares
-        error -= counts
-        chosen = error.argmax(axis=1)
-        counts[rows, chosen] += 1
-        draws[:, step] = chosen
-        at += 1
-
-
 SURPLUS = 0.005
+# Draws computed sequentially; they also show how far behind its share each dataset is when it is chosen.
+_SEQUENTIAL_DRAWS = 2048
+# Draws by which each chunk starts early, so that an inexact initial count has usually converged at its start.
+_WARM_UP_DRAWS = 256
 
 
 @dataclass(frozen=True)
 class Member:
-    """A corpus of a blend, the part of it that is read, and what the ends of its documents mean."""
+    """A corpus of a blend, the documents read from it, and its treatment of document boundaries."""
 
     source: TokenSource
     documents: range
@@ -142,7 +40,7 @@ class Member:
 
 @dataclass(frozen=True)
 class SampleRecipe:
-    """What the samples of every dataset have in common."""
+    """The settings shared by the samples of all datasets of a blend."""
 
     sequence_length: int
     seed: int
@@ -180,7 +78,7 @@ class BlendedDataset:
         return self.datasets[int(self.order[i])][int(self.places[i])]
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Which dataset each of these samples comes from."""
+        """Returns the dataset number of each of the given samples."""
         return self.order[samples]
 
 
@@ -190,9 +88,10 @@ def build_blend(
     numbers: Sequence[int] | None,
     recipe: SampleRecipe,
 ) -> GPTDataset | BlendedDataset:
-    """At least `numbers[-1]` samples, in an order that was built for `numbers[0]` and has grown to each of the others since.
+    """Builds a dataset of at least `numbers[-1]` samples, or of every sample once without `numbers`.
 
-    Without numbers, every sample of every dataset once.
+    The order is built for `numbers[0]` samples and extended to each later number in turn, so that a longer
+    run keeps the samples it has already drawn.
     """
     if len(members) > MOST_DATASETS:
         raise UserError(f"a blend of {len(members)} datasets is too large; merge some of them")
@@ -206,13 +105,13 @@ def build_blend(
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    found = np.array(weights, dtype=np.float64)
-    shares: list[float] = (found / np.sum(found)).tolist()
+    array = np.array(weights, dtype=np.float64)
+    shares: list[float] = (array / np.sum(array)).tolist()
     return shares
 
 
 def targets(number: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
-    """How many samples each dataset gives to (or, with the surplus, is built for) `number` samples in all."""
+    """Returns the samples of each dataset in a blend of `number` samples, increased by `surplus`."""
     return [math.ceil(math.ceil(number * weight) * (1 + surplus)) for weight in weights]
 
 
@@ -220,22 +119,17 @@ def _by_weight(
     members: Sequence[Member], weights: list[float], numbers: Sequence[int], recipe: SampleRecipe
 ) -> BlendedDataset:
     sizes = [sum(targets(number, weights)) for number in numbers]
-    # Normalised once more, as the order that users' blends already have was.
+    # Normalised a second time, as in Megatron-LM: the rounding affects the order.
     order = _cached_order(normalised(weights), sizes[-1], recipe.cache)
     built = [targets(number, weights, recipe.surplus) for number in numbers]
-    drawn = [_drawn(order, size, len(members)) for size in sizes]
-    return BlendedDataset(
-        [
-            recipe.build(member, built[0][k], _interleaved(built, drawn, k))
-            for k, member in enumerate(members)
-        ],
-        order,
-    )
-
-
-def _interleaved(built: list[list[int]], drawn: list[list[int]], k: int) -> list[int]:
-    """Every number that dataset k had to reach, in the order in which it had to: rebuilt later, it must grow the same way."""
-    return [number for pair in zip(built, drawn, strict=True) for number in (pair[0][k], pair[1][k])]
+    drawn = [_count_draws(order, size, len(members)) for size in sizes]
+    datasets = []
+    for k, member in enumerate(members):
+        # The sizes in the order in which the dataset had to reach them: rebuilt on resume, it must grow the
+        # same way.
+        reached = [size for pair in zip(built, drawn, strict=True) for size in (pair[0][k], pair[1][k])]
+        datasets.append(recipe.build(member, built[0][k], reached))
+    return BlendedDataset(datasets, order)
 
 
 def _by_size(
@@ -247,19 +141,19 @@ def _by_size(
         places = places_within(order, len(members))
         return BlendedDataset([recipe.build(m, None) for m in members], {"order": order, "places": places})
     cached = _cached_order(normalised(lengths), numbers[-1], recipe.cache)
-    drawn = [_drawn(cached, number, len(members)) for number in numbers]
+    drawn = [_count_draws(cached, number, len(members)) for number in numbers]
     return BlendedDataset(
         [recipe.build(member, None, [row[k] for row in drawn]) for k, member in enumerate(members)], cached
     )
 
 
-def _drawn(order: Arrays, size: int, datasets: int) -> list[int]:
+def _count_draws(order: Arrays, size: int, datasets: int) -> list[int]:
     counts: list[int] = np.bincount(order["order"][:size], minlength=datasets).tolist()
     return counts
 
 
 def _cached_order(weights: list[float], size: int, cache: IndexCache | None) -> Arrays:
-    # The dataset of each sample and its place there.
+    """Returns the dataset of each sample and the sample's position in that dataset."""
     require_memory(size, 10 * size)
 
     def build() -> Arrays:
@@ -267,3 +161,109 @@ def _cached_order(weights: list[float], size: int, cache: IndexCache | None) -> 
         return {"order": order, "places": places_within(order, len(weights))}
 
     return (cache or IndexCache()).get({"weights": weights, "size": size}, size, build)
+
+
+def greedy_order(weights: Sequence[float], size: int) -> Ids:
+    """Returns the dataset of each of `size` draws, such that every prefix has the datasets in proportion.
+
+    Draw i takes the dataset with the largest error weight × max(i, 1) − draws so far (the first of equals).
+    Each draw depends on all before it, so a plain loop takes seconds for a million draws. But two histories
+    that differ converge: where they choose differently, each takes what the other has more of. The draws
+    are therefore cut into chunks that start some draws early from estimated counts and advance in parallel.
+    A chunk whose initial counts are not the final counts of the chunk before it is computed again from
+    those, until all agree: the result equals the sequential loop.
+    """
+    shares = np.asarray(weights, dtype=np.float64)
+    order = np.empty(size, dtype=np.int16)
+    counts = np.zeros(len(shares))
+    first = min(size, _SEQUENTIAL_DRAWS)
+    errors = _draw_sequentially(shares, counts, order[:first])
+    if first == size:
+        return order
+    length = max(_WARM_UP_DRAWS, int((size - first) ** 0.5))
+    starts = first + np.arange(-(-(size - first) // length)) * length
+    begin_counts = _estimate_counts(shares, starts - _WARM_UP_DRAWS, errors)
+    _draw_in_parallel(
+        shares, begin_counts, starts - _WARM_UP_DRAWS, np.empty((len(starts), _WARM_UP_DRAWS), dtype=np.int16)
+    )
+    begin_counts[0] = counts
+    draws = np.empty((len(starts), length), dtype=np.int16)
+    end_counts = np.empty_like(begin_counts)
+    pending = np.arange(len(starts))
+    while len(pending):
+        chunk_draws, chunk_counts = np.empty((len(pending), length), dtype=np.int16), begin_counts[pending]
+        _draw_in_parallel(shares, chunk_counts, starts[pending], chunk_draws)
+        draws[pending], end_counts[pending] = chunk_draws, chunk_counts
+        pending = np.flatnonzero((end_counts[:-1] != begin_counts[1:]).any(axis=1)) + 1
+        begin_counts[pending] = end_counts[pending - 1]
+    order[first:] = draws.reshape(-1)[: size - first]
+    return order
+
+
+def exhaustive_order(sizes: Sequence[int]) -> Ids:
+    """Returns an order with every sample once, in proportion until a dataset is exhausted."""
+    total = sum(sizes)
+    shares = np.array(sizes, dtype=np.float64) / float(total)
+    order = greedy_order(shares.tolist(), total)
+    beyond = places_within(order, len(sizes)) >= np.array(sizes, dtype=np.int64)[order]
+    end = int(beyond.argmax()) if beyond.any() else total
+    counts = np.bincount(order[:end], minlength=len(sizes)).astype(np.float64)
+    for i in range(end, total):
+        error = shares * max(i, 1) - counts
+        error[counts >= sizes] = -np.inf
+        order[i] = number = int(error.argmax())
+        counts[number] += 1
+    return order
+
+
+def places_within(order: Ids, datasets: int) -> npt.NDArray[np.int64]:
+    """Returns for each draw the number of earlier draws from the same dataset."""
+    places = np.empty(len(order), dtype=np.int64)
+    # A stable sort groups the draws by dataset in their order. NumPy sorts int16 by radix, in linear time.
+    by_dataset = np.argsort(order, kind="stable")
+    counts = np.bincount(order, minlength=datasets)
+    places[by_dataset] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places
+
+
+def _draw_sequentially(shares: Floats, counts: Floats, order: Ids) -> Floats:
+    """Fills `order` and updates `counts`; returns the error of each dataset when it was last chosen.
+
+    A dataset that was not chosen in the second half gets the smallest of the others' errors.
+    """
+    chosen_errors = np.full(len(shares), np.nan)
+    least = np.inf
+    for i in range(len(order)):
+        error = shares * max(i, 1) - counts
+        number = int(error.argmax())
+        order[i] = number
+        counts[number] += 1
+        if 2 * i >= len(order):
+            chosen_errors[number] = error[number]
+            least = min(least, error[number])
+    return np.where(np.isnan(chosen_errors), least, chosen_errors)
+
+
+def _estimate_counts(shares: Floats, starts: npt.NDArray[np.integer], errors: Floats) -> Floats:
+    """Estimates the counts after each of `starts` draws, if each dataset is chosen at its error."""
+    counts = np.maximum(np.floor(shares * starts[:, None] - errors) + 1, 0)
+    for row, start in zip(counts, starts, strict=True):
+        while missing := int(start - row.sum()):
+            error = shares * start - row
+            if missing > 0:
+                row[error.argmax()] += 1
+            else:
+                row[np.where(row > 0, error, np.inf).argmin()] -= 1
+    return counts
+
+
+def _draw_in_parallel(shares: Floats, counts: Floats, starts: npt.NDArray[np.integer], draws: Ids) -> None:
+    """Fills every row of `draws` and advances the same row of `counts`, from the draw given in `starts`."""
+    rows, draw = np.arange(len(starts)), starts.astype(np.float64)
+    for step in range(draws.shape[1]):
+        error = np.maximum(draw, 1.0)[:, None] * shares
+        error -= counts
+        chosen = error.argmax(axis=1)
+        counts[rows, chosen] += 1
+        draws[:, step] = chosen
+        draw += 1

@@ -1,12 +1,14 @@
-"""Renders chat templates in a process of its own, whose memory and time are limited.
+"""Program that renders chat templates in a separate process with limited memory and CPU time.
 
     python -I -S chat_sandbox.py FOLDER...
 
-The folders hold jinja2 and markupsafe. Each line of standard input is a request in JSON, each line of standard output its answer;
-the end of the input ends the process. `chat_template.py` starts it and knows both. Nothing of Pentatron is imported here.
+The folders contain jinja2 and markupsafe. Each line of standard input is a JSON request, each line of
+standard output its response; the process exits at the end of its input. `chat_template.py` starts it. It
+must not import Pentatron.
 
-A template comes with a model, so it is a program of a stranger. jinja2's sandbox keeps it from Python's objects, but not from filling
-the memory or running forever: texts double in a loop, filters pad, macros call themselves. The kernel's limits hold for all of them.
+A template comes with a model, so it is untrusted code. jinja2's sandbox blocks access to Python objects,
+but does not limit memory or time: strings double in a loop, filters pad, macros recurse. The resource
+limits of the kernel cover all of these.
 """
 
 import contextlib
@@ -27,13 +29,14 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
-# What a template may add to the messages; enough for lists of tools and instructions, too little to fill the memory.
+# Characters that a template may add to the messages: enough for tool lists and instructions, too few to
+# exhaust memory.
 LARGEST_ADDITION = 1 << 20
 LARGEST_REPETITION = 1 << 16
 LARGEST_POWER = 64
-# Of all loops over numbers together.
+# Iterations of all `range` loops of a template together.
 MOST_ROUNDS = 1 << 20
-# Of the text of an error, which a template can choose.
+# Characters of an error message, which a template can choose.
 LONGEST_REASON = 300
 _MARKS = "generation_marks"
 
@@ -41,7 +44,7 @@ Span = tuple[int, int]
 
 
 class Refused(Exception):
-    """A template that cannot be read, or does not render a conversation. `is_syntax`: it renders none at all."""
+    """Raised for a template that cannot be parsed (`is_syntax`) or does not render a conversation."""
 
     def __init__(self, reason: str, is_syntax: bool = False) -> None:
         super().__init__(reason)
@@ -49,7 +52,7 @@ class Refused(Exception):
 
 
 class Template:
-    """A compiled template and the texts of the tokens it may name. `day` is the date that it gets, the same in every run."""
+    """A compiled template, the special tokens available to it, and the date that it sees."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], day: str) -> None:
         self.source, self.special_tokens = source, special_tokens
@@ -65,70 +68,78 @@ class Template:
             raise Refused("is nested too deeply to be read", is_syntax=True) from None
 
     def render(self, messages: Sequence[Any], tools: Any, cuts: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-        """The text of the whole conversation with the spans that the template marks, or that of every cut if it marks none.
+        """Renders every cut of a conversation, or only the first if the template has generation marks.
 
-        A cut is a number of first messages, and whether the text ends where an answer is to begin.
+        A cut is the number of leading messages to render, and whether to add the generation prompt. With
+        marks, the response also contains the spans marked as generated.
         """
         size = len(json.dumps([messages, tools], ensure_ascii=False))
-        words = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None}
+        variables = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None}
         if self.has_marks:
             count, answer_follows = cuts[0]
-            text, spans = self._marked({**words, "messages": messages[:count], "add_generation_prompt": answer_follows}, size)  # fmt: skip
+            text, spans = self._marked({**variables, "messages": messages[:count], "add_generation_prompt": answer_follows}, size)  # fmt: skip
             return {"texts": [text], "spans": spans}
         texts: list[str | int] = []
         for count, answer_follows in cuts:
-            cut = {**words, "messages": messages[:count], "add_generation_prompt": answer_follows}
+            cut = {**variables, "messages": messages[:count], "add_generation_prompt": answer_follows}
             try:
                 text = self._run({**cut, _MARKS: ("", "")}, size)
             except Refused as refusal:
-                # The texts before it may be all that is needed.
+                # The caller may not need this cut and those after it.
                 return {"texts": texts, "refused": str(refusal)}
-            # Most are the beginning of the first: then their length tells everything.
-            is_beginning = bool(texts) and str(texts[0]).startswith(text)
-            texts.append(len(text) if is_beginning else text)
+            # Most texts are a prefix of the first one: sending their length keeps the response linear in
+            # size.
+            is_prefix = bool(texts) and str(texts[0]).startswith(text)
+            texts.append(len(text) if is_prefix else text)
         return {"texts": texts}
 
-    def _marked(self, words: Mapping[str, Any], size: int) -> tuple[str, list[Span]]:
-        text = self._run({**words, _MARKS: ("", "")}, size)
-        begin, end = _marks_outside(json.dumps([words["messages"], words["tools"]], ensure_ascii=False))
-        parts, spans = _unmark(self._run({**words, _MARKS: (begin, end)}, size), begin, end)
-        if parts != text:
+    def _marked(self, variables: Mapping[str, Any], size: int) -> tuple[str, list[Span]]:
+        """Renders with and without marker strings; returns the text and the spans marked as generated."""
+        text = self._run({**variables, _MARKS: ("", "")}, size)
+        begin, end = _marks_outside(
+            json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
+        )
+        unmarked, spans = _unmark(self._run({**variables, _MARKS: (begin, end)}, size), begin, end)
+        if unmarked != text:
             raise Refused("writes something else because of its own {% generation %} marks")
         return text, spans
 
     @cached_property
     def has_marks(self) -> bool:
-        """Whether the template says itself what the model is to learn."""
-        parsed = self._environment.parse(self.source)
-        return any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
+        """Whether the template has {% generation %} blocks."""
+        calls = [block.call.node for block in self._environment.parse(self.source).find_all(nodes.CallBlock)]
+        return any(
+            isinstance(call, nodes.ExtensionAttribute) and call.identifier == _Generation.identifier
+            for call in calls
+        )
 
     @cached_property
     def _environment(self) -> "_Sandbox":
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
-        # Chance has no place in data that must be the same in every run.
+        # Randomness would make the tokens of a conversation differ between runs.
         environment.globals.pop("lipsum")
         environment.filters.pop("random")
         day = self.day
-        environment.globals["raise_exception"] = _raise
+        environment.globals["raise_exception"] = _raise_exception
         environment.globals["range"] = self._range
         environment.globals["strftime_now"] = lambda form: day.strftime(form)
         return environment
 
     def _range(self, *numbers: int) -> range:
-        """Counts the rounds of all loops over numbers, nested ones too, also if they write nothing."""
-        found = safe_range(*numbers)
-        self.rounds += len(found)
+        """Replaces `range` and counts the iterations of all loops over it."""
+        values = safe_range(*numbers)
+        self.rounds += len(values)
         if self.rounds > MOST_ROUNDS:
             raise SecurityError(f"more than {MOST_ROUNDS} rounds of loops")
-        return found
+        return values
 
-    def _run(self, words: Mapping[str, Any], size: int) -> str:
+    def _run(self, variables: Mapping[str, Any], size: int) -> str:
         pieces: list[str] = []
         left = size * 8 + LARGEST_ADDITION
         self.rounds = 0
         try:
-            for piece in self.compiled.generate(**words):
+            for piece in self.compiled.generate(**variables):
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
@@ -143,21 +154,21 @@ class Template:
             raise Refused(f"says: {_short(error)}") from None
         except RecursionError:
             raise Refused("calls itself too deeply, so it was stopped") from None
-        # Whatever else a template can raise: a missing key, a wrong type, a range that is too long.
+        # Anything else a template can raise: a missing key, a wrong type, a range that is too long.
         except Exception as error:
             raise Refused(f"fails ({type(error).__name__}: {_short(error)})") from None
         return "".join(pieces)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also without the short ways to fill the memory, whose refusal names them."""
+    """jinja2's immutable sandbox, which also refuses large repetitions and powers."""
 
     intercepted_binops = frozenset(("*", "**"))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        repeated = next((len(side) for side in (left, right) if hasattr(side, "__len__")), None)
+        length = next((len(side) for side in (left, right) if hasattr(side, "__len__")), None)
         times = next((side for side in (left, right) if isinstance(side, int)), 0)
-        if repeated is not None and repeated * times > LARGEST_REPETITION:
+        if length is not None and length * times > LARGEST_REPETITION:
             raise SecurityError(f"a text or list repeated {times} times")
         if operator == "**" and abs(right) > LARGEST_POWER:
             raise SecurityError(f"a power of {right}")
@@ -165,7 +176,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` around what the model is to learn."""
+    """Implements `{% generation %}` blocks, which mark the text that the model learns to generate."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -179,13 +190,8 @@ class _Generation(Extension):
         return f"{marks[0]}{caller()}{marks[1]}"
 
 
-def _is_mark(block: nodes.CallBlock) -> bool:
-    called = block.call.node
-    return isinstance(called, nodes.ExtensionAttribute) and called.identifier == _Generation.identifier
-
-
 def _marks_outside(text: str) -> tuple[str, str]:
-    """Two texts that do not occur in another."""
+    """Returns a begin and an end marker that do not occur in the text."""
     number = 0
     while f"\ue000{number}\ue001" in text or f"\ue002{number}\ue003" in text:
         number += 1
@@ -193,7 +199,7 @@ def _marks_outside(text: str) -> tuple[str, str]:
 
 
 def _unmark(marked: str, begin: str, end: str) -> tuple[str, list[Span]]:
-    """The text without marks, and the spans that lay between them."""
+    """Removes the markers; returns the text and the non-empty spans between them."""
     first, *rest = marked.split(begin)
     text, spans = first, []
     for part in rest:
@@ -205,7 +211,7 @@ def _unmark(marked: str, begin: str, end: str) -> tuple[str, list[Span]]:
     return text, [span for span in spans if span[0] < span[1]]
 
 
-def _raise(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
@@ -216,7 +222,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what would be dangerous in a web page."""
+    """Replaces jinja2's filter, which escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -228,19 +234,20 @@ def _short(error: Exception) -> str:
 
 
 def _limit(memory_bytes: int, cpu_seconds: float) -> None:
-    """Limits this process as a whole: the next request may use so much memory and so many more seconds of a core."""
+    """Limits the memory of this process, and the CPU time of the next request."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
         until = int(usage.ru_utime + usage.ru_stime + cpu_seconds) + 1
-        # A soft limit ends the process and can be raised by it again; the sandbox has no way to do so.
+        # Only soft limits, so that the next request can raise them; code inside the sandbox cannot call
+        # setrlimit.
         resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _forbid() -> None:
-    """Nothing is written to files, also no core; signals for the whole group are the parent's to answer."""
+def _restrict_process() -> None:
+    """Forbids writing files and core dumps, and ignores signals sent to the process group."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -252,7 +259,7 @@ def _forbid() -> None:
 
 
 def main() -> int:
-    _forbid()
+    _restrict_process()
     template: Template | None = None
     for line in sys.stdin.buffer:
         exhausted = False
@@ -269,7 +276,7 @@ def main() -> int:
         except MemoryError:
             answer, exhausted = json.dumps({"exhausted": "memory"}), True
         except Exception as error:
-            # Of the compiler behind jinja2, or of json where messages are nested too deeply.
+            # Raised by Python's compiler on jinja2's output, or by json if messages are nested too deeply.
             answer = json.dumps({"refused": f"fails ({type(error).__name__}: {_short(error)})"})
         sys.stdout.buffer.write(answer.encode() + b"\n")
         sys.stdout.buffer.flush()

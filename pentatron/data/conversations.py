@@ -1,4 +1,4 @@
-"""Conversations to learn from: lines of JSON in, tokens out, with a mark on those that the model is to say."""
+"""Parses conversations from JSON lines and tokenizes them, with a loss mask over the assistant's answers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +19,15 @@ from pentatron.text import parse_json
 CHUNK_BYTES = 1 << 20
 ASSISTANT = "assistant"
 FORMS = '{"messages": [{"role": ..., "content": ...}]}, {"input": ..., "output": ...} or {"prompt": ..., "completion": ...}'
-# Parts of a question in other layouts of data: leaving them out in silence would change what is asked.
+# Parts of the prompt in other dataset formats: ignoring them would silently change the prompt.
 PARTS_OF_A_QUESTION = ("instruction", "history", "context")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """`learned` are the messages whose words the model is to say; `plain`: the texts follow each other as they are."""
+    """A conversation, and the indices `learned` of the messages that count in the loss.
+
+    `plain` means that the texts are concatenated without a template."""
 
     messages: tuple[Message, ...]
     learned: tuple[int, ...]
@@ -35,7 +37,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text, the parts of it to learn, and whether a token that ends a document comes after it."""
+    """A text, its spans that count in the loss, and whether an end-of-document token follows it."""
 
     text: str
     learned: tuple[Span, ...]
@@ -44,54 +46,59 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class Tokens:
+    """Token ids and the loss mask over them."""
+
     ids: list[int]
     learned: npt.NDArray[np.bool_]
 
 
 @runtime_checkable
-class _Locating(Protocol):
-    """A tokenizer that tells which characters each token stands for."""
+class _OffsetTokenizer(Protocol):
+    """A tokenizer that returns the character offsets of each token."""
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]: ...
 
 
 class Writer:
-    """Conversations as texts and as tokens. Without a template, texts follow each other as they are and a document ends behind them."""
+    """Converts conversations to texts and tokens.
+
+    Without a template, texts are concatenated and followed by an end-of-document token.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer, self.template = tokenizer, template
 
     def texts(self, conversation: Conversation) -> list[MarkedText]:
-        """One sample, or one for each answer where the template writes an earlier answer differently once others follow."""
+        """Returns one text, or one for each answer if the template renders earlier answers differently."""
         if conversation.plain or self.template is None:
-            found = [_laid_end_to_end(conversation)]
+            texts = [_concatenate(conversation)]
         else:
             try:
-                found = apply_template(self.template, conversation)
+                texts = apply_template(self.template, conversation)
             except TemplateRefusal as error:
                 raise UserError(f"cannot be written as text: {error}") from None
-        for marked in found:
+        for marked in texts:
             try:
                 marked.text.encode()
             except UnicodeEncodeError as error:
                 raise UserError(
                     f"holds half a surrogate pair, which is no character ({error.reason})"
                 ) from None
-        return found
+        return texts
 
     def tokens(self, texts: Sequence[MarkedText]) -> list[Tokens]:
-        """Many texts at once, which a tokenizer may share between cores."""
-        return [self._ended(text, *found) for text, found in zip(texts, encode_marked(self.tokenizer, texts))]
-
-    def _ended(self, text: MarkedText, ids: list[int], learned: npt.NDArray[np.bool_]) -> Tokens:
-        if not text.ends_document:
-            return Tokens(ids, learned)
-        ends_answer = bool(text.learned) and text.learned[-1][1] == len(text.text)
-        return Tokens([*ids, self.tokenizer.eod], np.append(learned, ends_answer))
+        """Tokenizes a batch of texts, in parallel where the tokenizer supports it."""
+        samples = []
+        for text, (ids, learned) in zip(texts, encode_marked(self.tokenizer, texts)):
+            if text.ends_document:
+                ends_answer = bool(text.learned) and text.learned[-1][1] == len(text.text)
+                ids, learned = [*ids, self.tokenizer.eod], np.append(learned, ends_answer)
+            samples.append(Tokens(ids, learned))
+        return samples
 
 
 def apply_template(template: ChatTemplate, conversation: Conversation) -> list[MarkedText]:
-    """The answers are what the template marks, or what it adds to the text that asks for them."""
+    """Renders a conversation; its answers are the marked spans, or what each adds to its prompt."""
     messages, tools = conversation.messages, conversation.tools
     cuts = [(len(messages), False)]
     for place in conversation.learned:
@@ -99,8 +106,7 @@ def apply_template(template: ChatTemplate, conversation: Conversation) -> list[M
     rendered = template.render_cuts(messages, tools, cuts)
     whole = rendered[0]
     if whole.generated is not None:
-        wanted = conversation.learned == tuple(answers_of(messages))
-        if not wanted:
+        if conversation.learned != tuple(answers_of(messages)):
             raise UserError("leaves out answers, which a template with {% generation %} marks cannot do")
         return [MarkedText(whole.text, whole.generated)]
     spans: list[tuple[str, Span]] = []
@@ -114,11 +120,12 @@ def apply_template(template: ChatTemplate, conversation: Conversation) -> list[M
         spans.append((after, (len(before), len(after))))
     if all(whole.text.startswith(text) for text, _ in spans):
         return [MarkedText(whole.text, tuple(span for _, span in spans))]
-    # Each answer is learned after the text that will stand before it when the model is asked.
+    # The template changes earlier text once messages follow: train each answer after the prompt seen at
+    # inference.
     return [MarkedText(text, (span,)) for text, span in spans]
 
 
-def _laid_end_to_end(conversation: Conversation) -> MarkedText:
+def _concatenate(conversation: Conversation) -> MarkedText:
     text, spans = "", []
     for place, message in enumerate(conversation.messages):
         content = message["content"]
@@ -133,38 +140,40 @@ def _laid_end_to_end(conversation: Conversation) -> MarkedText:
 def encode_marked(
     tokenizer: Tokenizer, texts: Sequence[MarkedText]
 ) -> list[tuple[list[int], npt.NDArray[np.bool_]]]:
-    """The tokens of each whole text, and which of them have a character to learn."""
-    if not isinstance(tokenizer, _Locating):
-        return [_by_beginning(tokenizer, text) for text in texts]
+    """Tokenizes whole texts; a token counts in the loss if any of its characters does."""
+    if not isinstance(tokenizer, _OffsetTokenizer):
+        return [_encode_by_prefix(tokenizer, text) for text in texts]
     encoded = tokenizer.encode_with_places([text.text for text in texts])
-    return [(ids, _overlap(places, text)) for (ids, places), text in zip(encoded, texts)]
+    return [(ids, _overlap(offsets, text)) for (ids, offsets), text in zip(encoded, texts)]
 
 
-def _overlap(places: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]:
+def _overlap(offsets: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]:
+    """Returns for each token whether its character span overlaps a learned span."""
     inside = np.zeros(len(text.text) + 1, np.int64)
     for begin, end in text.learned:
         inside[begin + 1 : end + 1] = 1
     before = np.cumsum(inside)
-    begins, ends = np.array(places, np.int64).reshape(-1, 2).T
-    # A space may be cut from the front of a token until nothing is left of it.
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    # Some tokenizers trim spaces from the offsets: a token of one space has an empty span.
     begins = np.where(begins < ends, begins, np.maximum(ends - 1, 0))
     return before[ends] > before[begins]
 
 
-def _by_beginning(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], npt.NDArray[np.bool_]]:
-    """The answer begins where the tokens of the whole are no longer those of the question."""
+def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    """Encodes a prompt and its answer, which begins where the tokens differ from the prompt alone."""
     if len(text.learned) != 1 or text.learned[0][1] != len(text.text):
         raise UserError(
-            f"it has more than a question and an answer, and {tokenizer.kind} does not tell where its tokens stand in a text; use a "
-            "tokenizer.json"
+            f"it has more than a question and an answer, and {tokenizer.kind} does not give the character offsets of its tokens; "
+            "use a tokenizer.json"
         )
     ids = tokenizer.encode(text.text)
-    question = tokenizer.encode(text.text[: text.learned[0][0]])
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, question)))
-    return ids, np.arange(len(ids)) >= same
+    prompt = tokenizer.encode(text.text[: text.learned[0][0]])
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt)))
+    return ids, np.arange(len(ids)) >= shared
 
 
 def answers_of(messages: Sequence[Message]) -> list[int]:
+    """Returns the indices of the assistant's messages."""
     return [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
@@ -173,7 +182,7 @@ def no_file(path: Path) -> str:
 
 
 def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
-    """Every line of a file of JSON lines: its number, its conversation, and the bytes of the file read up to it."""
+    """Yields the number and conversation of each line of a file, and the bytes read so far."""
     if not path.is_file():
         raise UserError(no_file(path))
     if not is_json(path):
@@ -182,13 +191,13 @@ def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
         for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
             if line.strip():
                 with at_line(path, number):
-                    found = parse_conversation(line)
-                yield number, found, chunk.read
+                    conversation = parse_conversation(line)
+                yield number, conversation, chunk.read
 
 
 @contextmanager
 def at_line(path: Path, number: int) -> Iterator[None]:
-    """Says in which line a mistake was found."""
+    """Prefixes a UserError raised inside the block with the file and line."""
     try:
         yield
     except UserError as error:
@@ -196,61 +205,62 @@ def at_line(path: Path, number: int) -> Iterator[None]:
 
 
 def parse_conversation(line: bytes | str) -> Conversation:
-    """One line, in any of the layouts; what could be lost in silence is refused."""
+    """Parses one line in any of the supported formats; raises UserError for content that would be ignored."""
     try:
-        found = parse_json(line)
+        row = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"is not JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(row, dict):
         raise UserError(f"is not an object; it should be {FORMS}")
-    layouts = [name for name in ("messages", "output", "completion") if name in found]
-    if len(layouts) != 1:
+    formats = [name for name in ("messages", "output", "completion") if name in row]
+    if len(formats) != 1:
         raise UserError(
-            f"has {' and '.join(layouts)}, which are different layouts; keep one"
-            if layouts
-            else f"has the keys {', '.join(map(str, found)) or 'none'}; it should be {FORMS}"
+            f"has {' and '.join(formats)}, which are different layouts; keep one"
+            if formats
+            else f"has the keys {', '.join(map(str, row)) or 'none'}; it should be {FORMS}"
         )
-    if layouts == ["messages"]:
-        return _chat(found["messages"], found.get("tools"))
-    if layouts == ["output"]:
-        return _input_and_output(found)
-    return _prompt_and_completion(found)
+    if formats == ["messages"]:
+        return _chat(row["messages"], row.get("tools"))
+    if formats == ["output"]:
+        return _input_and_output(row)
+    return _prompt_and_completion(row)
 
 
-def _chat(written: Any, tools: Any, before: int = 0) -> Conversation:
-    """With `before`, answers among that many first messages belong to the question."""
-    if not isinstance(written, list) or not written:
+def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
+    """Parses a list of messages; the first `before` of them belong to the prompt."""
+    if not isinstance(messages, list) or not messages:
         raise UserError("has messages that are not a list of at least one message")
-    for place, message in enumerate(written, 1):
+    for place, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f'has no role in message {place}; each is {{"role": ..., "content": ...}}')
         content = message.get("content")
         calls = content is None and "tool_calls" in message
         if not (isinstance(content, str | list) or calls):
             raise UserError(f"has no content in message {place} ({message['role']})")
-    answers = [place for place in answers_of(written) if place >= before]
-    learned = [place for place in answers if _weight(written[place], place) != 0]
+    learned = [
+        place for place in answers_of(messages) if place >= before and _weight(messages[place], place) != 0
+    ]
     if not learned:
         raise UserError(f"has no answer to learn from: no message has the role {ASSISTANT}")
-    return Conversation(tuple(written), tuple(learned), tools)
+    return Conversation(tuple(messages), tuple(learned), tools)
 
 
 def _weight(message: Message, place: int) -> int:
-    """Some layouts say 0 for answers that are there to be read only."""
+    """Returns the weight of a message; 0 excludes an answer from the loss."""
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise UserError(f"has the weight {weight} in message {place + 1}; it can be 0 or 1")
     return int(weight)
 
 
-def _input_and_output(found: Mapping[str, Any]) -> Conversation:
-    other = [name for name in PARTS_OF_A_QUESTION if found.get(name)]
-    if other:
+def _input_and_output(row: Mapping[str, Any]) -> Conversation:
+    unused = [name for name in PARTS_OF_A_QUESTION if row.get(name)]
+    if unused:
         raise UserError(
-            f"has {other[0]} beside input and output, and how they make one question is not said; write them as messages"
+            f"has {unused[0]} beside input and output, which can be combined into a prompt in several ways; write them as messages"
         )
-    texts = [("system", found["system"])] if found.get("system") is not None else []
-    texts += [("user", found.get("input")), (ASSISTANT, found["output"])]
+    texts = [("system", row["system"])] if row.get("system") is not None else []
+    texts += [("user", row.get("input")), (ASSISTANT, row["output"])]
     for role, text in texts:
         if not isinstance(text, str):
             name = {"user": "input", ASSISTANT: "output"}.get(role, role)
@@ -259,11 +269,11 @@ def _input_and_output(found: Mapping[str, Any]) -> Conversation:
     return Conversation(messages, (len(messages) - 1,))
 
 
-def _prompt_and_completion(found: Mapping[str, Any]) -> Conversation:
-    """Texts stay as they are; lists of messages are one conversation whose end is learned."""
-    prompt, completion = found.get("prompt"), found["completion"]
+def _prompt_and_completion(row: Mapping[str, Any]) -> Conversation:
+    """Parses two texts to concatenate, or two lists of messages, the second of which is learned."""
+    prompt, completion = row.get("prompt"), row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _chat([*prompt, *completion], found.get("tools"), before=len(prompt))
+        return _chat([*prompt, *completion], row.get("tools"), before=len(prompt))
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise UserError("has prompt and completion that are not both texts or both lists of messages")
     messages = ({"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion})

@@ -1,4 +1,4 @@
-"""A real corpus that every machine already has: the source of Python's standard library, tokenised in seconds."""
+"""A small corpus of Python's standard library, with a BPE tokenizer trained on it."""
 
 import fcntl
 import hashlib
@@ -19,26 +19,23 @@ from pentatron.files import TEMPORARY_SUFFIX, write_file
 from pentatron.text import parse_json
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the stage, the bytes done and the bytes in all."""
+"""Called with the name of the stage, the bytes done and the total bytes."""
 
 EXCLUDED_FOLDERS = {
-    *("test", "tests", "idle_test"),  # they repeat themselves
-    *(
-        "site-packages",
-        "dist-packages",
-        "lib-dynload",
-        "ensurepip",
-        "__pycache__",
-    ),  # not the library's source
-    *("idlelib", "lib2to3"),  # an application, and grammars of old versions
-    *("encodings", "pydoc_data"),  # tables and texts written by programs
+    # Repetitive.
+    *("test", "tests", "idle_test"),
+    # Not source code of the library.
+    *("site-packages", "dist-packages", "lib-dynload", "ensurepip", "__pycache__"),
+    # An application, grammars of old versions, and generated tables and texts.
+    *("idlelib", "lib2to3", "encodings", "pydoc_data"),
 }
 GENERATED_FILES = frozenset(["stringprep.py", "html/entities.py"])
 GENERATED_PREFIXES = ("_sysconfigdata", "config-")
 
-# Raise this when the steps below change, so that corpora prepared before are prepared again.
+# Increment when the steps below change, so that existing corpora are prepared again.
 RECIPE = 1
 STAGES = ("read", "train tokenizer", "tokenize")
+MANIFEST = "corpus.json"
 BATCH_BYTES = 1 << 19
 
 
@@ -49,7 +46,7 @@ class PreparedCorpus:
     documents: int
     tokens: int
     bytes: int
-    # Of the text that went in: two corpora with the same one hold the same documents.
+    # Hash of the source texts.
     fingerprint: str
 
 
@@ -61,15 +58,20 @@ class _Sources:
 
 
 def python_stdlib_files() -> list[Path]:
-    """The `.py` files of the standard library worth learning from, sorted by their path inside it."""
+    """Returns the `.py` files of the standard library to train on, sorted by relative path."""
     root = _stdlib_root()
     kept: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        # In place, so that the walk does not enter site-packages, which is many times larger than the rest.
+        # Modified in place, so that os.walk does not descend into site-packages, which is far larger than
+        # the rest.
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
         inside = Path(folder).relative_to(root)
         kept += [inside / name for name in names if name.endswith(".py")]
-    return [root / path for path in sorted(kept, key=Path.as_posix) if not _is_generated(path)]
+    return [
+        root / path
+        for path in sorted(kept, key=Path.as_posix)
+        if path.as_posix() not in GENERATED_FILES and not path.parts[0].startswith(GENERATED_PREFIXES)
+    ]
 
 
 def prepare_python_corpus(
@@ -78,9 +80,9 @@ def prepare_python_corpus(
     max_bytes: int = 8_000_000,
     progress: Progress | None = None,
 ) -> PreparedCorpus:
-    """Train a vocabulary and tokenise the standard library into `folder`, or reuse what an earlier call left there.
+    """Trains a tokenizer and tokenizes the standard library, or reuses an earlier result.
 
-    `corpus.json` is written last and removed first: without it the folder counts as unfinished.
+    The manifest `corpus.json` is removed first and written last: without it the folder is incomplete.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ def prepare_python_corpus(
 def _build(
     folder: Path, vocab_size: int, sources: _Sources, identity: dict[str, Any], report: Progress
 ) -> dict[str, int]:
-    _manifest_path(folder).unlink(missing_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
     for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
         leftover.unlink()
 
@@ -125,26 +127,27 @@ def _build(
 
     counts = {"documents": len(sources.texts), "tokens": tokens, "bytes": sources.bytes}
     manifest = {"identity": identity, "counts": counts, "files": _file_hashes(folder)}
-    write_file(_manifest_path(folder), (json.dumps(manifest, indent=2) + "\n").encode())
+    write_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     return counts
 
 
 def _finished_counts(folder: Path, identity: dict[str, Any]) -> dict[str, int] | None:
-    """The counts of an earlier preparation if it is whole and of the same text and settings."""
+    """Returns the counts of an earlier preparation of the same text and settings, or None."""
     try:
-        manifest = parse_json(_manifest_path(folder).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["identity"] != identity or manifest["files"] != _file_hashes(folder):
             return None
         return {name: int(manifest["counts"][name]) for name in ("documents", "tokens", "bytes")}
     except (OSError, ValueError, KeyError, TypeError):
-        # Missing or damaged in any way: the remedy is the same, build it again.
+        # Missing or damaged: rebuild.
         return None
 
 
 def _read_sources(max_bytes: int, report: Progress) -> _Sources:
     root = _stdlib_root()
     names = [path.relative_to(root).as_posix() for path in python_stdlib_files()]
-    # Ordered by hash: related modules are spread out, so that the tail that a split validates on is like the rest.
+    # Ordered by hash, which spreads related modules, so that the validation split at the end resembles the
+    # rest.
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     texts: list[str] = []
     total = 0
@@ -159,7 +162,7 @@ def _read_sources(max_bytes: int, report: Progress) -> _Sources:
             continue
         if not text.strip():
             continue
-        # Lengths in between make the hash of (name, content) pairs unambiguous.
+        # The lengths make the hash of (name, content) pairs unambiguous.
         digest.update(f"{len(name)} {name} {len(content)} ".encode())
         digest.update(content)
         texts.append(text)
@@ -174,6 +177,7 @@ def _read_sources(max_bytes: int, report: Progress) -> _Sources:
 
 
 def _reported(sources: _Sources, stage: str, report: Progress) -> Iterator[str]:
+    """Yields the texts and reports the progress."""
     done = 0
     for text in sources.texts:
         yield text
@@ -182,7 +186,7 @@ def _reported(sources: _Sources, stage: str, report: Progress) -> Iterator[str]:
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of texts of about BATCH_BYTES: enough for all threads of the tokenizer, little enough for memory."""
+    """Groups texts into batches of about BATCH_BYTES, for the tokenizer's threads."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -195,15 +199,11 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _is_generated(path: Path) -> bool:
-    return path.as_posix() in GENERATED_FILES or path.parts[0].startswith(GENERATED_PREFIXES)
-
-
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """A second preparation of the same folder waits for the first, and then finds its result."""
+    """Holds an exclusive lock on a folder; a second process waits, then finds the result of the first."""
     with (folder / ".lock").open("w") as file:
-        # Closing the file gives the lock back, also when the process is killed.
+        # The kernel releases the lock when the file is closed, also if the process is killed.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -223,7 +223,3 @@ def _prefix(folder: Path) -> Path:
 
 def _tokenizer_path(folder: Path) -> Path:
     return folder / "tokenizer.json"
-
-
-def _manifest_path(folder: Path) -> Path:
-    return folder / "corpus.json"

@@ -1,8 +1,9 @@
-"""The samples a configuration asks for to train, validate and test with, and their order."""
+"""Opens the data of a configuration and builds its training, validation and test datasets."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -52,18 +53,18 @@ from pentatron.settings.settings import unset
 from pentatron.settings.training import DataConfig
 from pentatron.text import decimal_size
 
-# As Megatron splits its mock data, whatever --split says.
+# Megatron-LM's split of mock data; --split is ignored.
 _MOCK_SPLIT = "1,1,1"
-# A smaller order takes less time to build than files take to be made.
-_WORTH_A_FILE = 1 << 20
-# Samples whose origins are counted at once.
-_TOGETHER = 1 << 22
-# Of synthetic walks: beyond all that is ever trained on or validated with.
+# Smaller sample orders are built faster than they are written to the index cache.
+_LEAST_CACHED_ENTRIES = 1 << 20
+# Samples whose datasets are counted at a time.
+_COUNT_CHUNK = 1 << 22
+# First synthetic sample of the test set, beyond all samples that training or validation read.
 _FIRST_TEST_SAMPLE = 1 << 31
 
 
 class TrainingSamples(Protocol):
-    """Samples that know which dataset each of them comes from."""
+    """A dataset that knows which member dataset each sample comes from."""
 
     def __getitem__(self, index: int) -> Sample: ...
 
@@ -72,7 +73,11 @@ class TrainingSamples(Protocol):
 
 @dataclass(frozen=True)
 class Datasets:
-    """`names`: of the datasets that training draws from. `untested`: why there is no test set, where its share is too small."""
+    """The datasets of a run.
+
+    `names` are those of the training datasets. `untested` is the reason if the share of the test set is
+    too small.
+    """
 
     train: TrainingSamples
     valid: SampleSource | None
@@ -82,33 +87,35 @@ class Datasets:
     untested: str = ""
 
     def drawn(self, first: int, stop: int) -> Counter[str]:
-        """How many of the training samples from `first` on come from each dataset."""
+        """Counts the training samples [first, stop) of each dataset."""
         if len(self.names) == 1:
             return Counter({self.names[0]: stop - first})
         counts = np.zeros(len(self.names), np.int64)
-        for begin in range(first, stop, _TOGETHER):
-            some = np.arange(begin, min(stop, begin + _TOGETHER))
-            counts += np.bincount(self.train.origins(some), minlength=len(self.names))
-        found: Counter[str] = Counter()
+        for begin in range(first, stop, _COUNT_CHUNK):
+            samples = np.arange(begin, min(stop, begin + _COUNT_CHUNK))
+            counts += np.bincount(self.train.origins(samples), minlength=len(self.names))
+        by_name: Counter[str] = Counter()
         for name, count in zip(self.names, counts.tolist(), strict=True):
-            # One corpus may have been named twice.
-            found[name] += count
-        return found
+            # A corpus can be named twice in a blend.
+            by_name[name] += count
+        return by_name
 
 
 class Parts(NamedTuple):
+    """The training, validation and test samples in order."""
+
     train: TrainingSamples
     valid: SampleSource | None
     test: SampleSource | None
 
 
 Order = Callable[["Numbers", IndexCache], Parts]
-# For training, validation and test: which part of which files.
+# The documents of each file to train, validate and test with.
 Members = tuple[list[Member], list[Member] | None, list[Member] | None]
 
 
 class Numbers(NamedTuple):
-    """For how many samples the orders of training and validation were built, first and each time they had to grow."""
+    """The numbers of samples for which the orders were built, initially and each time they were extended."""
 
     train: Sequence[int]
     valid: Sequence[int]
@@ -116,12 +123,12 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenedData:
-    """Data that was found and checked. `order` lays its samples out, for the numbers that the order was built for."""
+    """Data that is opened and checked; `order` builds its datasets for given numbers of samples."""
 
     order: Order
     tokenizer: Tokenizer | None
     names: tuple[str, ...]
-    # Two runs with the same one, and files of the same tokens, see the same samples; a resumed run insists on it.
+    # Runs with the same fingerprint and the same tokens see the same samples; checked on resume.
     fingerprint: str
     # Whether the order depends on the number of samples it is built for.
     depends_on_length: bool = True
@@ -134,6 +141,7 @@ class OpenedData:
 
 
 def open_data(config: RunConfig, world: World, data_folder: Path, display: Display) -> OpenedData:
+    """Opens the data that the configuration names: conversations, a corpus, files, mock or synthetic data."""
     data = config.data
     if data.sft:
         return _open_conversations(config, world, data_folder, display)
@@ -151,10 +159,11 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
         configured = configured_tokenizer(data, config.model.vocab_size)
         train = Blend.parse(data.data_path or data.train_data_path)
         valid, test = (
-            Blend.parse(words) if words else None for words in (data.valid_data_path, data.test_data_path)
+            Blend.parse(entries) if entries else None
+            for entries in (data.valid_data_path, data.test_data_path)
         )
         blends = (train, train, train) if data.data_path else (train, valid, test)
-        # What a run is tested with does not change what it learns.
+        # The test set does not affect training, so it is not part of the identity.
         identity = DataIdentity.of_blends(*blends[:2])
         return _open_files(config, blends, configured, identity, data.split if data.data_path else None)
     if data.mock_data:
@@ -165,13 +174,14 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
 def arrange(
     opened: OpenedData, config: RunConfig, world: World, state: TrainState, folder: Path, display: Display
 ) -> Datasets:
-    """The samples in the order that the run began with, or in a new one that is noted in its state.
+    """Builds the datasets in the order recorded in the train state, extended if the run is longer.
 
-    The first rank of every machine builds; the others wait and find what it left, or build the same in memory.
+    Local rank 0 of every node builds the order and writes the index cache; the other ranks wait and read
+    it, or build the same order in memory.
     """
     require_same_data(opened.identity, world)
     wanted, validated, _ = wanted_samples(config)
-    # A run that has had other batch sizes than this plan's does not end where the plan does.
+    # A run that has used other batch sizes consumes a different number of samples than the plan.
     steps_left = max(0, (config.train.train_iters or 0) - state.step)
     wanted = max(wanted, config.batch_plan.advance(state.consumed_samples, steps_left))
     longer = not state.ordered_for or wanted > state.ordered_for[-1]
@@ -184,17 +194,19 @@ def arrange(
         state.ordered_for = [*state.ordered_for, wanted]
     if validated > max(state.valid_ordered_for, default=0):
         state.valid_ordered_for = [*state.valid_ordered_for, validated]
-    named = config.data.data_cache_path
-    place = Path(named) if named is not None else folder / "order"
-    least = 0 if named is not None else _WORTH_A_FILE
+    cache_path = config.data.data_cache_path
+    cache_folder = folder / "order" if cache_path is None else Path(cache_path)
+    least_entries = _LEAST_CACHED_ENTRIES if cache_path is None else 0
 
-    def lay_out(builds: bool) -> Parts:
-        cache = IndexCache(place, builds, least, lambda text: display.say(f"note: {text}"))
+    def build(writes_cache: bool) -> Parts:
+        cache = IndexCache(
+            cache_folder, writes_cache, least_entries, lambda text: display.say(f"note: {text}")
+        )
         return opened.order(Numbers(state.ordered_for, state.valid_ordered_for), cache)
 
-    built = on_some_ranks(world.local_rank == 0, lambda: lay_out(True), world.everyone)
-    datasets = Datasets(*(built or lay_out(False)), opened.tokenizer, opened.names, opened.untested)
-    # Names that are not read any more are those of data that was changed knowingly.
+    built = on_some_ranks(world.local_rank == 0, lambda: build(True), world.everyone)
+    datasets = Datasets(*(built or build(False)), opened.tokenizer, opened.names, opened.untested)
+    # Other names, or counts that do not add up, mean that the data was changed on purpose: count again.
     if not set(opened.names) <= set(state.drawn) or sum(state.drawn.values()) != state.consumed_samples:
         state.drawn = dict(datasets.drawn(0, state.consumed_samples))
     return datasets
@@ -207,13 +219,13 @@ def _open_files(
     identity: DataIdentity,
     split: str | None,
 ) -> OpenedData:
-    """With a `split` all blends read their part of the same files."""
+    """Opens prepared files. With a `split`, all blends read their share of the same files."""
     sources: dict[str, IndexedDataset] = {}
     boundaries: dict[str, Boundaries | None] = {}
     members: list[list[Member] | None] = []
     untested = ""
-    for name, blend, size in zip(SPLIT_NAMES, blends, wanted_samples(config), strict=True):
-        if blend is None or size == 0 or (split is not None and not _share(split, name)):
+    for part, (name, blend, size) in enumerate(zip(SPLIT_NAMES, blends, wanted_samples(config), strict=True)):
+        if blend is None or size == 0 or (split is not None and not parse_split(split)[part]):
             members.append(None)
             continue
         for prefix in blend.prefixes:
@@ -221,25 +233,27 @@ def _open_files(
                 sources[prefix] = IndexedDataset(prefix, config.model.vocab_size)
                 if tokenizer is not None:
                     refuse_other_tokenizer(sources[prefix], tokenizer)
-                boundaries[prefix] = _boundaries(config.data, sources[prefix], tokenizer)
+                boundaries[prefix] = boundaries_of(
+                    config.data, partial(_end_of_document, sources[prefix], tokenizer)
+                )
         if name == "test" and split is not None:
-            # Hardly anyone chose this share: where it is too small for a sample, there is no test.
+            # The default split has a small test share: if it is too small for a sample, skip the test set.
             by_size = blend.weights is None and len(blend.prefixes) > 1
             least = config.model.seq_length + 1 if by_size else 1
             untested = next(filter(None, (_too_small(sources[p], split, least) for p in blend.prefixes)), "")
             if untested:
                 members.append(None)
                 continue
-        members.append([_part(sources[p], split, name, boundaries[p]) for p in blend.prefixes])
+        members.append([_member(sources[p], split, name, boundaries[p]) for p in blend.prefixes])
     train, valid, test = members
     assert train is not None, "the rules refuse a split without a training share"
-    # A split with files of its own and only one of them has nothing to weigh.
+    # Separate files per split: a single file needs no weight.
     weights = [
         None if blend is None or (split is None and len(blend.prefixes) == 1) else blend.weights
         for blend in blends
     ]
     return OpenedData(
-        lambda numbers, cache: _laid_out(config, (train, valid, test), weights, numbers, cache),
+        partial(_build_parts, config, (train, valid, test), weights),
         tokenizer,
         blends[0].prefixes,
         identity.fingerprint,
@@ -249,7 +263,7 @@ def _open_files(
 
 
 def _too_small(source: IndexedDataset, split: str, least: int) -> str:
-    """Why the last share of a split cannot be tested with; empty if it can."""
+    """Returns why the test share of a split is too small, or an empty string."""
     documents = documents_of(source, split)[-1]
     assert documents is not None
     tokens = int(source.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
@@ -258,11 +272,7 @@ def _too_small(source: IndexedDataset, split: str, least: int) -> str:
     return f"--split {split} leaves {tokens} tokens of {source.prefix} to test with, and {least} are needed"
 
 
-def _share(split: str, name: str) -> float:
-    return parse_split(split)[SPLIT_NAMES.index(name)]
-
-
-def _part(source: IndexedDataset, split: str | None, name: str, boundaries: Boundaries | None) -> Member:
+def _member(source: IndexedDataset, split: str | None, name: str, boundaries: Boundaries | None) -> Member:
     if split is None:
         require_text(source)
         return Member(source, range(len(source)), boundaries)
@@ -272,11 +282,7 @@ def _part(source: IndexedDataset, split: str | None, name: str, boundaries: Boun
     return Member(source, documents, boundaries)
 
 
-def _boundaries(data: DataConfig, source: IndexedDataset, tokenizer: Tokenizer | None) -> Boundaries | None:
-    return boundaries_of(data, lambda: _end_of_document(source, tokenizer))
-
-
-def _laid_out(
+def _build_parts(
     config: RunConfig,
     members: Members,
     weights: Sequence[Sequence[float] | None],
@@ -293,7 +299,7 @@ def _laid_out(
     )
     train: TrainingSamples
     if data.dataloader_type == "cyclic":
-        # Epochs of one fixed set: a longer run has more of them. Only weights need a number to make that set.
+        # Repeats one fixed set of samples; only a weighted blend needs a size for that set.
         once = build_blend(members[0], weights[0], numbers.train[:1] if weights[0] else None, recipe)
         train = EpochShuffle(once, config.run.seed)
     else:
@@ -311,16 +317,14 @@ def _laid_out(
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
     tokenizer = tokenizer_of_conversations(config, world)
     wanted = wanted_samples(config)
-    found = build_conversations(config, tokenizer, world, folder, display, wanted.valid > 0, wanted.test > 0)
-    parts = Parts(found.train, found.valid, found.test)
-    names = config.data.data_path
+    built = build_conversations(config, tokenizer, world, folder, display, wanted.valid > 0, wanted.test > 0)
     return OpenedData(
-        lambda _, __: parts,
+        lambda numbers, cache: Parts(built.train, built.valid, built.test),
         tokenizer,
-        names,
-        found.fingerprint,
+        config.data.data_path,
+        built.fingerprint,
         depends_on_length=False,
-        untested=found.untested,
+        untested=built.untested,
     )
 
 
@@ -336,7 +340,7 @@ def _open_mock(config: RunConfig) -> OpenedData:
     )
     assert train is not None
     return OpenedData(
-        lambda numbers, cache: _laid_out(config, (train, valid, test), (None, None, None), numbers, cache),
+        partial(_build_parts, config, (train, valid, test), (None, None, None)),
         None,
         ("mock",),
         f"mock {vocabulary}",
@@ -347,7 +351,7 @@ def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
     vocabulary, seed = config.model.vocab_size, config.run.seed
     length, wanted = config.model.seq_length, wanted_samples(config)
     synthetic = SyntheticDataset(size, vocabulary, length, seed)
-    # Walks around the same cycle, which nothing before them has seen, however long the run becomes.
+    # Samples of the same cycle that training never reads, however long the run becomes.
     valid, test = (
         SyntheticDataset(count, vocabulary, length, seed, first) if count else None
         for count, first in ((wanted.valid, size), (wanted.test, _FIRST_TEST_SAMPLE))
@@ -362,19 +366,21 @@ def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
 
 
 class Wanted(NamedTuple):
+    """Numbers of samples to train, validate and test with."""
+
     train: int
     valid: int
     test: int
 
 
 def wanted_samples(config: RunConfig) -> Wanted:
-    """How many samples training, all its validations and the test need, as Megatron counts them."""
+    """Returns the samples needed by training, all validations and the test, counted as in Megatron-LM."""
     train = config.train
     evaluated = train.eval_iters * config.eval_batch[0]
     validates = train.eval_interval or train.skip_train
-    # Every validation goes on where the one before ended; one more follows the last step.
+    # Every validation continues after the samples of the previous one; one more follows the last step.
     times = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
-    # Without an interval nothing is evaluated, unless files were named for it.
+    # Without an evaluation interval, only an explicitly named test set is used.
     tests = validates or config.data.test_data_path
     return Wanted(
         config.spans.total,
@@ -384,21 +390,19 @@ def wanted_samples(config: RunConfig) -> Wanted:
 
 
 def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int:
-    """The tokenizer that was named knows, or the one the data was prepared with."""
+    """Returns the end-of-document token of the configured tokenizer, or of that of the sidecar."""
     if tokenizer is not None:
         return tokenizer.eod
-    facts = source.facts
-    known = None if facts is None else facts.tokenizer
-    if known is None or known.eod is None:
+    if source.tokenizer is None or source.tokenizer.eod is None:
         raise UserError(
             f"which token ends a document of {source.prefix} is not known, and --reset-position-ids, --reset-attention-mask and "
-            "--eod-mask-loss ask for it; name the tokenizer the data was prepared with (--tokenizer-type, --tokenizer-model)"
+            "--eod-mask-loss need it; name the tokenizer the data was prepared with (--tokenizer-type, --tokenizer-model)"
         )
-    return known.eod
+    return source.tokenizer.eod
 
 
 def tokenizer_of_conversations(config: RunConfig, world: World) -> Tokenizer:
-    """Every rank must ask: what one of them cannot read, all tell."""
+    """Loads the tokenizer on every rank; an error on one rank is raised on all."""
     tokenizer = on_some_ranks(
         True, lambda: configured_tokenizer(config.data, config.model.vocab_size), world.everyone
     )
@@ -407,25 +411,22 @@ def tokenizer_of_conversations(config: RunConfig, world: World) -> Tokenizer:
 
 
 def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
-    """The tokenizer the user named, if any."""
-    named = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
-    if all(name is None for name in named):
+    """Returns the configured tokenizer, or None."""
+    flags = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
+    if all(flag is None for flag in flags):
         return None
     return load_tokenizer(
         data.tokenizer_type, data.tokenizer_model, vocab_size, data.vocab_file, data.merge_file
     )
 
 
-# How long a run with `--epochs` is, where it tokenizes its data itself, or its ranks must agree: the samples
-# of a pass are counted first of all.
-
-
 def settle_epochs(
     resolved: Resolved, world: World, folder: Path, display: Display, own_data: bool = False
 ) -> Resolved:
-    """The same configuration with its length. The tokens stay in `folder`, where the run finds them when it opens its data.
+    """Resolves the run length of `--epochs` by counting the samples of one epoch.
 
-    `own_data`: what the settings name is not what is read, or not in a way that we know.
+    Tokenized data stays in `folder`, where the run finds it when it opens its data. `own_data` means that
+    the program supplies its own datasets, whose length is unknown here.
     """
     config = resolved.config
     if resolved.open is None:
@@ -433,15 +434,16 @@ def settle_epochs(
     if own_data:
         if unset(config.train.train_iters):
             raise AgreedError(
-                f"how many steps --epochs {config.train.epochs} are is not known: the program has data of its own; give --train-iters instead"
+                f"how many steps --epochs {config.train.epochs} are is not known: the program supplies its own data; give --train-iters instead"
             )
         return resolved
-    named = config.data
-    if not counted_by_the_run(named) and (not names_files(named) or without_epochs(named)):
+    data = config.data
+    if not counted_by_the_run(data) and (not names_files(data) or without_epochs(data)):
         return resolved
     world.whereabouts.phase = "opening the data"
     counted = on_some_ranks(True, lambda: _count(config, world, folder, display), world.everyone)
-    # Machines with other data are found out later; until then all have one length, so that none waits in vain.
+    # Nodes with different data are detected later; until then all ranks need the same length, or they
+    # would hang.
     samples = broadcast_object(counted, world.everyone)
     settled = on_some_ranks(True, lambda: resolved.with_epoch(samples), world.everyone)
     assert settled is not None
@@ -461,11 +463,7 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
 
 
 def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
-    """The first rank of every machine prepares; the others wait and then find it ready."""
-    vocabulary = config.model.vocab_size
-
-    def prepare(progress: Callable[[str, int, int], None] | None = None) -> PreparedCorpus:
-        return prepare_python_corpus(folder, vocabulary, config.data.corpus_bytes, progress)
-
-    first_here = world.local_rank == 0
-    return on_some_ranks(first_here, lambda: prepare(display.work), world.everyone) or prepare()
+    """Prepares the corpus on local rank 0 of every node; the other ranks wait, then find it prepared."""
+    prepare = partial(prepare_python_corpus, folder, config.model.vocab_size, config.data.corpus_bytes)
+    prepared = on_some_ranks(world.local_rank == 0, lambda: prepare(display.work), world.everyone)
+    return prepared or prepare()

@@ -1,11 +1,12 @@
-"""Chunks of text to token ids, in worker processes that are told one chunk at a time."""
+"""Tokenizes chunks of text in worker processes."""
 
 import json
 import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -18,24 +19,26 @@ from pentatron.data.text_files import JSON_LINES, Chunk
 from pentatron.data.tokenizer import NotEncoded, Tokenizer, TokenizerChoice
 from pentatron.errors import UserError
 
-# Of the bad lines of one chunk, these many are described; all are counted.
+# Invalid lines described per chunk; all are counted.
 MOST_DESCRIBED = 5
+# Chunks read but not yet written, per worker: a slow chunk must neither block the others nor exhaust memory.
+AHEAD = 4
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a document becomes tokens."""
+    """Settings that determine the tokens of a document."""
 
     tokenizer: TokenizerChoice
     keys: tuple[str, ...]
     append_eod: bool
-    # Whether every text must be a list of sentences.
+    # Whether each text is a list of sentences, stored as one sequence each.
     sentences: bool
 
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """The documents of a chunk under one key, as a pair stores them."""
+    """Tokens, sequence lengths, sequences per document and largest token of one JSON key."""
 
     tokens: bytes
     lengths: npt.NDArray[np.int32]
@@ -45,14 +48,18 @@ class EncodedDocuments:
 
 @dataclass
 class EncodedChunk:
+    """The tokens of a chunk, for each JSON key, and its skipped lines."""
+
     keys: list[EncodedDocuments]
     blank_lines: int = 0
     bad_lines: int = 0
-    # Number of the line and what is wrong with it, for the first few.
+    # Line number and reason of the first few invalid lines.
     bad: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Encoder:
+    """Tokenizes chunks with one tokenizer."""
+
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self.recipe = recipe
         self.tokenizer = tokenizer
@@ -62,48 +69,50 @@ class Encoder:
     def encode(self, chunk: Chunk) -> EncodedChunk:
         result = EncodedChunk([])
         lines: list[int] = []
-        # For each document, for each key: its sentences.
+        # For each document and key, its sentences.
         documents: list[list[list[str]]] = []
-        texts = self._documents(chunk, result) if chunk.cut == JSON_LINES else self._plain(chunk, result)
+        texts = (
+            self._json_documents(chunk, result)
+            if chunk.cut == JSON_LINES
+            else self._plain_texts(chunk, result)
+        )
         for line, document in texts:
             lines.append(line)
             documents.append(document)
         try:
-            encoded = [self._encode([document[k] for document in documents]) for k in range(self._width)]
+            result.keys = self._encode_keys(documents)
         except Exception:
-            # One text among them cannot be encoded; one by one, to find it.
-            good = []
+            # Some text of the batch cannot be encoded: try the documents one by one to find it.
+            encodable = []
             for line, document in zip(lines, documents):
-                reason = self._refusal(document)
+                reason = self._encoding_problem(document)
                 if reason is None:
-                    good.append(document)
+                    encodable.append(document)
                 else:
-                    _note(result, line, reason)
+                    _add_bad_line(result, line, reason)
             result.bad.sort()
-            encoded = [self._encode([document[k] for document in good]) for k in range(self._width)]
-        result.keys = encoded
+            result.keys = self._encode_keys(encodable)
         return result
 
-    @property
-    def _width(self) -> int:
-        return len(self.recipe.keys)
+    def _encode_keys(self, documents: Sequence[Sequence[Sequence[str]]]) -> list[EncodedDocuments]:
+        return [self._encode([document[k] for document in documents]) for k in range(len(self.recipe.keys))]
 
     def _encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
-        """Empty sentences are left out; the end comes after the last sentence of a document that has any token."""
+        """Encodes sentences without empty ones; appends the end token to non-empty documents."""
         batch = self.tokenizer.encode_batch([text for sentences in documents for text in sentences])
-        lengths, counts, at = [], [], 0
-        parts: list[list[int]] = []
+        lengths: list[int] = []
+        counts, start = [], 0
+        sequences: list[list[int]] = []
         for sentences in documents:
-            ids = [part for part in batch[at : at + len(sentences)] if part]
-            at += len(sentences)
+            ids = [sentence for sentence in batch[start : start + len(sentences)] if sentence]
+            start += len(sentences)
             counts.append(len(ids))
             if ids:
-                lengths += [len(part) for part in ids]
+                lengths += map(len, ids)
                 lengths[-1] += len(self.end)
-                parts += ids
-                parts.append(self.end)
+                sequences += [*ids, self.end]
         total = sum(lengths)
-        tokens = np.fromiter(chain.from_iterable(parts), dtype=self.dtype, count=total)
+        tokens = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=total)
         return EncodedDocuments(
             tokens.tobytes(),
             np.array(lengths, np.int32),
@@ -111,7 +120,8 @@ class Encoder:
             int(tokens.max()) if total else -1,
         )
 
-    def _refusal(self, document: Sequence[Sequence[str]]) -> str | None:
+    def _encoding_problem(self, document: Sequence[Sequence[str]]) -> str | None:
+        """Returns why a document cannot be encoded, or None."""
         for text in chain.from_iterable(document):
             try:
                 text.encode()
@@ -129,9 +139,9 @@ class Encoder:
                 return f"cannot be encoded by the tokenizer ({' '.join(str(error).split()).rstrip('.')})"
         return None
 
-    def _documents(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
+    def _json_documents(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
         lines = chunk.data.split(b"\n")
-        # What follows the last line break is no line.
+        # The text after the last line break is not a line.
         if not lines[-1]:
             lines.pop()
         for number, line in enumerate(lines, chunk.first_line):
@@ -141,22 +151,22 @@ class Encoder:
             try:
                 yield number, self._texts(json.loads(str(line, "utf-8-sig")))
             except UserError as error:
-                _note(result, number, str(error))
+                _add_bad_line(result, number, str(error))
             except RecursionError:
-                _note(result, number, "is nested too deeply")
+                _add_bad_line(result, number, "is nested too deeply")
             except ValueError as error:
-                _note(result, number, f"is no JSON object ({error})")
+                _add_bad_line(result, number, f"is no JSON object ({error})")
 
-    def _texts(self, found: Any) -> list[list[str]]:
-        """The sentences under each key; a text that is not cut up is one sentence."""
-        if not isinstance(found, dict):
-            raise UserError(f"is no JSON object but {_kind(found)}")
+    def _texts(self, row: Any) -> list[list[str]]:
+        """Returns the sentences of each key; a string is one sentence."""
+        if not isinstance(row, dict):
+            raise UserError(f"is no JSON object but {_kind(row)}")
         texts: list[list[str]] = []
         for key in self.recipe.keys:
-            if key not in found:
-                has = ", ".join(f"'{name}'" for name in list(found)[:8]) or "nothing"
+            if key not in row:
+                has = ", ".join(f"'{name}'" for name in list(row)[:8]) or "nothing"
                 raise UserError(f"has no key '{key}' (it has {has})")
-            value = found[key]
+            value = row[key]
             if isinstance(value, str) and not self.recipe.sentences:
                 texts.append([value])
             elif isinstance(value, list) and all(isinstance(part, str) for part in value):
@@ -169,20 +179,20 @@ class Encoder:
                 raise UserError(f"has {_kind(value)} under '{key}' instead of a text or a list of texts")
         return texts
 
-    def _plain(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
+    def _plain_texts(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
         for number, raw in plain_documents(chunk):
             if not raw.strip():
                 result.blank_lines += 1
                 continue
             try:
-                # Some editors begin a file with a byte order mark, which is no text.
+                # Some editors write a byte order mark at the start of a file.
                 yield number, [[raw.decode("utf-8-sig" if number == 1 else "utf-8")]]
             except UnicodeDecodeError as error:
-                _note(result, number, f"is not UTF-8 text ({error})")
+                _add_bad_line(result, number, f"is not UTF-8 text ({error})")
 
 
 def plain_documents(chunk: Chunk) -> Iterable[tuple[int, bytes]]:
-    """The documents of plain text with the line each begins at."""
+    """Returns the documents of a plain-text chunk with their first line numbers."""
     if chunk.cut == "file":
         return [(chunk.first_line, chunk.data)]
     lines = chunk.data.split(b"\n")
@@ -193,19 +203,13 @@ def plain_documents(chunk: Chunk) -> Iterable[tuple[int, bytes]]:
 
 
 def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    first, held = 0, list[bytes]()
-    for number, line in lines:
-        if line.strip():
-            first = first if held else number
-            held.append(line)
-        elif held:
-            yield first, b"\n".join(held)
-            held = []
-    if held:
-        yield first, b"\n".join(held)
+    for has_text, group in groupby(lines, lambda entry: bool(entry[1].strip())):
+        if has_text:
+            numbers, paragraph = zip(*group)
+            yield numbers[0], b"\n".join(paragraph)
 
 
-def _note(result: EncodedChunk, line: int, reason: str) -> None:
+def _add_bad_line(result: EncodedChunk, line: int, reason: str) -> None:
     result.bad_lines += 1
     if len(result.bad) < MOST_DESCRIBED:
         result.bad.append((line, reason))
@@ -217,8 +221,8 @@ def _kind(value: Any) -> str:
 
 
 def work(connection: Connection, recipe: Recipe) -> None:
-    """The loop of a worker; it ends when the other end of the connection is closed, or its process gone."""
-    # Ctrl-C reaches every process of a terminal; the one that reads and writes decides what happens.
+    """Runs the loop of a worker until the other end of the connection is closed."""
+    # Ctrl-C is sent to all processes of the terminal; the parent decides and stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         encoder = Encoder(recipe, recipe.tokenizer.load())
@@ -229,15 +233,8 @@ def work(connection: Connection, recipe: Recipe) -> None:
         return
 
 
-# Worker processes that encode chunks; results come back in the order of the chunks.
-
-
-# Chunks read but not yet written, for each worker: a slow chunk must not stop the others, nor fill the memory.
-AHEAD = 4
-
-
-class Workers:
-    """A `with` block around worker processes, up to `count`. They also end when this process does, however it ends."""
+class Workers(AbstractContextManager["Workers"]):
+    """Up to `count` worker processes in a context manager; they exit with this process."""
 
     def __init__(self, recipe: Recipe, count: int) -> None:
         self._recipe, self._count = recipe, count
@@ -246,80 +243,72 @@ class Workers:
     def _start(self) -> Connection:
         # Spawned, not forked: a fork copies locks that threads of this process may hold.
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, self._recipe), daemon=True)
-        # A worker inherits what is blocked here: Ctrl-C would end it before it can say that it leaves that to us. Whoever starts
-        # Python's tracker of resources finds signals unblocked, so it is started before.
+        connection, worker_end = context.Pipe()
+        process = context.Process(target=work, args=(worker_end, self._recipe), daemon=True)
+        # A worker inherits the signal mask: SIGINT stays blocked until the worker ignores it. Starting the
+        # resource tracker unblocks signals, so it is started first.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # A worker sees the end of its pipe only if nobody else holds the other end open.
-        theirs.close()
-        self._processes[ours] = process
-        return ours
-
-    def __enter__(self) -> "Workers":
-        return self
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # This process must not keep the worker's end open, or it would not see EOF when the worker dies.
+        worker_end.close()
+        self._processes[connection] = process
+        return connection
 
     def __exit__(self, *error: object) -> None:
         for connection, process in self._processes.items():
             connection.close()
-            # Busy with a chunk whose result nobody wants any more.
+            # It may be busy with a chunk whose result is no longer needed.
             process.terminate()
         for process in self._processes.values():
             process.join()
 
     def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, EncodedChunk]]:
+        """Yields the chunks and their tokens in order."""
         source = enumerate(chunks)
         idle, busy = list[Connection](), set[Connection]()
-        read: dict[int, Chunk] = {}
+        pending: dict[int, Chunk] = {}
         done: dict[int, EncodedChunk] = {}
         following, more = 0, True
-        while more or read:
-            while more and len(busy) < self._count and len(read) < AHEAD * self._count:
+        while more or pending:
+            while more and len(busy) < self._count and len(pending) < AHEAD * self._count:
                 entry = next(source, None)
                 if entry is None:
                     more = False
                     break
                 number, chunk = entry
-                # Started when there is something to do: few chunks need few processes, whatever --workers says.
+                # Workers are started on demand: a few chunks need only a few processes.
                 connection = idle.pop() if idle else self._start()
-                self._send(connection, (number, chunk))
+                try:
+                    connection.send((number, chunk))
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise self._death(connection) from error
                 busy.add(connection)
-                read[number] = chunk
+                pending[number] = chunk
             if busy:
                 for ready in wait(list(busy)):
                     assert isinstance(ready, Connection)
-                    number, encoded = self._receive(ready)
-                    done[number] = encoded
+                    try:
+                        number, done_chunk = ready.recv()
+                    except (EOFError, ConnectionResetError) as error:
+                        raise self._death(ready) from error
+                    done[number] = done_chunk
                     busy.remove(ready)
                     idle.append(ready)
             while following in done:
-                yield read.pop(following), done.pop(following)
+                yield pending.pop(following), done.pop(following)
                 following += 1
 
-    def _send(self, connection: Connection, message: tuple[int, Chunk]) -> None:
-        try:
-            connection.send(message)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._death(connection) from error
-
-    def _receive(self, connection: Connection) -> tuple[int, EncodedChunk]:
-        try:
-            answer: tuple[int, EncodedChunk] = connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise self._death(connection) from error
-        return answer
-
     def _death(self, connection: Connection) -> UserError:
+        """Returns the error for a worker whose connection has closed."""
         process = self._processes[connection]
         process.join()
         code = process.exitcode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return UserError(
-            f"a worker process {how} (not enough memory is the usual cause); the same command goes on where this one stopped, "
+            f"a worker process {how} (not enough memory is the usual cause); run the same command again to resume, "
             "perhaps with fewer --workers"
         )

@@ -1,9 +1,8 @@
-"""Samples for next-token prediction, cut from a corpus of documents laid end to end."""
+"""GPT datasets for next-token prediction: prepared, synthetic and mock data."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy.typing as npt
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.sampling import (
     SPLIT_NAMES,
-    Arrays,
     Boundaries,
     IndexCache,
     Sample,
@@ -28,7 +26,7 @@ from pentatron.text import counted
 
 
 class TokenSource(Protocol):
-    """Anything that holds token sequences: a prepared corpus on disk, or made-up data."""
+    """A collection of token sequences: an indexed dataset on disk, or mock data."""
 
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]: ...
@@ -37,7 +35,7 @@ class TokenSource(Protocol):
 
 
 def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = None) -> Sample:
-    """L + 1 tokens as inputs and labels of length L; every label counts in the loss, unless boundaries say otherwise."""
+    """Splits L + 1 tokens into inputs and labels; all labels count unless `boundaries` mask some."""
     ids = tokens.astype(np.int64)
     sample: Sample = {
         "tokens": ids[:-1],
@@ -49,12 +47,12 @@ def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = 
 
 
 class GPTDataset:
-    """At least `num_samples` shuffled samples from `documents` (indices of sequences in `source`), or one epoch.
+    """At least `num_samples` shuffled samples of sequences in `source`, or one epoch.
 
-    An order depends on the number of samples it is built for. `later` numbers that it does not reach are reached by appending
-    epochs in orders of their own, so that what came before stays as it is.
-    With a `vocab_size`, a token outside it is refused when first read, with its place, rather than as an
-    illegal memory access in the embedding. `boundaries` say what the end of a document means.
+    The order depends on the number of samples it is built for. If a number in `later` exceeds it, further
+    epochs are appended as separately shuffled parts, so that earlier samples keep their positions. With a
+    `vocab_size`, reading a token outside it raises a UserError with its position instead of an illegal
+    memory access in the embedding. `boundaries` define the treatment of document ends.
     """
 
     def __init__(
@@ -79,26 +77,18 @@ class GPTDataset:
         self.ends = [len(self.parts[0])]
         for number in later:
             if number > len(self):
-                # Another stream for each part, and none of them that of another run's seed.
+                # Each part has its own random stream, different from that of any other integer seed.
                 self.parts.append(self._build(number - len(self), [seed, len(self.parts)], cache))
                 self.ends.append(self.ends[-1] + len(self.parts[-1]))
 
-    @property
-    def index(self) -> SampleIndex:
-        """The order that was built first."""
-        return self.parts[0]
-
     def _build(self, num_samples: int | None, seed: int | Sequence[int], cache: IndexCache) -> SampleIndex:
         lengths, documents = self.source.sequence_lengths, self.documents
-        built: list[SampleIndex] = []
 
-        def build() -> Arrays:
-            built.append(build_sample_index(lengths, documents, num_samples, self.sequence_length, seed))
-            return built[0].arrays()
+        def build() -> SampleIndex:
+            return build_sample_index(lengths, documents, num_samples, self.sequence_length, seed)
 
         if cache.folder is None:
-            build()
-            return built[0]
+            return build()
         key = {
             "lengths": digest_of(lengths[documents.start : documents.stop]),
             "documents": [documents.start, documents.stop],
@@ -106,8 +96,8 @@ class GPTDataset:
             "sequence_length": self.sequence_length,
             "seed": seed,
         }
-        arrays = cache.get(key, len(documents) + (num_samples or 0), build)
-        return built[0] if built else SampleIndex.from_arrays(arrays)
+        entries = len(documents) + (num_samples or 0)
+        return SampleIndex.from_arrays(cache.get(key, entries, lambda: build().arrays()))
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -121,11 +111,11 @@ class GPTDataset:
         return next_token_sample(self._tokens(index, int(index.shuffle[within])), self.boundaries)
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Which dataset each of these samples comes from: there is one."""
+        """Returns the dataset number of each of the given samples, which is 0."""
         return np.zeros(len(samples), dtype=np.int16)
 
     def _tokens(self, index: SampleIndex, k: int) -> npt.NDArray[np.int64]:
-        """The L + 1 tokens of the k-th sample in reading order, crossing documents where needed."""
+        """Returns the L + 1 tokens of the k-th sample in document order, which may span several documents."""
         (position, offset), (last_position, last_offset) = index.starts[k : k + 2].tolist()
         tokens = np.empty(self.sequence_length + 1, dtype=np.int64)
         filled = 0
@@ -133,14 +123,14 @@ class GPTDataset:
             document = int(index.documents[position])
             length = last_offset + 1 - offset if position == last_position else None
             part = self.source.get(document, offset, length)
-            self._check(part, document, offset)
+            self._check_vocabulary(part, document, offset)
             tokens[filled : filled + len(part)] = part
             filled += len(part)
             position, offset = position + 1, 0
         assert filled == len(tokens), "the sample index and the source disagree"
         return tokens
 
-    def _check(self, part: npt.NDArray[Any], document: int, offset: int) -> None:
+    def _check_vocabulary(self, part: npt.NDArray[Any], document: int, offset: int) -> None:
         if self.vocab_size is None or not len(part):
             return
         if part.min() < 0 or part.max() >= self.vocab_size:
@@ -152,16 +142,17 @@ class GPTDataset:
 
 
 def documents_of(source: IndexedDataset, split: str) -> tuple[range | None, ...]:
-    """The sequences of train, valid and test; None for a share of zero."""
+    """Returns the ranges of sequences for train, valid and test; None for a share of zero."""
     return split_ranges(parse_split(split), len(source))
 
 
 def require_documents(source: IndexedDataset, documents: range, split: str, name: str) -> None:
+    """Raises UserError if the share of a split has no document."""
     if len(documents):
         return
     require_text(source)
     if len(source) == 1:
-        # No shares divide it: a text file is one document unless it is prepared as several.
+        # A text file is one document unless it is prepared as several, and one document cannot be split.
         way_out = (
             "train on all of it with --split 1,0,0, or prepare it as several documents (of a .txt: "
             "--text-documents blank-line or line)"
@@ -179,33 +170,9 @@ def require_text(source: IndexedDataset) -> None:
         raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
 
 
-def open_splits(
-    prefix: Path | str,
-    split: str,
-    sizes: Sequence[int | None],
-    sequence_length: int,
-    seed: int,
-    vocab_size: int | None = None,
-    boundaries: Boundaries | None = None,
-) -> tuple[GPTDataset | None, ...]:
-    """Train, valid and test over one corpus; None for a share of zero or a size of zero, one epoch for no size."""
-    source = IndexedDataset(prefix, vocab_size)
-    datasets: list[GPTDataset | None] = []
-    for name, documents, size in zip(SPLIT_NAMES, documents_of(source, split), sizes, strict=True):
-        if documents is None or size == 0:
-            datasets.append(None)
-            continue
-        require_documents(source, documents, split, name)
-        datasets.append(GPTDataset(source, documents, size, sequence_length, seed, vocab_size, boundaries))
-    return tuple(datasets)
-
-
-# Data made up on the spot: a corpus that a model can learn, and the counting sequences of mock runs.
-
-
 ALPHABET = 64
 NOISE = 0.1
-# First words of the seeds, so that the cycle and the samples draw from unrelated streams.
+# First entry of the seed arrays, so that the cycle and the samples use independent random streams.
 _CYCLE_STREAM, _SAMPLE_STREAM = 0, 1
 
 MOCK_SEQUENCES = 100_000
@@ -214,16 +181,17 @@ MOCK_SEED = 0
 
 
 class SyntheticDataset:
-    """Noisy walks around a cycle: each token has one likely successor, so a few dozen steps show learning.
+    """Random walks on a cycle of tokens, which a model learns within a few dozen steps.
 
-    A small alphabet is spread evenly over the vocabulary (every shard of a split embedding holds some of it) and
-    put on a cycle drawn from the seed. A walk goes on to the next token of the cycle, or, with probability
-    `noise`, jumps to any token of the alphabet. The loss starts near log(vocab_size), falls fast to
-    log(alphabet) once the unused ids are known, then towards `best_loss` once the successors are.
+    A small alphabet is spread evenly over the vocabulary, so that every shard of a vocabulary-parallel
+    embedding has some of it, and permuted into a cycle by the seed. A walk moves to the next token of the
+    cycle, or, with probability NOISE, jumps to any token of the alphabet. The loss starts near
+    log(vocab_size), falls fast to log(alphabet) once the model has learned the unused ids, then towards
+    `best_loss` once it has learned the successors.
     """
 
     def __init__(self, size: int, vocab_size: int, sequence_length: int, seed: int, first: int = 0) -> None:
-        """Samples `first`, `first` + 1, ... of the walks the seed describes."""
+        """Creates samples `first`, `first` + 1, ... of the sequence defined by the seed."""
         if min(size, vocab_size, sequence_length) < 1:
             raise UserError(
                 f"synthetic data needs positive sizes, found {size} samples, vocabulary {vocab_size}, "
@@ -240,7 +208,7 @@ class SyntheticDataset:
 
     @property
     def best_loss(self) -> float:
-        """The entropy of the next token given the last: no model does better on average."""
+        """The entropy of the next token given the last, the lowest possible expected loss."""
         jump = NOISE / len(self.cycle)
         follow = 1 - NOISE + jump
         others = (len(self.cycle) - 1) * jump
@@ -252,21 +220,21 @@ class SyntheticDataset:
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < self.size:
             raise IndexError(f"sample {i} of a dataset of {self.size} samples")
-        # Seeding anew forgets everything before, and costs a tenth of making another generator.
+        # Reseeding resets the state completely, and is ten times faster than a new generator.
         random = self._random
         random.seed([_SAMPLE_STREAM, self.seed, self.first + i])
         steps = np.arange(self.sequence_length + 1)
         jumps = random.random_sample(len(steps)) < NOISE
         jumps[0] = True
         targets = random.randint(len(self.cycle), size=len(steps))
-        # Between jumps the walk advances by one: its place is the last target plus the steps since then.
+        # Between jumps the walk advances by one: its position is the last target plus the steps since then.
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         return next_token_sample(self.cycle[(targets[last_jump] + steps - last_jump) % len(self.cycle)])
 
 
 @dataclass(frozen=True, eq=False)
 class CountingSequences:
-    """Sequences 1, 2, 3 … (modulo the vocabulary) that end with the end-of-document token."""
+    """Mock sequences 1, 2, 3 … (modulo the vocabulary size) that end with the end-of-document token."""
 
     sequence_lengths: npt.NDArray[np.int32]
     vocab_size: int
@@ -289,19 +257,16 @@ class CountingSequences:
 def mock_indexed(
     vocab_size: int, eod: int | None = None, sequences: int = MOCK_SEQUENCES
 ) -> CountingSequences:
-    """The data of `--mock-data`: the same lengths in every run; the last id ends documents unless told otherwise."""
+    """Returns the data of `--mock-data`; the end-of-document token defaults to the last id."""
     lengths = np.random.default_rng(MOCK_SEED).integers(1, MOCK_LENGTH_LIMIT, size=sequences, dtype=np.int32)
     return CountingSequences(lengths, vocab_size, vocab_size - 1 if eod is None else eod)
 
 
-# How many samples one pass over prepared files has, by their indices alone.
-
-
 def samples_of_files(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
-    """Counted as the datasets count: whole sequences of each file, its training share alone where files are split."""
+    """Counts the samples of one epoch over the training share of files, reading only indices."""
     total = 0
     for prefix in prefixes:
-        # The run compares the index with its checksums itself.
+        # Without checksums: the run verifies the index when it opens the data.
         source = IndexedDataset(prefix, with_sidecar=False)
         if split is None:
             require_text(source)

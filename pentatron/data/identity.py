@@ -1,4 +1,4 @@
-"""Which data a run reads, in few enough words to be kept in its checkpoints and compared when it goes on."""
+"""Identifies the data of a run by fingerprints, which are stored in checkpoints and compared on resume."""
 
 import hashlib
 import json
@@ -17,9 +17,10 @@ from pentatron.settings.data_paths import Blend
 @sendable
 @dataclass(frozen=True)
 class FileIdentity:
-    """One pair: its index, and the size of the tokens it describes, which may be too many to read before every start.
+    """Identifies a `.bin/.idx` pair by the hash of its index and the size of its tokens.
 
-    `tokens`: the checksum of their checksums, where a sidecar has those.
+    The tokens are not hashed, as they may be too large to read at every start. `tokens` is the checksum
+    of their block checksums, if the pair has a sidecar.
     """
 
     name: str
@@ -35,17 +36,17 @@ class FileIdentity:
         with index.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         sidecar = read_sidecar(prefix)
-        known = None if sidecar is None else f"{sidecar.sums_crc32:08x}"
-        return cls(prefix, digest, binary.stat().st_size, known)
+        tokens = None if sidecar is None else f"{sidecar.sums_crc32:08x}"
+        return cls(prefix, digest, binary.stat().st_size, tokens)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "FileIdentity":
-        """Raises TypeError for what is none."""
-        found = cls(**saved)
-        kinds = ((found.name, str), (found.index, str), (found.bytes, int), (found.tokens or "", str))
+        """Parses a saved identity; raises TypeError if it is invalid."""
+        file = cls(**saved)
+        kinds = ((file.name, str), (file.index, str), (file.bytes, int), (file.tokens or "", str))
         if not all(isinstance(value, kind) for value, kind in kinds):
-            raise TypeError(f"{found!r:.100}")
-        return found
+            raise TypeError(f"{file!r:.100}")
+        return file
 
     @property
     def fingerprint(self) -> str:
@@ -55,24 +56,24 @@ class FileIdentity:
 @sendable
 @dataclass(frozen=True)
 class DataIdentity:
-    """The fingerprint of all that is read, and of which files it is made, if of any."""
+    """The fingerprint of all data that a run reads, and the files it consists of."""
 
     fingerprint: str
     files: tuple[FileIdentity, ...] = ()
 
     @classmethod
     def of_blends(cls, train: Blend, valid: Blend | None) -> "DataIdentity":
-        """Of one corpus that of its files; of several, of all of them and their weights."""
+        """Identifies blends: by the file for a single corpus, else by all files and weights."""
         blends = [blend for blend in (train, valid) if blend is not None]
         read = {prefix: FileIdentity.read(prefix) for blend in blends for prefix in blend.prefixes}
         files = tuple(read.values())
         if train.weights is None and len(train.prefixes) == 1 and valid == train:
             return cls(files[0].fingerprint, files)
-        named = [
+        content = [
             [list(blend.weights or ()), [read[prefix].fingerprint for prefix in blend.prefixes]]
             for blend in blends
         ]
-        return cls(f"blend {hashlib.sha256(json.dumps(named).encode()).hexdigest()}", files)
+        return cls(f"blend {hashlib.sha256(json.dumps(content).encode()).hexdigest()}", files)
 
     @classmethod
     def from_json(cls, fingerprint: str, files: Sequence[Mapping[str, Any]]) -> "DataIdentity":
@@ -80,7 +81,7 @@ class DataIdentity:
             return cls(fingerprint, tuple(map(FileIdentity.from_json, files)))
         except TypeError as error:
             raise UserError(
-                f"what the checkpoint says of its data cannot be read ({error}); go on from another step, or take the weights alone with "
+                f"the identity of the data in the checkpoint cannot be read ({error}); resume from another step, or load only the weights with "
                 f"--finetune"
             ) from None
 
@@ -88,10 +89,10 @@ class DataIdentity:
         return [asdict(file) for file in self.files]
 
     def changes_since(self, before: "DataIdentity") -> str:
-        """What is not as it was, in words; empty where the samples are the same."""
+        """Describes what differs from an earlier identity; empty if the samples are the same."""
         if self.fingerprint != before.fingerprint:
             return self._other_files(before)
-        # A corpus that has moved is the same; a checksum that only one of them knows says nothing.
+        # The file name is not compared, so a corpus may move; checksums are compared only if both are known.
         return "; ".join(
             f"{now.name}.bin holds other tokens: the checksum of its checksums was {then.tokens}, is {now.tokens}"
             for then, now in zip(before.files, self.files)
@@ -113,18 +114,20 @@ class DataIdentity:
         return "; ".join(parts)
 
     def knowing(self, before: "DataIdentity") -> "DataIdentity":
-        """The same data with the checksums that an earlier run knew, where a sidecar has been lost since."""
+        """Returns this identity with missing checksums filled in from an earlier one."""
         if self.fingerprint != before.fingerprint or len(self.files) != len(before.files):
             return self
-        files = (replace(n, tokens=n.tokens or t.tokens) for n, t in zip(self.files, before.files))
-        return replace(self, files=tuple(files))
+        pairs = zip(self.files, before.files)
+        return replace(
+            self, files=tuple(replace(now, tokens=now.tokens or then.tokens) for now, then in pairs)
+        )
 
 
 def require_same_data(identity: DataIdentity, world: World) -> None:
-    """Machines without a shared file system may hold different copies: ranks would train on different samples, unseen."""
-    everyone: Sequence[DataIdentity] = gather_objects(identity, world.everyone)
-    for rank, other in enumerate(everyone):
-        if changes := other.changes_since(everyone[0]):
+    """Raises UserError if nodes without a shared file system have different copies of the data."""
+    identities: Sequence[DataIdentity] = gather_objects(identity, world.everyone)
+    for rank, other in enumerate(identities):
+        if changes := other.changes_since(identities[0]):
             raise UserError(
                 f"rank {rank} reads other data than rank 0 ({changes}); copy the same files to every machine"
             )

@@ -1,4 +1,4 @@
-"""Looking at pairs that exist: sizes, lengths, checks, and a sidecar for those of other programs."""
+"""Describes and verifies existing `.bin/.idx` pairs, and writes sidecars for them."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long documents are: how many of 0 tokens, of 1, of 2 to 3, of 4 to 7 and so on."""
+    """A histogram of document lengths: `powers` counts lengths 0, 1, 2 to 3, 4 to 7, and so on."""
 
     documents: int
     tokens: int
@@ -39,17 +39,18 @@ class Lengths:
     powers: tuple[int, ...]
 
     def lines(self) -> list[str]:
+        """Draws the histogram as text."""
         most = max(self.powers, default=0)
-        drawn = []
+        rows = []
         for power, count in enumerate(self.powers):
             low, high = (0, 0) if power == 0 else (2 ** (power - 1), 2**power - 1)
             span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             bar = "█" * max(1, round(BAR * count / most)) if count else ""
-            drawn.append((span, count, bar))
-        while drawn and not drawn[0][1]:
-            drawn.pop(0)
-        width = max((len(span) for span, _, _ in drawn), default=0)
-        return [f"  {span:>{width}} tokens {count:>13,}  {bar}".rstrip() for span, count, bar in drawn]
+            rows.append((span, count, bar))
+        while rows and not rows[0][1]:
+            rows.pop(0)
+        width = max((len(span) for span, _, _ in rows), default=0)
+        return [f"  {span:>{width}} tokens {count:>13,}  {bar}".rstrip() for span, count, bar in rows]
 
 
 def document_lengths(dataset: IndexedDataset) -> Lengths:
@@ -63,7 +64,7 @@ def document_lengths(dataset: IndexedDataset) -> Lengths:
         inside = at < len(dataset)
         starts[inside] = dataset.pointers[at[inside]] // item
         lengths = np.diff(starts)
-        # frexp gives the number of binary digits, exactly: lengths are far below 2**53.
+        # The exponent of frexp is the bit length, exactly for lengths below 2**53.
         powers += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=65)
         shortest = int(lengths.min()) if first == 0 else min(shortest, int(lengths.min()))
         longest = max(longest, int(lengths.max()))
@@ -73,12 +74,12 @@ def document_lengths(dataset: IndexedDataset) -> Lengths:
 
 
 def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = lambda done: None) -> str:
-    """Checks everything that can be checked about a pair and says what that was; raises what it finds."""
+    """Checks structure, checksums and token ids of a pair; returns a summary or raises UserError."""
     dataset = IndexedDataset(prefix)
     blocks = dataset.compare_all(report)
     limit = vocab_size
-    if limit is None and dataset.facts is not None and dataset.facts.tokenizer is not None:
-        limit = dataset.facts.tokenizer.vocab_size
+    if limit is None and dataset.tokenizer is not None:
+        limit = dataset.tokenizer.vocab_size
     if limit is not None:
         _check_tokens(dataset, limit)
     ids = f", {len(dataset.tokens):,} tokens below {limit:,}" if limit is not None else ""
@@ -88,9 +89,9 @@ def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = l
 
 
 def seal(prefix: Path | str, report: Report = lambda done: None) -> Facts:
-    """Writes a sidecar for a pair as it is now, for example one that another program made."""
+    """Writes a sidecar for an existing pair, for example one of another program."""
     dataset = IndexedDataset(prefix, with_sidecar=False)
-    largest = max((int(part.max()) for part in _parts(dataset)), default=-1)
+    largest = max((int(part.max()) for part in _token_chunks(dataset)), default=-1)
     facts = Facts(
         str(dataset.dtype),
         len(dataset),
@@ -109,7 +110,7 @@ def seal(prefix: Path | str, report: Report = lambda done: None) -> Facts:
 
 
 def describe(prefix: Path | str) -> dict[str, Any]:
-    """What `pentatron data describe` shows."""
+    """Returns the facts shown by `pentatron data describe`."""
     dataset = IndexedDataset(prefix)
     lengths = document_lengths(dataset)
     facts = dataset.facts
@@ -124,59 +125,59 @@ def describe(prefix: Path | str) -> dict[str, Any]:
         "shortest_document": lengths.shortest,
         "longest_document": lengths.longest,
         "lengths_by_power_of_two": list(lengths.powers),
-        "tokenizer": None if facts is None or facts.tokenizer is None else asdict(facts.tokenizer),
+        "tokenizer": None if dataset.tokenizer is None else asdict(dataset.tokenizer),
         "largest_token": None if facts is None else facts.largest_token,
         "sidecar": facts is not None,
     }
 
 
-def described(said: dict[str, Any]) -> str:
-    """The same as text."""
-    tokenizer = said["tokenizer"]
-    mean = said["tokens"] / max(1, said["documents"])
-    facts = {
-        "tokens": f"{said['tokens']:,} as {said['dtype']}, {said['bin_bytes']:,} bytes",
-        "documents": f"{said['documents']:,} in {said['sequences']:,} sequences, index of {said['idx_bytes']:,} bytes",
-        "lengths": f"{said['shortest_document']:,} to {said['longest_document']:,} tokens, {mean:,.1f} on average",
+def described(facts: dict[str, Any]) -> str:
+    """Formats the result of `describe` as text."""
+    tokenizer = facts["tokenizer"]
+    mean = facts["tokens"] / max(1, facts["documents"])
+    rows = {
+        "tokens": f"{facts['tokens']:,} as {facts['dtype']}, {facts['bin_bytes']:,} bytes",
+        "documents": f"{facts['documents']:,} in {facts['sequences']:,} sequences, index of {facts['idx_bytes']:,} bytes",
+        "lengths": f"{facts['shortest_document']:,} to {facts['longest_document']:,} tokens, {mean:,.1f} on average",
         "tokenizer": "not known"
         if tokenizer is None
         else f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids, fingerprint {tokenizer['fingerprint'][:16]}",
         "checks": "structure good, checksums of the index good; `pentatron data verify` compares those of the tokens"
-        if said["sidecar"]
+        if facts["sidecar"]
         else "structure good; no checksums (`pentatron data seal` makes them)",
     }
-    lines = [said["prefix"], *(f"  {name:<10} {text}" for name, text in facts.items()), ""]
+    lines = [facts["prefix"], *(f"  {name:<10} {text}" for name, text in rows.items()), ""]
     lengths = Lengths(
-        said["documents"],
-        said["tokens"],
-        said["shortest_document"],
-        said["longest_document"],
-        tuple(said["lengths_by_power_of_two"]),
+        facts["documents"],
+        facts["tokens"],
+        facts["shortest_document"],
+        facts["longest_document"],
+        tuple(facts["lengths_by_power_of_two"]),
     )
     return "\n".join([*lines, *lengths.lines()])
 
 
 def refuse_other_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
-    """Data that another tokenizer made is refused, where its sidecar says which one that was."""
-    made_by = None if dataset.facts is None else dataset.facts.tokenizer
-    if made_by is None:
+    """Raises UserError if the sidecar records another tokenizer than the given one."""
+    recorded = dataset.tokenizer
+    if recorded is None:
         return
-    named = identify(tokenizer)
-    if made_by.fingerprint != named.fingerprint:
+    given = identify(tokenizer)
+    if recorded.fingerprint != given.fingerprint:
         raise UserError(
-            f"{dataset.bin_path} was prepared with another tokenizer ({_in_words(made_by)}) than the one named now "
-            f"({_in_words(named)}); name the one it was prepared with, prepare the data again, or, if the ids mean the same, forget "
-            f"which it was: pentatron data seal {dataset.prefix}"
+            f"{dataset.bin_path} was prepared with another tokenizer ({_described_tokenizer(recorded)}) than the one named now "
+            f"({_described_tokenizer(given)}); name the one it was prepared with, prepare the data again, or, if both give the same ids, "
+            f"remove the record: pentatron data seal {dataset.prefix}"
         )
 
 
-def _in_words(tokenizer: TokenizerIdentity) -> str:
+def _described_tokenizer(tokenizer: TokenizerIdentity) -> str:
     return f"{tokenizer.kind} of {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:16]}"
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
     at = 0
-    for part in _parts(dataset):
+    for part in _token_chunks(dataset):
         if int(part.min()) < 0 or int(part.max()) >= vocab_size:
             wrong = int(np.argmax((part < 0) | (part >= vocab_size)))
             offset = (at + wrong) * dataset.dtype.itemsize
@@ -187,7 +188,7 @@ def _check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
         at += len(part)
 
 
-def _parts(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
-    """All tokens, some megabytes at a time."""
+def _token_chunks(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
+    """Yields all tokens, a few megabytes at a time."""
     step = 64 * BLOCK_BYTES
     return (dataset.tokens[at : at + step] for at in range(0, len(dataset.tokens), step))

@@ -1,7 +1,8 @@
-"""Batches for one data-parallel rank.
+"""Micro-batches of one data-parallel rank, and datasets that repeat, join or pad others.
 
-The order of samples depends on how many were consumed, never on the number of ranks: with micro-batches of b samples
-on d ranks, b × d consecutive samples make one micro-step, and rank r takes the r-th b of them.
+The order of samples depends on the number of consumed samples, not on the number of ranks: with
+micro-batches of b samples on d ranks, a micro-step consists of b × d consecutive samples, and rank r
+takes the r-th b of them.
 """
 
 import signal
@@ -16,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from pentatron.data.sampling import DOCUMENT_STARTS, Sample
 from pentatron.errors import UserError
@@ -28,7 +29,7 @@ _SECONDS_TO_DIE = 0.5
 
 
 class SampleSource(Protocol):
-    """Samples by number; a source without a length is endless."""
+    """A map-style dataset; without a length it is infinite."""
 
     def __getitem__(self, index: int) -> Sample: ...
 
@@ -37,8 +38,9 @@ class SampleSource(Protocol):
 class Batch:
     """One micro-batch; every tensor is [micro batch, sequence].
 
-    `documents`: where a token is to see its own document alone, the places at which documents begin in each whole sequence. They
-    stay on the host and whole, whatever part of the tokens a rank has.
+    `documents` are the positions at which documents begin in each sequence, if attention is restricted to
+    documents. They stay in host memory and describe the whole sequence, even if context parallelism
+    splits the tokens.
     """
 
     tokens: torch.Tensor
@@ -49,26 +51,26 @@ class Batch:
 
     @property
     def valid_tokens(self) -> torch.Tensor:
-        """How many labels count in the loss, as a tensor so that a GPU need not be waited for."""
+        """The number of labels that count in the loss, as a tensor to avoid a host-device synchronisation."""
         return self.loss_mask.sum()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """Another batch with every tensor changed by a function."""
-        changed: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
-        return replace(self, **changed)
+        """Returns a batch with `function` applied to every tensor."""
+        tensors: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
+        return replace(self, **tensors)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Called by the loader: page-locked memory is what makes a non-blocking copy to the GPU one."""
+        """Copies the tensors to pinned memory for asynchronous copies; called by the DataLoader."""
         return self.map(torch.Tensor.pin_memory)
 
 
 class MicroBatchSampler:
-    """The sample numbers of one rank's micro-batches, after `consumed_samples`; endless without a `total`.
+    """Yields sample indices of one rank's micro-batches; infinite without a `total`.
 
-    With a total it ends before the first micro-step that some rank could not fill, so that all ranks end together.
+    With a total it stops before the first incomplete micro-step, so that all ranks stop together.
     """
 
     def __init__(
@@ -108,13 +110,13 @@ class MicroBatchSampler:
 
 
 class BatchLoader(DataLoader[Batch]):
-    """A DataLoader for which the end of the data is an error: a training loop must never end silently early."""
+    """A DataLoader that raises UserError at the end of the data, so that training cannot end early."""
 
     batch_sampler: MicroBatchSampler
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        # The iterator is made here rather than in the generator, so that workers start reading at once.
-        with _deaths_noticed_where_batches_are_awaited():
+        # Created here rather than in the generator, so that workers prefetch at once.
+        with _without_sigchld_handler():
             batches = super().__iter__()
         return self._until_exhausted(batches)
 
@@ -122,60 +124,61 @@ class BatchLoader(DataLoader[Batch]):
         try:
             yield from batches
         except UserError as error:
-            # A reader process sends its whole traceback along; the sentence is its last line.
+            # A worker sends its whole traceback; the error message is the last line.
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_REMOTE_ERROR)) from None
         except (RuntimeError, OSError, EOFError):
-            # torch's own sentence, or a connection that broke while a batch came through it.
-            problem = _death_of_a_reader(getattr(batches, "_workers", ()))
-            if problem is None:
+            # Raised by torch for a dead worker, or by a connection that broke while a batch was received.
+            death = _worker_death(getattr(batches, "_workers", ()))
+            if death is None:
                 raise
-            raise problem from None
+            raise death from None
         raise self.batch_sampler.exhausted()
 
 
 @contextmanager
-def _deaths_noticed_where_batches_are_awaited() -> Iterator[None]:
-    """torch raises in a handler of SIGCHLD when a reader dies, wherever the program is at that moment, and from some places no
-    exception comes out. Whoever waits for a batch looks after the readers as well: that is soon enough, and always the same place.
+def _without_sigchld_handler() -> Iterator[None]:
+    """Undoes torch's SIGCHLD handler, which raises wherever the program is when a worker dies.
+
+    Waiting for a batch detects a dead worker as well, always at the same place.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGCHLD)
+    handler = signal.getsignal(signal.SIGCHLD)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        signal.signal(signal.SIGCHLD, handler)
 
 
-def _death_of_a_reader(readers: Sequence[BaseProcess]) -> UserError | None:
-    """What to tell of a reader process that has ended; None if all live."""
-    for reader in readers:
-        # Its end may be seen a moment after its connection is gone.
-        reader.join(_SECONDS_TO_DIE)
-    ends = [reader.exitcode for reader in readers if reader.exitcode is not None]
-    if not ends:
+def _worker_death(workers: Sequence[BaseProcess]) -> UserError | None:
+    """Returns the error for DataLoader workers that have exited; None if all are alive."""
+    for worker in workers:
+        # The exit status may become visible shortly after the connection breaks.
+        worker.join(_SECONDS_TO_DIE)
+    codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
+    if not codes:
         return None
-    how = f"killed by {signal.Signals(-ends[0]).name}" if ends[0] < 0 else f"with exit code {ends[0]}"
-    if -signal.SIGBUS in ends:
+    how = f"killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"with exit code {codes[0]}"
+    if -signal.SIGBUS in codes:
         cause = "the shared memory (/dev/shm) is too small, or a data file became shorter while it was read"
     else:
         cause = "not enough memory is the usual cause"
     return UserError(
-        f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and training can go on from the newest "
-        "one, perhaps with fewer --num-workers"
+        f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and training can resume from the "
+        "newest one, perhaps with fewer --num-workers"
     )
 
 
-class _LeaveSignalsToTheRank:
-    """In a reader process: a terminal and a scheduler send their signals to every process, and the rank that reads its batches decides.
+class _IgnoreSignals:
+    """Worker initialiser that ignores signals, which terminals and schedulers send to all processes.
 
-    A reader that ended at once would take the rank with it before it could save. The rank itself ends a reader that does not
-    end when told with SIGTERM, and again when it ends itself: the second one counts.
+    A worker that exited at once would stop the rank before it can save a checkpoint. The rank terminates
+    its workers with SIGTERM, at shutdown and again at exit: the second one is obeyed.
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._terminating = False
 
     def __call__(self, worker: int) -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
@@ -183,19 +186,19 @@ class _LeaveSignalsToTheRank:
         signal.signal(signal.SIGTERM, self._terminated)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._terminating:
             raise SystemExit(0)
-        self._asked = True
+        self._terminating = True
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples into one batch; beside others that have documents, a sample without is one document."""
+    """Stacks samples into a batch; if some have document starts, the others are one document each."""
     fields: dict[str, Any] = {
         name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in TENSORS
     }
     if any(DOCUMENT_STARTS in sample for sample in samples):
-        whole = np.zeros(1, np.int64)
-        fields["documents"] = tuple(tuple(s.get(DOCUMENT_STARTS, whole).tolist()) for s in samples)
+        one_document = np.zeros(1, np.int64)
+        fields["documents"] = tuple(tuple(s.get(DOCUMENT_STARTS, one_document).tolist()) for s in samples)
     return Batch(**fields)
 
 
@@ -209,7 +212,7 @@ def build_loader(
     pin_memory: bool = False,
     prefetch_factor: int = 2,
 ) -> DataLoader[Batch]:
-    """The micro-batches of one rank from `consumed_samples` on, read ahead by `num_workers` processes."""
+    """Returns a loader of one rank's micro-batches, prefetched by `num_workers` processes."""
     total = len(dataset) if isinstance(dataset, Sized) else None
     return BatchLoader(
         dataset,  # type: ignore[arg-type]
@@ -219,22 +222,19 @@ def build_loader(
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=num_workers > 0,
-        worker_init_fn=_LeaveSignalsToTheRank() if num_workers else None,
-        # An iterator draws a seed for its workers: from here, not from the generator that dropout uses.
+        worker_init_fn=_IgnoreSignals() if num_workers else None,
+        # Iterators draw the base seed of their workers from it, which must not advance the default generator.
         generator=torch.Generator(),
     )
 
 
-# Reading a finite dataset for ever, in another order every epoch, or once in whole batches.
-
-
-# Seeds of NumPy are 32 bits.
+# NumPy's seeds have 32 bits.
 _MOST_EPOCHS = 1 << 32
 
 
 @runtime_checkable
 class FiniteDataset(Protocol):
-    """Samples with a known number of them."""
+    """A map-style dataset with a length."""
 
     def __len__(self) -> int: ...
 
@@ -242,9 +242,9 @@ class FiniteDataset(Protocol):
 
 
 class EpochShuffle:
-    """Sample i is sample i mod n of epoch i div n, whose order depends on (seed, epoch) only.
+    """Repeats a dataset of n samples infinitely: sample i is sample i mod n of epoch i div n.
 
-    It has no length, which is how a loader knows that it does not end.
+    The order of an epoch depends only on (seed, epoch). It has no length, so loaders treat it as infinite.
     """
 
     def __init__(self, dataset: FiniteDataset, seed: int) -> None:
@@ -252,7 +252,7 @@ class EpochShuffle:
             raise UserError("a dataset without samples cannot be repeated; use more data")
         self.dataset = dataset
         self.seed = seed
-        # Reading goes forward, so the order of one epoch is enough to keep.
+        # Reading is sequential, so only the order of the current epoch is kept.
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
@@ -263,32 +263,32 @@ class EpochShuffle:
         return self.dataset[int(self._order_of(epoch)[place])]
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Which dataset each of these samples comes from, if the repeated one is made of several."""
-        of_each = getattr(self.dataset, "origins", None)
-        found = np.zeros(len(samples), dtype=np.int16)
-        if of_each is None:
-            return found
+        """Returns the dataset number of each of the given samples, 0 for a single dataset."""
+        dataset_origins = getattr(self.dataset, "origins", None)
+        origins = np.zeros(len(samples), dtype=np.int16)
+        if dataset_origins is None:
+            return origins
         epochs, places = np.divmod(samples, len(self.dataset))
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            found[here] = of_each(self._order_of(epoch)[places[here]])
-        return found
+            in_epoch = epochs == epoch
+            origins[in_epoch] = dataset_origins(self._order_of(epoch)[places[in_epoch]])
+        return origins
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch != self._epoch:
             if epoch >= _MOST_EPOCHS:
                 raise UserError(
                     f"sample {epoch * len(self.dataset)} is in epoch {epoch} of {len(self.dataset)} samples, and there are orders for "
-                    f"{_MOST_EPOCHS}; take the weights of the checkpoint alone with --finetune if it has never got so far"
+                    f"{_MOST_EPOCHS} epochs; load only the weights with --finetune if the checkpoint cannot have got that far"
                 )
-            # RandomState, not Generator: its stream never changes between NumPy versions.
+            # RandomState, not Generator: its stream is stable across NumPy versions.
             random = np.random.RandomState([self.seed, epoch])
             self._order, self._epoch = random.permutation(len(self.dataset)), epoch
         return self._order
 
 
 class Repeated:
-    """A dataset that begins again after its end, in the same order; without a length, as it does not end."""
+    """Repeats a dataset infinitely in the same order; it has no length."""
 
     def __init__(self, dataset: FiniteDataset) -> None:
         self.dataset = dataset
@@ -297,30 +297,16 @@ class Repeated:
         return self.dataset[index % len(self.dataset)]
 
 
-class Joined:
-    """Datasets one after another."""
-
-    def __init__(self, datasets: Sequence[FiniteDataset]) -> None:
-        self.datasets = tuple(datasets)
-        self._ends = np.cumsum([len(dataset) for dataset in datasets])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} samples")
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        dataset = self.datasets[number]
-        return dataset[index - (int(self._ends[number]) - len(dataset))]
+class Joined(ConcatDataset[Sample]):
+    """Concatenates datasets."""
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Which dataset each of these samples comes from."""
-        return np.searchsorted(self._ends, samples, side="right")
+        """Returns the dataset number of each of the given samples."""
+        return np.searchsorted(self.cumulative_sizes, samples, side="right")
 
 
 class Padded:
-    """A dataset and, after its end, samples without a label that counts, up to a `total`: no real one is left out of a last batch."""
+    """Pads a dataset to `total` samples with a zero loss mask, so that its last batch is whole."""
 
     def __init__(self, dataset: FiniteDataset, total: int) -> None:
         self.dataset = dataset

@@ -1,10 +1,9 @@
-"""Writing `.bin/.idx` pairs: appended to files under other names, completed, then renamed."""
+"""Writes and merges `.bin/.idx` pairs in temporary files, renamed when complete."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -31,51 +30,65 @@ from pentatron.errors import UserError
 from pentatron.files import commit, lock, remove_leftovers, sync, temporary_suffix
 
 BUFFER = 1 << 20
+# Documents copied at a time by `merge`.
+STEP = 1 << 14
 PARTS = ("bin", "lengths", "ends", "sums")
 ALL_PARTS = (*PARTS, "idx", "meta")
 
 
 class PairInProgress:
-    """One pair in the making, in files that only grow: memory does not depend on how much was written.
+    """An incomplete pair in append-only files, so that memory use does not depend on its size.
 
-    `sync` gives a state from which `PairInProgress(..., state)` goes on, whatever was written to the files after it.
+    `sync` returns a state from which `PairInProgress(..., state)` resumes; anything written later is
+    truncated.
     """
 
     def __init__(
         self, stem: Path, dtype: npt.DTypeLike, suffix: str = "", state: Mapping[str, int] | None = None
     ) -> None:
-        self.dtype, self._code = _stored(dtype)
+        self.dtype, self._type_code = _stored_dtype(dtype)
         self._stem, self._suffix = stem, suffix
-        begun = state or {"bin": 0, "sequences": 0, "documents": 0, "largest": -1, "running": 0, "filled": 0}
-        self.bytes, self.sequences, self.documents = begun["bin"], begun["sequences"], begun["documents"]
-        self.largest = begun["largest"]
-        self._sums = BlockSums(BLOCK_BYTES, begun["running"], begun["filled"])
+        initial = state or {
+            "bin": 0,
+            "sequences": 0,
+            "documents": 0,
+            "largest": -1,
+            "running": 0,
+            "filled": 0,
+        }
+        self.bytes, self.sequences, self.documents = (
+            initial["bin"],
+            initial["sequences"],
+            initial["documents"],
+        )
+        self.largest = initial["largest"]
+        self._sums = BlockSums(BLOCK_BYTES, initial["running"], initial["filled"])
         self._files: dict[str, BinaryIO] = {}
-        # Temporary files of ours that are open, and so locked, until they are discarded.
-        self._held: list[int] = []
+        # Descriptors of the locked temporary files, closed by `discard`.
+        self._locks: list[int] = []
         sizes = {
             "bin": self.bytes,
             "lengths": 4 * self.sequences,
             "ends": 8 * self.documents,
-            "sums": SUM.itemsize * ((self.bytes - begun["filled"]) // BLOCK_BYTES),
+            "sums": SUM.itemsize * ((self.bytes - initial["filled"]) // BLOCK_BYTES),
         }
         try:
-            self._open(sizes, state is not None)
+            self._open_files(sizes, state is not None)
         except BaseException:
             if state is None:
                 self.discard()
             raise
 
-    def _open(self, sizes: Mapping[str, int], resumes: bool) -> None:
+    def _open_files(self, sizes: Mapping[str, int], resumes: bool) -> None:
         for part in PARTS:
             path = self.path(part)
             if resumes and (not path.is_file() or path.stat().st_size < sizes[part]):
                 raise UserError(
-                    f"{path} is shorter than the run that wrote it had noted; delete {path.parent} to start over"
+                    f"{path} is shorter than recorded by the interrupted run; delete {path.parent} to start over"
                 )
             file = path.open("r+b" if resumes else "wb", buffering=BUFFER)
             self._files[part] = file
-            self._hold(part)
+            self._lock(part)
             file.truncate(sizes[part])
             file.seek(sizes[part])
 
@@ -93,7 +106,11 @@ class PairInProgress:
         counts: npt.NDArray[Any],
         largest: int,
     ) -> None:
-        """Whole documents: their tokens, the length of each sequence, how many sequences each has, the largest token."""
+        """Appends whole documents.
+
+        Takes their tokens, the length of each sequence, the number of sequences of each document and the
+        largest token.
+        """
         self._files["bin"].write(tokens)
         self._sums.update(tokens)
         self._files["sums"].write(stored_sums(self._sums.take_finished()))
@@ -105,7 +122,7 @@ class PairInProgress:
         self.largest = max(self.largest, largest)
 
     def sync(self) -> dict[str, int]:
-        """Everything appended so far reaches the disk."""
+        """Flushes everything appended so far to disk and returns the state to resume from."""
         for file in self._files.values():
             sync(file)
         return {
@@ -118,11 +135,11 @@ class PairInProgress:
         }
 
     def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> Facts:
-        """Writes index and sidecar beside the tokens, still under temporary names."""
+        """Writes the index and the sidecar, still under temporary names."""
         self._files["sums"].write(stored_sums(self._sums.take_last()))
         self.close()
         with self.path("idx").open("wb", buffering=BUFFER) as file:
-            self._hold("idx")
+            self._lock("idx")
             index_sums = BlockSums(BLOCK_BYTES)
             index = SummedFile(file, index_sums)
             self._write_index(index)
@@ -138,7 +155,7 @@ class PairInProgress:
             job,
         )
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
-            self._hold("meta")
+            self._lock("meta")
             write_sidecar(file, facts, sums, stored_sums(index_sums.take_last()))
         return facts
 
@@ -146,25 +163,25 @@ class PairInProgress:
         for file in self._files.values():
             file.close()
 
-    def _hold(self, part: str) -> None:
-        """Keeps other processes from taking a temporary file for the leftover of a killed one."""
+    def _lock(self, part: str) -> None:
+        """Locks a temporary file, so that other processes do not remove it as a leftover."""
         if self._suffix:
-            self._held.append(os.open(self.path(part), os.O_RDWR))
-            lock(self._held[-1])
+            self._locks.append(os.open(self.path(part), os.O_RDWR))
+            lock(self._locks[-1])
 
     def discard(self) -> None:
-        """Removes what is left under temporary names, also where the disk takes no more data."""
+        """Removes the temporary files, even if the disk is full."""
         for file in self._files.values():
             with suppress(OSError):
                 file.close()
         for part in ALL_PARTS:
             with suppress(OSError):
                 self.path(part).unlink(missing_ok=True)
-        while self._held:
-            os.close(self._held.pop())
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _write_index(self, file: SummedFile) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, self._code, self.sequences, self.documents + 1))
+        file.write(HEADER.pack(MAGIC, VERSION, self._type_code, self.sequences, self.documents + 1))
         with self.path("lengths").open("rb") as lengths:
             while data := lengths.read(4 * CHECK_BLOCK):
                 file.write(data)
@@ -182,19 +199,19 @@ class PairInProgress:
 
 
 def remove_leftovers_of_pair(stem: Path) -> None:
-    """Removes temporary files that killed processes left of a pair; those of a process that is writing it stay."""
+    """Removes temporary files of a pair left by killed processes; locked ones of a running process stay."""
     for part in ALL_PARTS:
         remove_leftovers(Path(f"{stem}.{part}"))
 
 
 def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
-    """Renames a complete pair to its place. Calling it again after a crash finishes what was begun.
+    """Renames a complete pair to its final names; idempotent, so that it can be repeated after a crash.
 
-    The index goes last, and an old one first: at every moment the prefix opens as the old pair, as the new one, or not at all.
+    An old index is removed first and the new one renamed last: at any time the prefix opens as the old
+    pair, as the new pair, or not at all.
     """
     binary, index = pair_paths(prefix)
-    unpublished = Path(f"{stem}.idx{suffix}")
-    if not unpublished.exists():
+    if not Path(f"{stem}.idx{suffix}").exists():
         return
     index.unlink(missing_ok=True)
     targets = {"bin": binary, "meta": sidecar_path(prefix), "idx": index}
@@ -205,13 +222,13 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
 
 
 class IndexedDatasetWriter:
-    """Writes a pair, one document at a time; the files appear when the `with` block ends without an error."""
+    """Writes a pair document by document; the files appear when the `with` block succeeds."""
 
     def __init__(
         self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
     ) -> None:
         self.prefix = Path(prefix)
-        self.dtype, _ = _stored(dtype)
+        self.dtype, _ = _stored_dtype(dtype)
         self.tokenizer = tokenizer
         self._suffix = temporary_suffix()
         self._pair: PairInProgress | None = None
@@ -225,30 +242,23 @@ class IndexedDatasetWriter:
     def add_document(
         self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
     ) -> None:
-        """Append one document: of one sequence, or of several with these lengths; an empty one leaves a boundary only."""
+        """Appends a document of one sequence, or of several with given lengths."""
         assert self._pair is not None, "add_document outside the with block"
         ids = np.asarray(tokens, dtype=np.int64)
         if lengths is None:
             lengths = [len(ids)] if len(ids) else []
         assert sum(lengths) == len(ids), "the lengths of the sequences do not add up to the document"
-        largest = int(ids.max()) if len(ids) else -1
-        if len(ids):
-            limits = np.iinfo(self.dtype)
-            low = int(ids.min())
-            if low < limits.min or largest > limits.max:
-                wrong = low if low < limits.min else largest
-                raise UserError(
-                    f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
-                )
+        limits = np.iinfo(self.dtype)
+        smallest, largest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+        if smallest < limits.min or largest > limits.max:
+            wrong = smallest if smallest < limits.min else largest
+            raise UserError(
+                f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
+            )
         data = ids.astype(self.dtype).tobytes()
         self._pair.append(data, np.asarray(lengths, np.int32), np.array([len(lengths)]), largest)
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         assert self._pair is not None
         try:
             if error_type is None:
@@ -258,21 +268,15 @@ class IndexedDatasetWriter:
             self._pair.discard()
 
 
-def _stored(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
-    """A type of tokens as it lies in a file, and its code."""
+def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
+    """Returns the little-endian type of tokens in a file, and its code in the index."""
     stored = np.dtype(dtype).newbyteorder("<")
-    for code, known in DTYPES.items():
-        if known == stored:
+    for code, supported in DTYPES.items():
+        if supported == stored:
             return stored, code
-    names = ", ".join(str(known) for known in DTYPES.values())
-    raise UserError(f"tokens cannot be stored as {stored}; choose one of {names}")
-
-
-# Several pairs as one, document after document.
-
-
-# Documents copied at a time.
-STEP = 1 << 14
+    raise UserError(
+        f"tokens cannot be stored as {stored}; choose one of {', '.join(map(str, DTYPES.values()))}"
+    )
 
 
 def merge(
@@ -281,7 +285,7 @@ def merge(
     overwrite: bool = False,
     report: Callable[[int], None] = lambda done: None,
 ) -> Facts:
-    """Writes the documents of all pairs, in this order, under `output`; what is copied is compared with its checksums."""
+    """Concatenates pairs into `output`; tokens are verified against the checksums of their sources."""
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _common_tokenizer(sources)
     remove_leftovers_of_pair(Path(output))
@@ -292,7 +296,7 @@ def merge(
     pair = PairInProgress(Path(output), sources[0].dtype, suffix)
     try:
         for source in sources:
-            _append(pair, source, report)
+            _append_documents(pair, source, report)
         facts = pair.complete(tokenizer)
         publish(Path(output), suffix, output)
     finally:
@@ -300,7 +304,7 @@ def merge(
     return facts
 
 
-def _append(pair: PairInProgress, source: IndexedDataset, report: Callable[[int], None]) -> None:
+def _append_documents(pair: PairInProgress, source: IndexedDataset, report: Callable[[int], None]) -> None:
     bounds, item = source.document_indices, source.dtype.itemsize
     for first in range(0, len(bounds) - 1, STEP):
         at = bounds[first : first + STEP + 1]
@@ -314,23 +318,21 @@ def _append(pair: PairInProgress, source: IndexedDataset, report: Callable[[int]
 
 
 def _common_tokenizer(sources: Sequence[IndexedDataset]) -> TokenizerIdentity | None:
-    """The tokenizer that made all of them, if that is known; pairs that do not fit together are refused."""
-    known: IndexedDataset | None = None
+    """Returns the tokenizer of all pairs, None if any is unknown; raises UserError on a mismatch."""
+    # The first pair whose tokenizer is recorded.
+    first: tuple[IndexedDataset, TokenizerIdentity] | None = None
     for source in sources:
         if source.dtype != sources[0].dtype:
             raise UserError(
                 f"{sources[0].prefix} holds {sources[0].dtype} and {source.prefix} holds {source.dtype}; only pairs of one type can "
                 "be merged: prepare one of them again with the other's tokenizer"
             )
-        made_by = source.facts.tokenizer if source.facts is not None else None
-        if made_by is None:
+        if source.tokenizer is None:
             continue
-        first = known.facts.tokenizer if known is not None and known.facts is not None else made_by
-        if first is not None and first.fingerprint != made_by.fingerprint:
+        first = first or (source, source.tokenizer)
+        if first[1].fingerprint != source.tokenizer.fingerprint:
             raise UserError(
-                f"{known.prefix if known else ''} and {source.prefix} were prepared with different tokenizers; prepare one of them "
+                f"{first[0].prefix} and {source.prefix} were prepared with different tokenizers; prepare one of them "
                 "again with the other's"
             )
-        known = known or source
-    everywhere = all(source.facts is not None and source.facts.tokenizer is not None for source in sources)
-    return known.facts.tokenizer if everywhere and known is not None and known.facts is not None else None
+    return first[1] if first is not None and all(source.tokenizer for source in sources) else None

@@ -1,7 +1,8 @@
-"""Text files to `.bin/.idx` pairs: in order, whole or not at all, going on after an interruption.
+"""Tokenizes text files into `.bin/.idx` pairs, atomically and resumable.
 
-Until everything is encoded, all is kept in a hidden folder beside the output: one growing pair per key, and `progress.json`, which says how
-far they are good. The pairs then move to their names.
+Until all inputs are tokenized, one incomplete pair per JSON key is kept in a hidden folder beside the
+output, with `progress.json`, which records how far they are valid. The pairs are then renamed to their
+final names.
 """
 
 import fcntl
@@ -24,13 +25,18 @@ from pentatron.errors import UserError
 from pentatron.files import write_file
 from pentatron.text import parse_json
 
-# Raise this when the same text and settings give other tokens than before.
+# Increment when the same text and settings give other tokens than before.
 VERSION = 2
 SECONDS_BETWEEN_NOTES = 5.0
+MOST_BAD_SHOWN = 10
+_LOCK = ".lock"
+_PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
 class Job:
+    """The inputs, output prefix and settings of a preparation."""
+
     inputs: tuple[Path, ...]
     prefix: Path
     recipe: Recipe
@@ -51,27 +57,29 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the work is kept until it is done; on the same file system, so that it can be renamed."""
+        """The working folder, on the file system of the output, so that files can be renamed."""
         return self.prefix.with_name(f".{self.prefix.name}.preparing")
 
 
 @dataclass
 class Counts:
-    """What was read and encoded, over all runs of a job."""
+    """What was read and encoded, over all attempts of a job."""
 
     documents: int = 0
     tokens: int = 0
     blank_lines: int = 0
     bad_lines: int = 0
-    # Bytes of the inputs as they lie on the disk.
+    # Bytes of the inputs on disk.
     read: int = 0
 
 
 @dataclass
 class Outcome:
+    """The result of a preparation."""
+
     counts: Counts
     seconds: float
-    # Tokens of this run alone, for its speed.
+    # Tokens encoded by this run, for its speed.
     tokens_now: int
     bad: list[str] = field(default_factory=list)
     resumed: bool = False
@@ -82,16 +90,14 @@ Report = Callable[[Counts, int], None]
 """Called with the counts so far and the size of all inputs."""
 Say = Callable[[str], None]
 
-MOST_BAD_SHOWN = 10
-
 
 def prepare(job: Job, report: Report = lambda counts, total: None, say: Say = lambda text: None) -> Outcome:
-    """Encodes the inputs of a job; the output depends on nothing but their text, the tokenizer and the recipe."""
+    """Tokenizes the inputs of a job; the output depends only on their text, the tokenizer and the recipe."""
     _check_inputs(job)
     tokenizer = job.recipe.tokenizer.load()
     identity = identify(tokenizer)
     if job.recipe.append_eod:
-        # Named by the tokenizer, or this is the sentence that says how.
+        # Raises UserError before any work if the tokenizer has no end-of-document token.
         _ = tokenizer.eod
     try:
         fingerprint = _fingerprint(job, identity)
@@ -102,29 +108,34 @@ def prepare(job: Job, report: Report = lambda counts, total: None, say: Say = la
             return _Preparation(job, identity, fingerprint, say).run(report)
     except OSError as error:
         raise UserError(
-            f"{error.filename or job.prefix.parent} cannot be read or written ({error.strerror}); when that is mended, the same command "
-            "goes on where this one stopped"
+            f"{error.filename or job.prefix.parent} cannot be read or written ({error.strerror}); fix that and run the same command "
+            "again to resume"
         ) from error
 
 
 class _Preparation:
+    """One attempt of a job, which resumes from the recorded progress."""
+
     def __init__(self, job: Job, identity: TokenizerIdentity, fingerprint: str, say: Say) -> None:
         self.job, self.identity, self.fingerprint = job, identity, fingerprint
         self.counts, self.place = Counts(), Place()
         self.bad: list[str] = []
-        # Whether the growing files, the place and the counts are of the same chunks.
-        self.is_whole = True
-        noted = self._noted(say)
-        self.resumed = noted is not None
+        # Whether the files, the position and the counts describe the same chunks.
+        self.is_consistent = True
+        progress = self._read_progress(say)
+        self.resumed = progress is not None
         states: Mapping[str, Any] = {}
-        if noted is not None:
-            self.counts, self.place = Counts(**noted["counts"]), Place(**noted["place"])
-            self.bad, states = list(noted["bad"]), noted["pairs"]
-        self.encoded = noted is not None and bool(noted["encoded"])
+        if progress is not None:
+            self.counts, self.place = Counts(**progress["counts"]), Place(**progress["place"])
+            self.bad, states = list(progress["bad"]), progress["pairs"]
+        self.encoded = progress is not None and bool(progress["encoded"])
         self.pairs: list[PairInProgress] = []
         if not self.encoded:
-            if noted is None:
-                self._empty_folder()
+            if progress is None:
+                self._progress_file.unlink(missing_ok=True)
+                for path in job.folder.iterdir():
+                    if path.name != _LOCK:
+                        path.unlink()
             dtype = token_dtype(identity.vocab_size)
             for number, key in enumerate(job.recipe.keys):
                 self.pairs.append(PairInProgress(self._stem(number), dtype, state=states.get(key)))
@@ -139,8 +150,8 @@ class _Preparation:
             finally:
                 for pair in self.pairs:
                     pair.close()
-            # From here on only names change; `publish` can be called again after a crash.
-            self._note(encoded=True, states={})
+            # From here on files are only renamed; `publish` can be repeated after a crash.
+            self._write_progress(encoded=True, states={})
         for number, key in enumerate(job.recipe.keys):
             publish(self._stem(number), "", job.output(key))
         shutil.rmtree(job.folder)
@@ -154,29 +165,33 @@ class _Preparation:
         if self.resumed:
             report(self.counts, total)
         chunks = read_chunks(job.inputs, job.text_documents, job.chunk_bytes, self.place)
-        noted_at = time.monotonic()
+        written_at = time.monotonic()
         with Workers(job.recipe, job.workers) as workers:
             try:
                 for chunk, encoded in workers.encode(chunks):
-                    self._refuse_bad_lines(chunk, encoded)
+                    if encoded.bad and not job.skip_bad_lines:
+                        raise UserError(
+                            f"{self._bad_line(chunk, *encoded.bad[0])}; fix it, or skip such lines with --skip-bad-lines"
+                        )
                     self._append(chunk, encoded)
                     report(self.counts, total)
-                    if time.monotonic() - noted_at >= SECONDS_BETWEEN_NOTES:
-                        self._note()
-                        noted_at = time.monotonic()
+                    if time.monotonic() - written_at >= SECONDS_BETWEEN_NOTES:
+                        self._write_progress()
+                        written_at = time.monotonic()
             except (UserError, KeyboardInterrupt):
-                # What is encoded is good, whatever stopped us; Ctrl-C in the midst of a chunk goes back to the last note.
-                if self.place != Place() and self.is_whole:
-                    self._note()
+                # The chunks appended so far are valid. After Ctrl-C inside `_append`, the last recorded
+                # progress counts.
+                if self.place != Place() and self.is_consistent:
+                    self._write_progress()
                 raise
         if _stats(job) != sizes:
-            self._forget()
+            self._progress_file.unlink(missing_ok=True)
             raise UserError(
                 "an input file changed while it was read; run the same command again when it is complete"
             )
 
     def _append(self, chunk: Chunk, encoded: EncodedChunk) -> None:
-        self.is_whole = False
+        self.is_consistent = False
         for pair, documents in zip(self.pairs, encoded.keys, strict=True):
             pair.append(documents.tokens, documents.lengths, documents.counts, documents.largest)
         self.place = chunk.after
@@ -187,22 +202,16 @@ class _Preparation:
         self.counts.read = chunk.read
         room = MOST_BAD_SHOWN - len(self.bad)
         self.bad += [self._bad_line(chunk, *entry) for entry in encoded.bad[:room]]
-        self.is_whole = True
-
-    def _refuse_bad_lines(self, chunk: Chunk, encoded: EncodedChunk) -> None:
-        if encoded.bad and not self.job.skip_bad_lines:
-            raise UserError(
-                f"{self._bad_line(chunk, *encoded.bad[0])}; mend it, or leave such lines out with --skip-bad-lines"
-            )
+        self.is_consistent = True
 
     def _bad_line(self, chunk: Chunk, line: int, reason: str) -> str:
         return f"{self.job.inputs[chunk.file]} line {line} {reason}"
 
-    def _note(self, encoded: bool = False, states: dict[str, Any] | None = None) -> None:
-        """Writes down how far the growing files are good; after this, a killed run goes on from here."""
+    def _write_progress(self, encoded: bool = False, states: dict[str, Any] | None = None) -> None:
+        """Records how far the files are valid; a killed run resumes from here."""
         if states is None:
             states = {key: pair.sync() for key, pair in zip(self.job.recipe.keys, self.pairs)}
-        noted = {
+        progress = {
             "fingerprint": self.fingerprint,
             "encoded": encoded,
             "counts": asdict(self.counts),
@@ -210,44 +219,35 @@ class _Preparation:
             "pairs": states,
             "bad": self.bad,
         }
-        text = json.dumps(noted, indent=1)
+        text = json.dumps(progress, indent=1)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        write_file(self._notes, f"{digest}\n{text}\n".encode())
+        write_file(self._progress_file, f"{digest}\n{text}\n".encode())
 
-    def _noted(self, say: Say) -> dict[str, Any] | None:
-        """What an interrupted run of the same job wrote down, if it can be used."""
+    def _read_progress(self, say: Say) -> dict[str, Any] | None:
+        """Returns the progress recorded by an interrupted run of the same job, or None."""
         try:
-            digest, _, text = self._notes.read_text(encoding="utf-8").partition("\n")
+            digest, _, text = self._progress_file.read_text(encoding="utf-8").partition("\n")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
         text = text.removesuffix("\n")
         if digest != hashlib.sha256(text.encode()).hexdigest():
-            say(f"{self._notes} is damaged; starting over")
+            say(f"{self._progress_file} is damaged; starting over")
             return None
-        noted: dict[str, Any] = parse_json(text)
-        if noted["fingerprint"] != self.fingerprint:
+        progress: dict[str, Any] = parse_json(text)
+        if progress["fingerprint"] != self.fingerprint:
             say(f"{self.job.folder} is of other inputs or settings; starting over")
             return None
-        if noted["counts"]["bad_lines"] and not self.job.skip_bad_lines:
-            say(f"{self.job.folder} was begun with --skip-bad-lines; starting over")
+        if progress["counts"]["bad_lines"] and not self.job.skip_bad_lines:
+            say(f"{self.job.folder} was started with --skip-bad-lines; starting over")
             return None
-        return noted
-
-    def _forget(self) -> None:
-        self._notes.unlink(missing_ok=True)
-
-    def _empty_folder(self) -> None:
-        self._forget()
-        for path in self.job.folder.iterdir():
-            if path.name != _LOCK:
-                path.unlink()
+        return progress
 
     @property
-    def _notes(self) -> Path:
-        return self.job.folder / "progress.json"
+    def _progress_file(self) -> Path:
+        return self.job.folder / _PROGRESS
 
     def _stem(self, number: int) -> Path:
-        # Keys may hold any character; their numbers make safe names.
+        # Keys may contain any character, so files are named by their index.
         return self.job.folder / f"key{number}"
 
 
@@ -268,8 +268,8 @@ def _check_inputs(job: Job) -> None:
 
 
 def _fingerprint(job: Job, identity: TokenizerIdentity) -> str:
-    """Of everything the output depends on, with sizes and times for the content of the inputs."""
-    said = {
+    """Hashes everything that the output depends on, with sizes and modification times of the inputs."""
+    settings = {
         "version": VERSION,
         "inputs": [[str(path.resolve()), *stat] for path, stat in zip(job.inputs, _stats(job))],
         "keys": job.recipe.keys,
@@ -278,49 +278,47 @@ def _fingerprint(job: Job, identity: TokenizerIdentity) -> str:
         "text_documents": job.text_documents,
         "tokenizer": [identity.fingerprint, identity.vocab_size],
     }
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
 def _stats(job: Job) -> list[tuple[int, int]]:
-    stats = [path.stat() for path in job.inputs]
-    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+    """Returns size and modification time of each input."""
+    return [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, job.inputs)]
 
 
 def _is_done(job: Job, fingerprint: str) -> bool:
-    """Whether the output is of this very job; other files under its names are replaced only when told to."""
-    there = [prefix for prefix in job.outputs if pair_paths(prefix)[1].exists()]
-    if job.overwrite or not there or _begun(job) == fingerprint:
+    """Whether the output exists; raises UserError if other files would be overwritten."""
+    existing = [prefix for prefix in job.outputs if pair_paths(prefix)[1].exists()]
+    # An interrupted run of the same job was allowed to replace the output, and may have started to.
+    if job.overwrite or not existing or _interrupted_job(job) == fingerprint:
         return False
-    for prefix in there:
+    for prefix in existing:
         sidecar = read_sidecar(prefix)
         if sidecar is None or sidecar.facts.job != fingerprint:
             raise UserError(
                 f"{pair_paths(prefix)[1]} exists already, from other inputs or settings; add --overwrite to replace it, or choose "
                 "another --output-prefix"
             )
-    return len(there) == len(job.outputs)
+    return len(existing) == len(job.outputs)
 
 
-def _begun(job: Job) -> str | None:
-    """The job that an interrupted run was doing; it had leave to replace what is there, and may have begun to."""
+def _interrupted_job(job: Job) -> str | None:
+    """Returns the fingerprint of the job that an interrupted run recorded."""
     try:
-        _, _, text = (job.folder / "progress.json").read_text(encoding="utf-8").partition("\n")
-        found: str = parse_json(text)["fingerprint"]
+        _, _, text = (job.folder / _PROGRESS).read_text(encoding="utf-8").partition("\n")
+        fingerprint: str = parse_json(text)["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found
-
-
-_LOCK = ".lock"
+    return fingerprint
 
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Two runs of one job would write into the same files; the second is told so."""
+    """Locks the working folder; raises UserError if another run holds it."""
     folder.mkdir(exist_ok=True)
     with (folder / _LOCK).open("w") as file:
         try:
-            # Closing the file gives the lock back, also when the process is killed.
+            # The kernel releases the lock when the file is closed, also if the process is killed.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
@@ -329,6 +327,6 @@ def _only_one(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Kept for the next run only where there is something to go on with.
-            if folder.exists() and not (folder / "progress.json").exists():
+            # Keep the folder only if there is progress to resume from.
+            if folder.exists() and not (folder / _PROGRESS).exists():
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Which tokens make sample i: the split of a corpus, its epochs, and the order of documents and samples.
+"""Maps sample indices to tokens: splits, epochs, shuffling of documents and samples, and the index cache.
 
-The draws follow the order that Megatron users' data already has, so that a run moved here sees the same samples.
-Everything depends on the lengths, the number of samples asked for, the sample length and the seed, on nothing else.
+The random draws are those of Megatron-LM, so that a run moved from there sees the same samples. The
+result depends only on the sequence lengths, the number of samples, the sample length and the seed.
 """
 
 import hashlib
@@ -25,18 +25,36 @@ from pentatron.files import replaced, shared_suffix
 from pentatron.settings.training import DataConfig
 from pentatron.text import in_gib, parse_json
 
-# What the end of a document means inside a sample: three wishes, each by itself.
-
-
 Sample = dict[str, npt.NDArray[Any]]
 
-# In a sample, beside what becomes tensors: where its documents begin, 0 first. A token then sees its own document alone.
+# Key of a sample for the positions at which its documents begin, 0 first; attention is then restricted to
+# documents.
 DOCUMENT_STARTS = "document_starts"
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+# Format of a cache file: magic (8 bytes) · header length and CRC-32 (uint32 each) · JSON header (arrays,
+# bytes, crc32) · arrays, each at a multiple of 64 bytes.
+MAGIC = b"PTORDER1"
+ENDING = ".order"
+_HEADER = struct.Struct("<II")
+_ALIGNMENT = 64
+
+IntArray = npt.NDArray[np.integer]
+
+SPLIT_NAMES = ("train", "valid", "test")
+# A last epoch of which less than this share is needed is shuffled separately, so that its documents do
+# not repeat early in the run.
+FINAL_EPOCH_SHARE = 0.80
+# Least memory while an order is built: start and position of each sample, start of each document in each
+# epoch.
+_BYTES_OF_A_SAMPLE, _BYTES_OF_A_DOCUMENT = 20, 16
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The token `eod` ends a document and belongs to it."""
+    """The treatment of document boundaries inside samples; `eod` belongs to its document."""
 
     eod: int
     reset_positions: bool = False
@@ -44,7 +62,7 @@ class Boundaries:
     mask_loss: bool = False
 
     def mark(self, sample: Sample) -> Sample:
-        """The sample with what was wished: only where the input is the end of a document, never the label."""
+        """Applies the settings at the end-of-document tokens among the inputs."""
         length = len(sample["tokens"])
         ends = np.flatnonzero(sample["tokens"] == self.eod)
         begins = np.zeros(len(ends) + 1, np.int64)
@@ -62,47 +80,32 @@ class Boundaries:
 
 
 def boundaries_of(data: DataConfig, eod: Callable[[], int]) -> Boundaries | None:
-    """What the settings wish for; the end of a document is asked for only if they do."""
-    wishes = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    return Boundaries(eod(), *wishes) if any(wishes) else None
+    """Returns the configured treatment of boundaries, or None; calls `eod` only if a setting needs it."""
+    flags = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    return Boundaries(eod(), *flags) if any(flags) else None
 
 
 def positions_in_documents(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-    """Positions that count from 0 in every document."""
+    """Returns position ids that restart from 0 in every document."""
     positions = np.ones(length, np.int64)
     positions[0] = 0
-    # Each document begins one position further than the one before had come, back at 0.
+    # The differences of the position ids: at each document start, the step back from the last position to 0.
     positions[begins[1:]] = 1 - np.diff(begins)
     return np.cumsum(positions)
 
 
-# Orders of samples kept as files: built once on a machine, mapped by all its processes, good without a shared
-# file system.
-#
-# A file is named after a hash of everything that determines it, so a changed corpus, seed or number finds
-# another file. It appears whole or not at all, carries a checksum, and is never needed: whoever cannot read
-# or write it builds the same arrays in memory.
-#
-#     magic (8 bytes) · length of the header (uint32) and its crc32 · header (JSON: arrays, bytes, crc32) · arrays, each at a multiple of 64
-
-
-Arrays = dict[str, npt.NDArray[Any]]
-
-MAGIC = b"PTORDER1"
-ENDING = ".order"
-_OF_HEADER = struct.Struct("<II")
-_ALIGNMENT = 64
-
-
 class DamagedIndex(Exception):
-    """What is wrong with a file, as the end of a sentence."""
+    """Raised for a damaged cache file; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class IndexCache:
-    """A folder for orders, or none. `builds`: this process writes what is missing; the others read it afterwards.
+    """Caches sample orders in memory-mapped files, which all processes of a node share.
 
-    Orders of less than `least_entries` are built faster than they are found, so no file is made of them.
+    A file is named after a hash of everything that determines its content, so a changed corpus, seed or
+    size uses another file. Files are written atomically and carry a checksum. If a file cannot be read or
+    written, the arrays are built in memory. Only processes with `builds` write files. Orders of fewer
+    than `least_entries` entries are not cached.
     """
 
     folder: Path | None = None
@@ -111,7 +114,7 @@ class IndexCache:
     say: Callable[[str], None] = lambda text: None
 
     def get(self, key: Mapping[str, Any], entries: int, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays that `key` determines, from the file or from `build`."""
+        """Returns the arrays determined by `key`, from the cache file or from `build`."""
         if self.folder is None or entries < self.least_entries:
             return build()
         path = self.folder / f"{digest(key)}{ENDING}"
@@ -121,7 +124,7 @@ class IndexCache:
             pass
         except (DamagedIndex, OSError) as problem:
             if self.builds:
-                self.say(f"the order of samples in {path} cannot be used ({problem}); it is built again")
+                self.say(f"the order of samples in {path} cannot be used ({problem}); it is rebuilt")
         arrays = build()
         if self.builds:
             try:
@@ -132,6 +135,7 @@ class IndexCache:
 
 
 def digest(key: Mapping[str, Any]) -> str:
+    """Returns the name of the cache file for a key."""
     text = json.dumps({"version": MAGIC.decode(), **key}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
@@ -146,14 +150,15 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     for name, array in arrays.items():
         padding = -offset % _ALIGNMENT
         offset += padding
-        checksum = _crc32_of(array, crc32(bytes(padding), checksum))
+        checksum = crc32(np.ascontiguousarray(array).data, crc32(bytes(padding), checksum))
         described[name] = {"type": array.dtype.str, "shape": array.shape, "at": offset}
         offset += array.nbytes
     header = json.dumps({"arrays": described, "bytes": offset, "crc32": checksum}).encode()
-    header += b" " * (-(len(MAGIC) + _OF_HEADER.size + len(header)) % _ALIGNMENT)
-    # Machines that share the folder may write the same file at the same time: the name must be nobody else's.
+    header += b" " * (-(len(MAGIC) + _HEADER.size + len(header)) % _ALIGNMENT)
+    # Nodes that share the folder may write the same file at the same time, so the temporary name must be
+    # unique.
     with replaced(path, shared_suffix()) as file:
-        file.write(MAGIC + _OF_HEADER.pack(len(header), crc32(header)) + header)
+        file.write(MAGIC + _HEADER.pack(len(header), crc32(header)) + header)
         written = 0
         for array in arrays.values():
             padding = -written % _ALIGNMENT
@@ -163,58 +168,44 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def read_arrays(path: Path, verify: bool) -> Arrays:
-    """Maps the arrays; with `verify` every byte is compared with the checksum first."""
+    """Memory-maps the arrays of a cache file; `verify` checks the checksum first."""
     size = path.stat().st_size
-    before = len(MAGIC) + _OF_HEADER.size
+    header_start = len(MAGIC) + _HEADER.size
     with path.open("rb") as file:
-        start = file.read(before)
-        if len(start) < before or not start.startswith(MAGIC):
+        start = file.read(header_start)
+        if len(start) < header_start or not start.startswith(MAGIC):
             raise DamagedIndex("it does not begin as such a file does")
-        length, of_header = _OF_HEADER.unpack(start[len(MAGIC) :])
+        length, header_crc32 = _HEADER.unpack(start[len(MAGIC) :])
         header = file.read(min(length, size))
-    if len(header) != length or crc32(header) != of_header:
+    if len(header) != length or crc32(header) != header_crc32:
         raise DamagedIndex("its header is damaged")
     try:
-        said = parse_json(header)
-        arrays, total, checksum = said["arrays"], int(said["bytes"]), said["crc32"]
-        places = {name: _place(array) for name, array in arrays.items()}
+        content = parse_json(header)
+        total, checksum = int(content["bytes"]), content["crc32"]
+        layouts = {name: _array_layout(array) for name, array in content["arrays"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedIndex(f"its header is damaged: {type(error).__name__}: {error}") from None
-    begin = before + length
+    begin = header_start + length
     if size != begin + total:
         raise DamagedIndex(f"it has {size} bytes where {begin + total} are expected")
-    content = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)[begin:]
-    if verify and _crc32_of(content, 0) != checksum:
+    data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)[begin:]
+    if verify and crc32(data.data) != checksum:
         raise DamagedIndex("its checksum is wrong")
-    if any(at + math.prod(shape) * kind.itemsize > total for shape, kind, at in places.values()):
+    if any(at + math.prod(shape) * kind.itemsize > total for shape, kind, at in layouts.values()):
         raise DamagedIndex("an array would reach beyond its end")
-    return {name: np.ndarray(shape, kind, content, at) for name, (shape, kind, at) in places.items()}
+    return {name: np.ndarray(shape, kind, data, at) for name, (shape, kind, at) in layouts.items()}
 
 
-def _place(array: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    """Shape, type and offset that a header says; numbers alone, never objects, which would be addresses."""
+def _array_layout(array: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Returns shape, type and offset of an array; numeric types only, as objects would be pointers."""
     shape, kind, at = tuple(array["shape"]), np.dtype(array["type"]), array["at"]
     if kind.kind not in "iufb" or not all(type(n) is int and n >= 0 for n in (*shape, at)):
-        raise ValueError(f"{array} is no array of numbers")
+        raise ValueError(f"{array} is not an array of numbers")
     return shape, kind, at
 
 
-def _crc32_of(array: npt.NDArray[Any], before: int) -> int:
-    return crc32(np.ascontiguousarray(array).data, before)
-
-
-IntArray = npt.NDArray[np.integer]
-
-SPLIT_NAMES = ("train", "valid", "test")
-# A last epoch that is needed for less than this share is shuffled on its own, so that the documents it repeats
-# do not crowd into the earlier epochs.
-FINAL_EPOCH_SHARE = 0.80
-# At the least, while an order is built: where a sample begins and its place; and where a document begins in each epoch.
-_BYTES_OF_A_SAMPLE, _BYTES_OF_A_DOCUMENT = 20, 16
-
-
 def parse_split(text: str) -> tuple[float, float, float]:
-    """The shares of train, valid and test in a text such as "949,50,1"; missing ones are 0, the sum becomes 1."""
+    """Parses shares such as "949,50,1", normalised to a sum of 1; missing ones are 0."""
     try:
         shares = [float(number) for number in re.findall(r"[.0-9]+", text)]
     except ValueError:
@@ -229,9 +220,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_ranges(shares: Sequence[float], sequences: int) -> tuple[range | None, ...]:
-    """The contiguous part of the file that each split reads; None where the share is zero."""
+    """Returns the contiguous range of sequences of each split; None for a share of zero."""
     bounds = list(accumulate(shares, initial=0.0))
-    # round() goes to the even neighbour at .5: the boundaries of existing corpora depend on it.
+    # round() rounds half to even, as in Megatron-LM, which determines the boundaries.
     return tuple(
         range(round(low * sequences), round(high * sequences)) if high > low else None
         for low, high in pairwise(bounds)
@@ -240,10 +231,11 @@ def split_ranges(shares: Sequence[float], sequences: int) -> tuple[range | None,
 
 @dataclass(frozen=True, eq=False)
 class SampleIndex:
-    """Sample i is sample `shuffle[i]` of the documents read one after the other in the order `documents`.
+    """The order of samples: sample i is number `shuffle[i]` of the documents in their order.
 
-    Row k of `starts` holds where sample k begins: a position in `documents` and a token offset in that document.
-    Row k + 1 is the last token that sample k needs (its last label), and the first token of sample k + 1.
+    Row k of `starts` is the start of sample k: a position in `documents` and a token offset in that
+    document. Row k + 1 is the last token that sample k needs (its last label), and the first token of
+    sample k + 1.
     """
 
     epochs: int
@@ -256,9 +248,9 @@ class SampleIndex:
         return len(self.shuffle)
 
     def arrays(self) -> dict[str, npt.NDArray[np.integer]]:
-        """All of it, for a file."""
-        facts = np.array([self.epochs, self.separate_final_epoch], dtype=np.int64)
-        return {"facts": facts, "documents": self.documents, "starts": self.starts, "shuffle": self.shuffle}
+        """Returns the index as arrays for the index cache."""
+        scalars = np.array([self.epochs, self.separate_final_epoch], dtype=np.int64)
+        return {"facts": scalars, "documents": self.documents, "starts": self.starts, "shuffle": self.shuffle}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.integer]]) -> "SampleIndex":
@@ -273,7 +265,7 @@ def build_sample_index(
     sequence_length: int,
     seed: int | Sequence[int],
 ) -> SampleIndex:
-    """Cut `documents` (indices into `lengths`) into at least `num_samples` samples, or one epoch without a number."""
+    """Cuts `documents` into at least `num_samples` samples, or one epoch if it is None."""
     if sequence_length < 1 or (num_samples is not None and num_samples < 1):
         raise UserError(
             f"samples need a positive length and number, found length {sequence_length}, number {num_samples}"
@@ -284,15 +276,18 @@ def build_sample_index(
         raise _too_short(documents, tokens, least)
     wanted = 0 if num_samples is None else num_samples * sequence_length + 1
     epochs = max(1, -(-wanted // tokens))
-    # One token more than the samples: the last label.
+    # The last sample needs one token more, its last label.
     total = (epochs * tokens - 1) // sequence_length
     before_final = ((epochs - 1) * tokens - 1) // sequence_length if epochs > 1 else total
     require_memory(total, _BYTES_OF_A_SAMPLE * total + _BYTES_OF_A_DOCUMENT * epochs * len(documents))
-    separate = num_samples is not None and _is_final_epoch_separate(
-        num_samples - before_final, (tokens - 1) // sequence_length, epochs
-    )
+    separate = False
+    if num_samples is not None and epochs > 1:
+        from_final, per_epoch = num_samples - before_final, (tokens - 1) // sequence_length
+        assert 0 <= from_final <= per_epoch + 1, "the last epoch must be needed, and enough"
+        separate = from_final < int(FINAL_EPOCH_SHARE * per_epoch)
 
-    # RandomState, not Generator: its stream is frozen, and one state serves both orders, documents first.
+    # RandomState, not Generator: its stream is stable. One state draws both orders, documents first, as
+    # in Megatron-LM.
     random = np.random.RandomState(seed)
     order = _document_order(documents, epochs, separate, random)
     return SampleIndex(
@@ -305,11 +300,11 @@ def build_sample_index(
 
 
 def require_memory(samples: int, needed: int) -> None:
-    """Refuses an order of so many samples before it is built, if the machine has less memory than the bytes that it needs."""
+    """Raises UserError if an order of samples needs more memory than the machine has."""
     if needed > (most := machine_memory()):
         raise UserError(
             f"the order of {samples} samples needs {in_gib(needed, '.0f')} GiB of memory, and this machine has {in_gib(most, '.0f')} GiB; ask "
-            f"for fewer steps or epochs (data show: a smaller --index), or take the weights of the checkpoint alone with --finetune if it was made with fewer"
+            f"for fewer steps or epochs (data show: a smaller --index), or load only the weights of the checkpoint with --finetune if it was made with fewer"
         )
 
 
@@ -318,7 +313,7 @@ def machine_memory() -> int:
 
 
 def epoch_samples(lengths: npt.NDArray[np.integer], documents: range, sequence_length: int) -> int:
-    """How many samples one epoch of these documents has."""
+    """Returns the number of samples of one epoch of the documents."""
     tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens <= sequence_length:
         raise _too_short(documents, tokens, sequence_length + 1)
@@ -332,13 +327,6 @@ def _too_short(documents: range, tokens: int, least: int) -> UserError:
     )
 
 
-def _is_final_epoch_separate(from_final: int, per_epoch: int, epochs: int) -> bool:
-    if epochs == 1:
-        return False
-    assert 0 <= from_final <= per_epoch + 1, "the last epoch must be needed, and enough"
-    return from_final < int(FINAL_EPOCH_SHARE * per_epoch)
-
-
 def _document_order(documents: range, epochs: int, separate: bool, random: np.random.RandomState) -> IntArray:
     once = np.arange(documents.start, documents.stop, dtype=_small_type(documents.stop))
     parts = [np.tile(once, epochs - 1), once] if separate else [np.tile(once, epochs)]
@@ -348,12 +336,13 @@ def _document_order(documents: range, epochs: int, separate: bool, random: np.ra
 
 
 def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_length: int) -> IntArray:
-    """Rows (position, offset) of the tokens 0, L, 2L … in documents of these lengths laid end to end."""
+    """Returns rows (position, offset) of the tokens 0, L, 2L … of the concatenated documents."""
     begins = np.cumsum(lengths, dtype=np.int64)
-    # How many samples start before each document ends; so many documents end at or before the start of sample k as
-    # have a number of k at most, and that many positions lie before its own. Empty documents are never chosen.
-    before = (begins + (sequence_length - 1)) // sequence_length
-    positions = np.cumsum(np.bincount(before, minlength=samples + 1)[: samples + 1])
+    # Number of samples that start before the end of each document. The position of sample k is the number
+    # of documents with at most k such samples, which end at or before its start. This skips empty
+    # documents.
+    samples_before_end = (begins + (sequence_length - 1)) // sequence_length
+    positions = np.cumsum(np.bincount(samples_before_end, minlength=samples + 1)[: samples + 1])
     begins -= lengths
     offsets = np.arange(samples + 1, dtype=np.int64)
     offsets *= sequence_length
@@ -366,12 +355,12 @@ def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_leng
 def _sample_order(total: int, first_part: int, random: np.random.RandomState) -> IntArray:
     small = total < 2**32
     order: IntArray = np.arange(total, dtype=np.uint32) if small else np.arange(total, dtype=np.int64)
-    # Slices are views: each part is shuffled where it lies.
+    # Slices are views, so each part is shuffled in place.
     random.shuffle(order[:first_part])
     random.shuffle(order[first_part:])
     return order
 
 
 def _small_type(largest: int) -> type[np.integer]:
-    """Half the memory and the time where it suffices."""
+    """Returns int32 if it suffices, for half the memory and time."""
     return np.int32 if largest < 2**31 else np.int64

@@ -1,21 +1,23 @@
-"""Samples for supervised fine-tuning: one conversation padded to the length of a sequence, or as many as fit.
+"""Supervised fine-tuning datasets: conversations, padded or packed into sequences.
 
-Conversations are tokenized once into a `.bin/.idx` pair. A document of it is a conversation; its sequences come in twos: the tokens of
-a sample, and for each of them 1 if the model is to say it, else 0.
+Conversations are tokenized once into a `.bin/.idx` pair. A document is a conversation. Its sequences come
+in pairs: the tokens of a sample, and its loss mask of ones and zeros.
 """
 
 import datetime
 import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import Dataset
 
 from pentatron.data.conversations import MarkedText, Tokens, Writer, at_line, read_conversations
 from pentatron.data.corpus import only_one
@@ -30,50 +32,53 @@ from pentatron.parallel.collectives import on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
 from pentatron.settings.training import DataConfig
-from pentatron.text import plural
+from pentatron.text import counted
 
 if TYPE_CHECKING:
     from pentatron.data.chat_template import ChatTemplate
 
-T = TypeVar("T")
 IntArray = npt.NDArray[np.int64]
-# Conversations that a tokenizer gets at once.
+# Conversations tokenized in one batch.
 TOGETHER = 256
-# Any id will do: no loss is taken from padding, and nothing sees it.
+# Any id works: padding has no loss, and no other token attends to it.
 PADDING = 0
+# Increment when conversations are tokenized differently, so that cached tokens are not reused.
+RECIPE = 1
+IDENTITY = "identity"
 
 
 def write_conversations(
     path: Path, prefix: Path, writer: Writer, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Tokenizes a file of conversations into a pair; `progress` gets the bytes read and those of the file."""
+    """Tokenizes a file of conversations into a pair; `progress` gets bytes read and file size."""
     size = path.stat().st_size if path.is_file() else 0
     tokenizer, documents = writer.tokenizer, 0
     with IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size), identify(tokenizer)) as pair:
-        for lines in _batched(read_conversations(path), TOGETHER):
+        conversations = read_conversations(path)
+        while lines := list(islice(conversations, TOGETHER)):
             texts: list[MarkedText] = []
-            owners: list[int] = []
+            numbers: list[int] = []
             for number, conversation, _ in lines:
                 with at_line(path, number):
-                    found = writer.texts(conversation)
-                texts += found
-                owners += [number] * len(found)
-            with_owners = zip(owners, _tokens(path, writer, owners, texts))
-            for _, samples in groupby(with_owners, lambda entry: entry[0]):
-                parts = [part for _, sample in samples for part in (sample.ids, sample.learned)]
-                whole = np.concatenate([np.asarray(part, np.int64) for part in parts])
-                pair.add_document(whole, [len(part) for part in parts])
+                    rendered = writer.texts(conversation)
+                texts += rendered
+                numbers += [number] * len(rendered)
+            numbered = zip(numbers, _tokenize(path, writer, numbers, texts))
+            for _, samples in groupby(numbered, lambda entry: entry[0]):
+                sequences = [sequence for _, sample in samples for sequence in (sample.ids, sample.learned)]
+                tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
+                pair.add_document(tokens, [len(sequence) for sequence in sequences])
             documents += len(lines)
             progress(lines[-1][2], size)
         if documents == 0:
             raise UserError(f"{path} holds no conversation; it is empty")
 
 
-def _tokens(path: Path, writer: Writer, lines: Sequence[int], texts: Sequence[MarkedText]) -> list[Tokens]:
+def _tokenize(path: Path, writer: Writer, lines: Sequence[int], texts: Sequence[MarkedText]) -> list[Tokens]:
     try:
         samples = writer.tokens(texts)
     except UserError:
-        # One of them; one by one, to find it.
+        # Some text cannot be tokenized: try them one by one to find it.
         samples = []
         for number, text in zip(lines, texts):
             with at_line(path, number):
@@ -88,33 +93,29 @@ def _tokens(path: Path, writer: Writer, lines: Sequence[int], texts: Sequence[Ma
     return samples
 
 
-def _batched(lines: Iterator[T], size: int) -> Iterator[list[T]]:
-    while batch := list(islice(lines, size)):
-        yield batch
-
-
 @dataclass(frozen=True)
 class Shortened:
-    """What did not fit into a sequence."""
+    """Statistics of truncated samples."""
 
     samples: int
-    # Those of them that lost all there was to learn, and are left out.
+    # Those whose answers were cut off completely, which are dropped.
     without_answer: int
     longest: int
 
 
-class SFTDataset:
-    """The conversations `documents` of a pair, one to a row or packed; every row is `sequence_length` long.
+class SFTDataset(Dataset[Sample]):
+    """Conversations of a pair, one per row or packed; every row has `sequence_length` tokens.
 
-    What is too long loses its end. Packed conversations see each themselves alone, and positions count from 0 in each, so that a
-    conversation has the same loss wherever it lies.
+    Longer conversations are truncated at the end. Attention is restricted to each packed conversation and
+    its position ids start at 0, so that its loss does not depend on its place in the row.
     """
 
     def __init__(self, source: IndexedDataset, documents: range, sequence_length: int, packed: bool) -> None:
         self.source, self.sequence_length, self.packed = source, sequence_length, packed
+        self.conversations = len(documents)
         bounds = source.document_indices
         samples = np.arange(bounds[documents.start], bounds[documents.stop], 2, dtype=np.int64)
-        # The last token is a label only.
+        # The last token is only a label.
         lengths = source.sequence_lengths[samples].astype(np.int64) - 1
         too_long = lengths > sequence_length
         lost = np.array([not self._learned(int(sample)).any() for sample in samples[too_long]], bool)
@@ -148,63 +149,55 @@ class SFTDataset:
         row: Sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if not self.packed:
             return {**row, "position_ids": np.arange(self.sequence_length, dtype=np.int64)}
-        # Padding is a document of its own.
+        # The padding is one more document.
         starts = np.array([*begins, at] if at < self.sequence_length else begins, np.int64)
         positions = positions_in_documents(starts, self.sequence_length)
         return {**row, "position_ids": positions, DOCUMENT_STARTS: starts}
 
     def _learned(self, sample: int) -> npt.NDArray[np.integer]:
-        """For every label of a sample that fits, whether it counts."""
+        """Returns the loss mask of the labels of a sample, truncated to the sequence length."""
         return self.source.get(sample + 1)[1 : self.sequence_length + 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Row i holds `members[bounds[i] : bounds[i + 1]]`."""
+    """The samples of each row: row i holds `members[bounds[i] : bounds[i + 1]]`."""
 
     members: IntArray
     bounds: IntArray
 
 
 def pack(lengths: Sequence[int] | IntArray, capacity: int) -> Rows:
-    """The longest first, each into the fullest row that has room for it; rows and what is in them keep the order of the file."""
+    """Packs samples into rows by best-fit decreasing; rows and members are sorted by file order."""
     rows: list[list[int]] = []
-    # By the room that is left: which rows have it, and, in order, which rooms there are.
-    with_room: dict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []
+    # Rows by their free space, and the sorted free spaces that occur.
+    rows_by_space: dict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []
     for member in np.argsort(-np.asarray(lengths, np.int64), kind="stable"):
         length = int(lengths[member])
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            row, room = len(rows), capacity
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            row, space = len(rows), capacity
             rows.append([])
         else:
-            room = rooms[place]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del rooms[place]
+            space = spaces[place]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del spaces[place]
         rows[row].append(int(member))
-        left = room - length
+        left = space - length
         if left > 0:
-            if not with_room[left]:
-                insort(rooms, left)
-            with_room[left].append(row)
+            if not rows_by_space[left]:
+                insort(spaces, left)
+            rows_by_space[left].append(row)
     ordered = sorted(sorted(row) for row in rows)
     bounds = np.cumsum([0, *map(len, ordered)], dtype=np.int64)
     return Rows(np.array([member for row in ordered for member in row], np.int64), bounds)
 
 
-# The conversations that a configuration with `--sft` asks for.
-
-
-# Raise this when conversations become other tokens, so that those tokenized before are tokenized again.
-RECIPE = 1
-IDENTITY = "identity"
-
-
 @dataclass(frozen=True)
 class Conversations:
-    """All endless. `fingerprint`: of what they are made of; `untested`: why there are none to test with."""
+    """Infinite datasets of conversations. `untested` is the reason if there is no test set."""
 
     train: EpochShuffle
     valid: EpochShuffle | None
@@ -222,85 +215,91 @@ def build_conversations(
     validates: bool,
     tests: bool,
 ) -> Conversations:
-    """Conversations to train on, to validate and to test with, where that is wanted.
-
-    Several files are read as one set; --split divides each of them.
-    """
-
+    """Builds the datasets of a run with `--sft`; --split divides each file."""
     data = config.data
     paths = [Path(name) for name in data.data_path]
     sources, contents = _tokenized(config, tokenizer, world, folder, display)
-    length, packed = config.model.seq_length, data.sft_packing
-    shares = parse_split(data.split)
 
-    def read(part: int, name: str) -> list[SFTDataset]:
-        """A part of every file that has something for it, after saying what it is."""
+    def read(part: int, name: str) -> EpochShuffle | None:
+        """Opens one part of the split in every file that has samples for it, and reports its size."""
         parts = []
         for path, source in zip(paths, sources):
-            documents = split_ranges(shares, len(source.document_indices) - 1)[part] or range(0)
-            rows = SFTDataset(source, documents, length, packed)
-            if len(rows) == 0:
-                if part == 0:
-                    raise UserError(_nothing_left(path, data.split, documents, rows))
-                continue
-            display.say(_report(name if len(paths) == 1 else f"{name}, {path}", rows, len(documents)))
-            parts.append(rows)
-        return parts
+            rows = _open_part(config, path, source, part)
+            if len(rows):
+                display.say(_report(name if len(paths) == 1 else f"{name}, {path}", rows))
+                parts.append(rows)
+        if not parts:
+            return None
+        return EpochShuffle(parts[0] if len(parts) == 1 else Joined(parts), config.run.seed)
 
-    train = _endless(read(0, "training"), config.run.seed)
+    train = read(0, "training")
     assert train is not None
     conversations = sum(len(source.document_indices) - 1 for source in sources)
-    missing = f"--split {data.split} leaves none of {_count(conversations, 'conversation')} to"
-    valid = _endless(read(1, "validation"), config.run.seed) if validates else None
+    missing = f"--split {data.split} leaves none of {counted(conversations, 'conversation')} to"
+    valid = read(1, "validation") if validates else None
     if validates and valid is None:
         display.say(f"note: {missing} validate with")
-    tests = tests and shares[2] > 0
-    test = _endless(read(2, "test"), config.run.seed) if tests else None
+    tests = tests and parse_split(data.split)[2] > 0
+    test = read(2, "test") if tests else None
     untested = f"{missing} test with" if tests and test is None else ""
-    what = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
-    return Conversations(train, valid, test, f"sft {what} {'packed' if packed else 'padded'}", untested)
+    content = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
+    return Conversations(
+        train, valid, test, f"sft {content} {'packed' if data.sft_packing else 'padded'}", untested
+    )
 
 
 def count_sequences(
     config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
 ) -> int:
-    """How many sequences one pass over the training share has."""
+    """Counts the sequences of one epoch over the training share."""
+    sources, _ = _tokenized(config, tokenizer, world, folder, display)
+    return sum(
+        len(_open_part(config, Path(path), source, 0)) for path, source in zip(config.data.data_path, sources)
+    )
 
-    data, total = config.data, 0
-    for path, source in zip(data.data_path, _tokenized(config, tokenizer, world, folder, display)[0]):
-        documents = split_ranges(parse_split(data.split), len(source.document_indices) - 1)[0] or range(0)
-        rows = SFTDataset(source, documents, config.model.seq_length, data.sft_packing)
-        if len(rows) == 0:
-            raise UserError(_nothing_left(Path(path), data.split, documents, rows))
-        total += len(rows)
-    return total
+
+def _open_part(config: RunConfig, path: Path, source: IndexedDataset, part: int) -> SFTDataset:
+    """Opens one part of the split of a file; raises UserError if there is nothing to train on."""
+    data = config.data
+    documents = split_ranges(parse_split(data.split), len(source.document_indices) - 1)[part] or range(0)
+    rows = SFTDataset(source, documents, config.model.seq_length, data.sft_packing)
+    if part == 0 and not len(documents):
+        raise UserError(
+            f"--split {data.split} leaves no conversation of {path} to train on; give it a larger share"
+        )
+    if part == 0 and not len(rows):
+        raise UserError(
+            f"no conversation of {path} has an answer within {rows.sequence_length} tokens; raise --seq-length "
+            f"(the longest has {rows.shortened.longest} tokens)"
+        )
+    return rows
 
 
 def _tokenized(
     config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
 ) -> tuple[list[IndexedDataset], list[str]]:
-    """The conversations of every file, and a hash of what they are made of. They are tokenized once, in `--data-cache-path` or the folder."""
+    """Opens the tokenized conversations of every file, and returns them with hashes of their content.
+
+    Local rank 0 of every node tokenizes files that are not yet in `--data-cache-path` or the folder.
+    """
     from pentatron.data.chat_template import end_rendering
-    from pentatron.data.conversations import Writer
 
     data = config.data
     folder = folder if data.data_cache_path is None else Path(data.data_cache_path)
     paths = [Path(name) for name in data.data_path]
-    # What fails on one machine alone must be told by all, before any of them waits for the others.
-    found = on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
-    assert found is not None
-    template, contents = found
+    # An error on one node must be raised on all ranks before any of them waits for the others.
+    identified = on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
+    assert identified is not None
+    template, contents = identified
     prefixes = [folder / f"sft-{content[:16]}" for content in contents]
 
     def prepare() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder):
             for path, prefix in zip(paths, prefixes):
-                if not _is_good(prefix, display):
+                if not _is_tokenized(prefix, display):
                     writer = Writer(tokenizer, template)
-                    write_conversations(
-                        path, prefix, writer, lambda done, total: display.work("tokenize", done, total)
-                    )
+                    write_conversations(path, prefix, writer, partial(display.work, "tokenize"))
         return True
 
     try:
@@ -313,37 +312,35 @@ def _tokenized(
 def _identified(
     data: DataConfig, tokenizer: Tokenizer, paths: Sequence[Path]
 ) -> "tuple[ChatTemplate | None, list[str]]":
-    """The template, and a hash of everything that determines the tokens of each file."""
+    """Returns the chat template, and for each file a hash of everything that determines its tokens."""
     template = find_template(data, tokenizer)
     recipe = [RECIPE, asdict(identify(tokenizer)), None]
     if template is not None:
         recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
     hashes = []
     for path in paths:
-        what = hashlib.sha256(repr(recipe).encode())
-        what.update(_content(path).encode())
-        hashes.append(what.hexdigest())
+        content = ""
+        if path.is_file():
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        hashes.append(hashlib.sha256((repr(recipe) + content).encode()).hexdigest())
     return template, hashes
 
 
-def _endless(parts: "Sequence[SFTDataset]", seed: int) -> EpochShuffle | None:
-    return EpochShuffle(parts[0] if len(parts) == 1 else Joined(parts), seed) if parts else None
-
-
-def _is_good(prefix: Path, display: Display) -> bool:
-    """Whether an earlier run has left the tokens here; what is damaged is made again rather than complained about."""
+def _is_tokenized(prefix: Path, display: Display) -> bool:
+    """Whether intact tokens of an earlier run exist; damaged ones are reported."""
     if not all(file.exists() for file in pair_paths(prefix)):
         return False
     try:
         IndexedDataset(prefix).compare_all()
     except UserError as error:
-        display.say(f"note: {str(error).partition(';')[0]}; it is made again")
+        display.say(f"note: {str(error).partition(';')[0]}; it is tokenized again")
         return False
     return True
 
 
 def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | None":
-    """The template to write conversations with; None if their texts are to follow each other as they are."""
+    """Returns the chat template of the tokenizer or --chat-template; None for no template."""
     if data.sft_tokenizer_prompt_format == IDENTITY:
         return None
     from pentatron.data.chat_template import ChatTemplate, find_chat_template, read_template, special_tokens
@@ -352,22 +349,22 @@ def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | Non
     folder = None if folder is None else Path(folder).parent
     if data.chat_template is not None:
         file = Path(data.chat_template)
-        found: tuple[str, Path] | None = read_template(file), file
+        source: tuple[str, Path] | None = read_template(file), file
     else:
-        found = None if folder is None else find_chat_template(folder)
-    if found is None:
+        source = None if folder is None else find_chat_template(folder)
+    if source is None:
         where = "the tokenizer has no folder" if folder is None else f"{folder} has no chat template"
         raise UserError(
-            f"{where}, which would say how a conversation becomes a text; name one with --chat-template FILE, or let texts follow each "
-            f"other as they are with --sft-tokenizer-prompt-format {IDENTITY}"
+            f"{where}, which is needed to turn a conversation into a text; name one with --chat-template FILE, or concatenate texts "
+            f"without a template with --sft-tokenizer-prompt-format {IDENTITY}"
         )
-    words = {} if folder is None else special_tokens(folder)
+    tokens = {} if folder is None else special_tokens(folder)
     day = datetime.date.fromisoformat(data.sft_date)
-    return ChatTemplate(found[0], words, day, f"the chat template of {found[1]}").check()
+    return ChatTemplate(source[0], tokens, day, f"the chat template of {source[1]}").check()
 
 
-def _report(name: str, rows: "SFTDataset", conversations: int) -> str:
-    cut, length = rows.shortened, rows.sequence_length
+def _report(name: str, rows: SFTDataset) -> str:
+    cut, length, conversations = rows.shortened, rows.sequence_length, rows.conversations
     samples = len(rows.samples) + cut.without_answer
     several = (
         f" (as {samples} samples, one for each answer, where the template changes earlier ones)"
@@ -375,8 +372,8 @@ def _report(name: str, rows: "SFTDataset", conversations: int) -> str:
         else ""
     )
     text = (
-        f"{name}: {_count(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
-        f"{_count(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
+        f"{name}: {counted(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
+        f"{counted(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
     )
     if not cut.samples:
         return text
@@ -386,23 +383,3 @@ def _report(name: str, rows: "SFTDataset", conversations: int) -> str:
     return (
         f"{text}; {cut.samples} too long and cut at the end (the longest has {cut.longest} tokens){without}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {plural(number, what)}"
-
-
-def _nothing_left(path: Path, split: str, part: range, rows: "SFTDataset") -> str:
-    if not len(part):
-        return f"--split {split} leaves no conversation of {path} to train on; give it a larger share"
-    return (
-        f"No conversation of {path} has an answer within {rows.sequence_length} tokens; raise --seq-length "
-        f"(the longest has {rows.shortened.longest} tokens)"
-    )
-
-
-def _content(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

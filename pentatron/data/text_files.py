@@ -1,6 +1,6 @@
-"""Text files as a stream of chunks: JSON lines or plain text, as they are, gzipped or as Zstandard frames.
+"""Reads text files in chunks: JSON Lines or plain text, uncompressed, gzip or Zstandard.
 
-A chunk ends where a document ends, so that the documents do not depend on how the input was cut up.
+Chunks end at document boundaries, so that the documents do not depend on the chunk size.
 """
 
 import glob
@@ -17,20 +17,20 @@ from pentatron.text import binary_size
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 TEXT_ENDINGS = (".txt", ".text", ".md")
 PACKED_ENDINGS = (".gz", ".zst", ".zstd")
-# How plain text is cut into documents.
+# How plain text is split into documents.
 TEXT_DOCUMENTS = ("file", "line", "blank-line")
 JSON_LINES = "json"
-# Of a packed Zstandard file, at once: a few bytes of it can stand for 128 KiB.
+# Bytes of a Zstandard file decompressed at a time; a few of them can expand to 128 KiB.
 READ_BYTES = 1 << 12
-# Of one document: a line, or a paragraph. What is read into memory takes several times as much.
+# Largest line or paragraph, in bytes. Tokenizing it takes several times as much memory.
 LONGEST_DOCUMENT = 64 << 20
-# Of plain text that is one document as a whole.
+# Largest plain-text file that is one document.
 LONGEST_FILE = 1 << 30
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where reading goes on: after `offset` unpacked bytes of a file, which ended line `lines`."""
+    """A position in the inputs: after `offset` decompressed bytes of a file, at the end of line `lines`."""
 
     file: int = 0
     offset: int = 0
@@ -39,51 +39,51 @@ class Place:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Whole documents of one file, the number of their first line, and the place after them."""
+    """Whole documents of one file, the number of their first line, and the position after them."""
 
     data: bytes
     file: int
     first_line: int
     cut: str
     after: Place
-    # Bytes of the files as they lie on the disk up to the end of this chunk, to show progress.
+    # Bytes on disk read up to the end of this chunk, to report progress.
     read: int
 
 
-class _Unpacked(Protocol):
+class _ByteStream(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that paths and patterns name, patterns in alphabetical order."""
-    found: list[Path] = []
+    """Returns the files named by paths and glob patterns; the matches of a pattern are sorted."""
+    files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
             raise UserError(f"--input {pattern} is a folder; name its files, for example '{pattern}/*.jsonl'")
         if path.is_file():
-            found.append(path)
+            files.append(path)
             continue
-        # Path.glob takes no absolute pattern.
+        # Path.glob does not accept absolute patterns.
         names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
         matches = [Path(name) for name in names if Path(name).is_file()]
         if not matches:
             raise UserError(
                 f"no input file {pattern}; --input takes files or patterns such as 'data/*.jsonl'"
             )
-        found += matches
+        files += matches
     seen: set[Path] = set()
-    for path in found:
+    for path in files:
         if path.resolve() in seen:
             raise UserError(
                 f"--input names {path} twice, which would double its documents; name every file once"
             )
         seen.add(path.resolve())
-    return tuple(found)
+    return tuple(files)
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file holds JSON lines; another ending is refused rather than guessed."""
+    """Whether a file has JSON Lines, not plain text; raises UserError for an unknown extension."""
     name = path.name.lower()
     for packed in PACKED_ENDINGS:
         name = name.removesuffix(packed)
@@ -100,7 +100,7 @@ def is_json(path: Path) -> bool:
 def read_chunks(
     inputs: Sequence[Path], text_documents: str, chunk_bytes: int, start: Place | None = None
 ) -> Iterator[Chunk]:
-    """The inputs from `start` on, in order."""
+    """Yields the chunks of the inputs in order, from position `start`."""
     place = start or Place()
     before = sum(path.stat().st_size for path in inputs[: place.file])
     for number in range(place.file, len(inputs)):
@@ -120,25 +120,25 @@ def read_chunks(
 def _chunks_of(
     path: Path, raw: BinaryIO, number: int, cut: str, chunk_bytes: int, begin: Place, before: int
 ) -> Iterator[Chunk]:
-    stream = _unpacked(path, raw)
-    _skip(path, stream, begin.offset)
-    offset, lines, held = begin.offset, begin.lines, bytearray()
+    stream = _decompressed(path, raw)
+    _skip(path, raw, stream, begin.offset)
+    offset, lines, buffer = begin.offset, begin.lines, bytearray()
     wanted = chunk_bytes
     longest = max(chunk_bytes, LONGEST_FILE if cut == "file" else LONGEST_DOCUMENT)
     while True:
-        while len(held) < wanted and (data := stream.read(wanted - len(held))):
-            held += data
-        ended = len(held) < wanted
-        end = len(held) if ended else _last_end(held, cut)
+        while len(buffer) < wanted and (data := stream.read(wanted - len(buffer))):
+            buffer += data
+        ended = len(buffer) < wanted
+        end = len(buffer) if ended else _end_of_documents(buffer, cut)
         if end == 0 and not ended:
-            if len(held) > longest:
+            if len(buffer) > longest:
                 raise UserError(_too_long(path, cut, lines + 1, longest))
-            # One document is larger than a chunk: take more of it.
+            # One document is larger than a chunk: read more of it.
             wanted = min(2 * wanted, longest + 1)
             continue
         if end:
-            data = bytes(held[:end])
-            del held[:end]
+            data = bytes(buffer[:end])
+            del buffer[:end]
             offset += end
             first, lines = lines + 1, lines + data.count(b"\n")
             after = Place(number + 1) if ended else Place(number, offset, lines)
@@ -159,23 +159,21 @@ def _too_long(path: Path, cut: str, line: int, longest: int) -> str:
     return f"{what} that begins at line {line} of {path} is longer than {most}; cut it into several documents, or leave it out"
 
 
-def _last_end(held: bytearray, cut: str) -> int:
-    """How much of what is held are whole documents."""
+def _end_of_documents(buffer: bytearray, cut: str) -> int:
+    """Returns the number of bytes at the beginning of the buffer that are whole documents."""
     if cut == "file":
         return 0
     if cut == "blank-line":
-        # A blank line may be followed by more of them: they belong to no document, on either side of the cut.
-        return (
-            max(held.rfind(b"\n\n") + 2, held.rfind(b"\n\r\n") + 3)
-            if b"\n\n" in held or b"\n\r\n" in held
-            else 0
-        )
-    return held.rfind(b"\n") + 1
+        # Further blank lines may follow: they belong to no document, on either side of the cut.
+        ends = [buffer.rfind(mark) + len(mark) for mark in (b"\n\n", b"\n\r\n") if mark in buffer]
+        return max(ends, default=0)
+    return buffer.rfind(b"\n") + 1
 
 
-def _skip(path: Path, stream: _Unpacked, offset: int) -> None:
-    if isinstance(stream, Seekable):
-        stream.raw.seek(offset)
+def _skip(path: Path, raw: BinaryIO, stream: _ByteStream, offset: int) -> None:
+    """Advances a stream by `offset` decompressed bytes."""
+    if stream is raw:
+        raw.seek(offset)
         return
     left = offset
     while left:
@@ -185,27 +183,17 @@ def _skip(path: Path, stream: _Unpacked, offset: int) -> None:
         left -= len(data)
 
 
-@dataclass(frozen=True)
-class Seekable:
-    """A file that is not packed."""
-
-    raw: BinaryIO
-
-    def read(self, size: int, /) -> bytes:
-        return self.raw.read(size)
-
-
-def _unpacked(path: Path, raw: BinaryIO) -> _Unpacked:
+def _decompressed(path: Path, raw: BinaryIO) -> _ByteStream:
     name = path.name.lower()
     if name.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
     if name.endswith((".zst", ".zstd")):
         return _ZstandardStream(path, raw)
-    return Seekable(raw)
+    return raw
 
 
 class _ZstandardStream:
-    """Frames one after another. The library's own reader ends without a word where a file is cut short."""
+    """Reads concatenated Zstandard frames; detects truncation, unlike the library's reader."""
 
     def __init__(self, path: Path, raw: BinaryIO) -> None:
         try:
@@ -215,6 +203,7 @@ class _ZstandardStream:
         self._raw = raw
         self._library: Any = zstandard
         self._frame: Any = None
+        # Compressed bytes after the end of a frame, and decompressed bytes not yet returned.
         self._rest = b""
         self._ready, self._taken = b"", 0
 
@@ -224,7 +213,7 @@ class _ZstandardStream:
             self._rest = b""
             if not packed:
                 if self._frame is not None:
-                    raise EOFError("the last frame is not whole")
+                    raise EOFError("the last frame is not complete")
                 return b""
             if self._frame is None:
                 self._frame = self._library.ZstdDecompressor().decompressobj()

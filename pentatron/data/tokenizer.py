@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer files, raw bytes, plain numbers, and training a small vocabulary."""
+"""Tokenizers: tokenizer.json, GPT-2 and SentencePiece files, bytes, numbers; BPE training."""
 
 import hashlib
 import json
@@ -16,12 +16,9 @@ from pentatron.text import one_line, parse_json
 if TYPE_CHECKING:
     import tokenizers
 
-# Tokenizers without the tokenizers library: bytes as they are, numbers written as text, and SentencePiece
-# models.
-
-
 BYTE_VALUES = 256
-# Encoded into a fingerprint, to notice what a vocabulary does not tell: how words, digits, spaces and signs are cut.
+# A text whose tokens are part of a fingerprint, which detects different splitting of words, digits and
+# spaces.
 PROBE = (
     "The quick brown fox doesn't jump; it's 2026-11-15, 1234567890 or 3.14e-5.\n\n\tdef f(x_1, *args):\r\n        return "
     '{"a": [x_1 ** 2, None]}  # CamelCase snake_case ALLCAPS\n  naïve cafe\u0301 ﬁ Ⅷ Straße ÉCOLE 漢字かな交じり文 한국어 العربية '
@@ -30,12 +27,8 @@ PROBE = (
 )
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids, and one more id for the end of a document: works on any text without a file."""
-
-    kind = "ByteTokenizer"
-    vocab_size = BYTE_VALUES + 1
-    eod = BYTE_VALUES
+class _SimpleTokenizer:
+    """A tokenizer without a vocabulary list, which encodes one text at a time."""
 
     def vocabulary(self) -> dict[str, int]:
         return {}
@@ -44,36 +37,41 @@ class ByteTokenizer:
         return []
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, and for each id the character it is a part of."""
-        return [
-            (self.encode(text), [(at, at + 1) for at, sign in enumerate(text) for _ in sign.encode()])
-            for text in texts
-        ]
+        raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+
+class ByteTokenizer(_SimpleTokenizer):
+    """UTF-8 bytes as ids, and one more id for the end of a document; needs no file."""
+
+    kind = "ByteTokenizer"
+    vocab_size = BYTE_VALUES + 1
+    eod = BYTE_VALUES
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Returns the ids of each text, and the character offsets of each id."""
+        return [
+            (self.encode(text), [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()])
+            for text in texts
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token != self.eod).decode(errors="replace")
 
 
-class NullTokenizer:
-    """Text that already is ids, as numbers between spaces; the end of a document is one id more than asked for."""
+class NullTokenizer(_SimpleTokenizer):
+    """Parses space-separated ids; the end of a document is one id more than `vocab_size`."""
 
     kind = "NullTokenizer"
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
-
-    def vocabulary(self) -> dict[str, int]:
-        return {}
-
-    def probe(self) -> list[int]:
-        return []
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
@@ -85,15 +83,12 @@ class NullTokenizer:
             )
         return [int(word) for word in words]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(token) for token in ids)
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece `.model` file; Llama 2 puts its begin token before every text."""
+class SentencePieceTokenizer(_SimpleTokenizer):
+    """A SentencePiece `.model` file; Llama2Tokenizer prepends the begin-of-sequence token to every text."""
 
     def __init__(self, path: Path | str, kind: str = "SentencePieceTokenizer") -> None:
         try:
@@ -115,7 +110,8 @@ class SentencePieceTokenizer:
             raise UserError(
                 f"{self.path} is not a readable SentencePiece model ({error}); check --tokenizer-model"
             ) from error
-        self._begin: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
+        # -1: the model has no such token, or it is not prepended.
+        self._bos: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
         self.vocab_size: int = self._model.get_piece_size()
 
     @property
@@ -133,10 +129,7 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
-        return [self._begin, *ids] if self._begin >= 0 else ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        return [self._bos, *ids] if self._bos >= 0 else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode(list(ids))
@@ -144,21 +137,22 @@ class SentencePieceTokenizer:
 
 
 END_OF_TEXT = "<|endoftext|>"
-# Looked for, in this order, where the folder of a tokenizer does not say which token ends a document.
+# End-of-document tokens tried in this order if tokenizer_config.json does not name one.
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
 TOKENIZER_TYPES = (
     *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer"),
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
     *("ByteTokenizer", "NullTokenizer", "SFTTokenizer"),
 )
-# How the library's Rust code fails, and what it says when a regular expression takes too many steps.
-_PANIC, _STEPS = "PanicException", "retry-limit-in-match"
-# Unicode's longest decomposition has 18 characters.
+# The exception of a panic in the library's Rust code, and the error of a regular expression that exceeds
+# its step limit.
+_PANIC, _STEP_LIMIT = "PanicException", "retry-limit-in-match"
+# Largest accepted growth of a text by normalisation; Unicode's longest decomposition has 18 characters.
 _LARGEST_GROWTH = 1000
 
 
 class NotEncoded(UserError):
-    """A text that a tokenizer of the library fails on; `reason` is what the library says."""
+    """Raised for a text that the tokenizers library fails on; `reason` is its error."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
@@ -168,7 +162,7 @@ class NotEncoded(UserError):
 
 
 class Tokenizer(Protocol):
-    """What the rest of the framework needs of a tokenizer."""
+    """The interface of all tokenizers."""
 
     @property
     def kind(self) -> str:
@@ -182,13 +176,13 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
 
     def vocabulary(self) -> dict[str, int]:
-        """Tokens and their ids, where they are listed."""
+        """Returns tokens and their ids, empty if the tokenizer has no list of them."""
 
     def probe(self) -> list[int]:
-        """Ids of a fixed text: what a vocabulary alone does not tell."""
+        """Returns the ids of a fixed text, which identify the tokenizer beyond its vocabulary."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no begin, end or padding ids are added."""
+        """Returns the ids of the text without special tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
@@ -196,21 +190,19 @@ class Tokenizer(Protocol):
 
 
 class _LibraryTokenizer:
-    """What the tokenizers library holds, whichever files it came from."""
+    """A tokenizer of the tokenizers library."""
 
     def __init__(self, path: Path, tokenizer: Any) -> None:
         self.path = path
         self._tokenizer = tokenizer
-        # Ids can have gaps, and an embedding needs a row for the highest one.
-        self._vocab_size = max(self.vocabulary().values(), default=-1) + 1
-        if self._vocab_size == 0:
+        # Ids may have gaps, and the embedding needs a row for the highest one.
+        self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
+        if self.vocab_size == 0:
             raise UserError(f"{path} has no token; check --tokenizer-model")
         _require_bounded_growth(path, tokenizer)
-        self._eod = self._find_eod()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        end_tokens = (_configured_end_token(path.parent), *KNOWN_END_TOKENS)
+        ids = (tokenizer.token_to_id(token) for token in end_tokens if token)
+        self._eod: int | None = next((token_id for token_id in ids if token_id is not None), None)
 
     @property
     def eod(self) -> int:
@@ -222,43 +214,43 @@ class _LibraryTokenizer:
         return self._eod
 
     def vocabulary(self) -> dict[str, int]:
-        known: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return known
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def probe(self) -> list[int]:
         return self.encode(PROBE)
 
     def encode(self, text: str) -> list[int]:
-        with self._failures():
+        with self._library_errors():
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
             return ids
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, and for each id the characters it stands for."""
-        with self._failures():
+        """Returns the ids of each text, and the character offsets of each id."""
+        with self._library_errors():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
             return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def encode_as_configured(self, text: str) -> list[int]:
-        """Ids of the text with whatever the file itself puts around it, such as an id that begins every text."""
-        with self._failures():
+        """Returns the ids with the special tokens added by the tokenizer's post-processor, such as BOS."""
+        with self._library_errors():
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
             return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # The fast variant leaves out the character offsets, which nobody reads here.
-        with self._failures():
+        # The fast variant does not compute character offsets.
+        with self._library_errors():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with self._failures():
+        with self._library_errors():
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
             return text
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """The library raises bare Exception, and a panic of its Rust code is not even that."""
+    def _library_errors(self) -> Iterator[None]:
+        """Converts the library's bare Exceptions and BaseException panics to NotEncoded."""
         try:
             yield
         except MemoryError:
@@ -267,16 +259,9 @@ class _LibraryTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
             reason = one_line(" ".join(str(error).split()).rstrip("."))
-            if _STEPS in reason:
-                reason = f"a regular expression of it takes too many steps on this text: {reason}"
+            if _STEP_LIMIT in reason:
+                reason = f"one of its regular expressions takes too many steps on this text: {reason}"
             raise NotEncoded(self.path, reason) from None
-
-    def _find_eod(self) -> int | None:
-        for name in (_configured_end_token(self.path.parent), *KNOWN_END_TOKENS):
-            token: int | None = self._tokenizer.token_to_id(name) if name else None
-            if token is not None:
-                return token
-        return None
 
 
 class FileTokenizer(_LibraryTokenizer):
@@ -300,14 +285,14 @@ class FileTokenizer(_LibraryTokenizer):
             raise UserError(
                 f"{file} is not a readable tokenizer ({error}); check --tokenizer-model"
             ) from error
-        # Files may carry the settings of an inference pipeline, which would cut or fill up documents.
+        # Files may contain settings for inference, which would truncate or pad documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         super().__init__(file, tokenizer)
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's two files. `<|endoftext|>` inside a text is text here, not the end of a document."""
+    """GPT-2's vocabulary and merges. `<|endoftext|>` inside a text is encoded as ordinary text."""
 
     kind = "GPT2BPETokenizer"
 
@@ -316,22 +301,19 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
             if not Path(path).is_file():
                 raise UserError(f"Tokenizer not found: no file {path}; check {flag}")
-        from tokenizers import decoders, models, pre_tokenizers
 
         try:
-            tokenizer = library.Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+            tokenizer = _byte_level(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
         except Exception as error:  # the library raises bare Exception for any malformed file
             raise UserError(
                 f"{vocab_file} and {merge_file} are not a readable vocabulary ({error}); check --vocab-file and --merge-file"
             ) from error
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
         super().__init__(Path(vocab_file), tokenizer)
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """What the user said about the tokenizer: enough to load the same one in another process."""
+    """The settings of a tokenizer, from which another process loads the same one."""
 
     kind: str
     model: str | None = None
@@ -351,10 +333,10 @@ def load_tokenizer(
     merge_file: Path | str | None = None,
     fetch: Callable[[str], Path] | None = None,
 ) -> Tokenizer:
-    """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and the flags beside them describe.
+    """Loads the tokenizer configured by `--tokenizer-type`, `--tokenizer-model` and related flags.
 
-    Without a type, GPT-2's files mean GPT-2's tokenizer and anything else a tokenizer.json.
-    `fetch` turns a model that is no local path (a name on a hub) into a folder, or raises a UserError.
+    Without a type, `vocab_file` or `merge_file` select GPT-2's tokenizer, anything else a tokenizer.json.
+    `fetch` downloads a model that is not a local path and returns its folder, or raises UserError.
     """
     if kind is None:
         kind = "GPT2BPETokenizer" if (vocab_file or merge_file) and not model else "HuggingFaceTokenizer"
@@ -375,10 +357,8 @@ def load_tokenizer(
         model = fetch(str(model))
     if kind == "GPT2BPETokenizer":
         if model is not None and Path(model).is_dir():
-            vocab_file, merge_file = (
-                vocab_file or Path(model) / "vocab.json",
-                merge_file or Path(model) / "merges.txt",
-            )
+            vocab_file = vocab_file or Path(model) / "vocab.json"
+            merge_file = merge_file or Path(model) / "merges.txt"
         if vocab_file is None or merge_file is None:
             raise UserError(
                 "Tokenizer not found: GPT2BPETokenizer needs two files; give --vocab-file vocab.json and --merge-file merges.txt, "
@@ -394,32 +374,30 @@ def load_tokenizer(
 
 
 def identify(tokenizer: Tokenizer) -> TokenizerIdentity:
-    """Kind, size and fingerprint; the same vocabulary from another kind of file has the same fingerprint."""
+    """Returns the identity of a tokenizer, which does not depend on its file format."""
     try:
         eod: int | None = tokenizer.eod
     except UserError:
         eod = None
-    known = sorted(tokenizer.vocabulary().items(), key=lambda entry: (entry[1], entry[0]))
-    content = json.dumps([known or tokenizer.kind, tokenizer.probe(), tokenizer.vocab_size, eod]).encode()
+    vocabulary = sorted(tokenizer.vocabulary().items(), key=lambda entry: (entry[1], entry[0]))
+    content = json.dumps(
+        [vocabulary or tokenizer.kind, tokenizer.probe(), tokenizer.vocab_size, eod]
+    ).encode()
     return TokenizerIdentity(tokenizer.kind, hashlib.sha256(content).hexdigest(), tokenizer.vocab_size, eod)
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
-    """A byte-level BPE vocabulary of at most `vocab_size` ids; the same texts give the same file."""
+    """Trains a byte-level BPE tokenizer of at most `vocab_size` ids; deterministic."""
     library = _tokenizers_library()
     least = BYTE_VALUES + 1
     if vocab_size < least:
         raise UserError(f"a byte-level vocabulary needs {least} ids or more, found {vocab_size}")
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = library.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizer = _byte_level(library.models.BPE())
+    trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # Every byte has an id from the start, so that no text is unknown.
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        # Every byte has an id, so that any text can be encoded.
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -427,7 +405,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
 
 
 def _require_bounded_growth(path: Path, tokenizer: Any) -> None:
-    """Replacements one after another multiply the length of a text; the library aborts the process when memory ends."""
+    """Raises UserError for replacements that multiply the length of a text.
+
+    The library aborts the process when memory is exhausted."""
     for part in (tokenizer.normalizer, tokenizer.decoder):
         growth = 1.0 if part is None else _growth(parse_json(part.__getstate__()))
         if growth > _LARGEST_GROWTH:
@@ -437,6 +417,7 @@ def _require_bounded_growth(path: Path, tokenizer: Any) -> None:
 
 
 def _growth(part: Any) -> float:
+    """Returns the largest factor by which a normalizer or decoder can lengthen a text."""
     if isinstance(part, list):
         return math.prod(map(_growth, part))
     if not isinstance(part, dict):
@@ -450,7 +431,7 @@ def _growth(part: Any) -> float:
 
 
 def _configured_end_token(folder: Path) -> str | None:
-    """The `eos_token` of a model folder, which is a text or an object with a `content`."""
+    """Returns the `eos_token` in tokenizer_config.json, which is a string or an object with a `content`."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None
@@ -464,12 +445,21 @@ def _configured_end_token(folder: Path) -> str | None:
 
 
 def _other_kind(folder: Path) -> str:
-    """The way out for a folder that holds a tokenizer of another kind."""
+    """Returns a hint if the folder contains a tokenizer of another type."""
     if (folder / "tokenizer.model").is_file():
         return " (this one holds tokenizer.model: try --tokenizer-type SentencePieceTokenizer)"
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return " (this one holds vocab.json and merges.txt: try --tokenizer-type GPT2BPETokenizer)"
     return ""
+
+
+def _byte_level(model: Any) -> Any:
+    """Returns a byte-level tokenizer with a BPE model."""
+    library = _tokenizers_library()
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return tokenizer
 
 
 def _tokenizers_library() -> Any:

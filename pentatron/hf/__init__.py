@@ -1,1 +1,1 @@
-"""Hugging Face folders: reading them, and what their names and settings are called here."""
+"""Hugging Face models: config.json, tensor names, safetensors folders, import and export."""

@@ -1,4 +1,4 @@
-"""config.json as settings of ours, and back. Every key is accounted for: mapped, known to change nothing, or refused."""
+"""Converts config.json to model settings and back; unknown keys are refused."""
 
 import dataclasses
 import difflib
@@ -23,7 +23,7 @@ from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from pentatron.settings.parameters import has_mlp_bias, has_proj_bias, has_qkv_bias
 from pentatron.settings.settings import Settings
 
-# Settings that do not change what a model computes once it is trained.
+# Settings that do not change the outputs of a trained model.
 _NO_EFFECT = frozenset(
     """
     seq_length make_vocab_size_divisible_by padded_vocab_size init_method_std hidden_dropout attention_dropout
@@ -32,36 +32,39 @@ _NO_EFFECT = frozenset(
     moe_expert_capacity_factor moe_token_drop_policy
     """.split()
 )
-_SAID_BY_OTHERS = frozenset({"group_query_attention", "add_bias_linear"})
+# Settings that follow from other settings.
+_IMPLIED = frozenset({"group_query_attention", "add_bias_linear"})
 _SCALINGS = frozenset[str]().union(*map(scaling_settings, SCALINGS))
-# Lists are made of what each layer is, before weights are looked at.
+# Lists of layers are built before the weights are checked, so a damaged number must not exhaust memory.
 _MOST_LAYERS = 100_000
-# The classes of transformers have numbers of their own for tokens that are not given.
+# Written explicitly: the configuration classes of transformers have other defaults.
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-# How alike a family must look to be taken for a misspelt one: Mamba is no Llama.
-_MISSPELT = 0.8
-_OF_MODEL, _OF_EXPERTS = (
+# Least similarity at which a model_type is suggested as the correct spelling: mamba is not llama.
+_SIMILARITY = 0.8
+_MODEL_FIELDS, _MOE_FIELDS = (
     tuple(field.name for field in dataclasses.fields(kind)) for kind in (TransformerConfig, MoEConfig)
 )
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """The family a config.json names; refuses one that is not known here."""
-    found = config.get("model_type")
-    if isinstance(found, str) and found in FAMILIES:
-        return found
+    """Returns the model_type of a config.json; raises UserError if it is not supported."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return model_type
     known = ", ".join(FAMILIES)
-    if found is None:
+    if model_type is None:
         raise UserError(f"config.json has no model_type; write which it is: {known}")
-    close = difflib.get_close_matches(str(found), FAMILIES, n=1, cutoff=_MISSPELT)
+    close = difflib.get_close_matches(str(model_type), FAMILIES, n=1, cutoff=_SIMILARITY)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise UserError(f"config.json has model_type {found!r}, but the families known here are {known}{hint}")
+    raise UserError(
+        f"config.json has model_type {model_type!r}, but the families known here are {known}{hint}"
+    )
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ours that make the same model, each that matters for it, also where it is the default.
+    """Returns the settings of the model of a config.json, including relevant settings with default values.
 
-    One error names every key that stands in the way.
+    Raises one ConfigError with the problems of all keys.
     """
     model_type = model_type_of(config)
     family, reader = FAMILIES[model_type], ConfigReader(config)
@@ -91,22 +94,27 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
                 reader.require(key_name, allowed)
             except Problem as problem:
                 problems.append(str(problem))
-    problems += [
-        f"config.json has {key!r}: {_short(value)}, which is not known for model_type {model_type!r}, so the model may not be what "
-        f"it seems; remove the key if it changes nothing"
-        for key, value in reader.unread().items()
-        if key not in INERT
-    ]
+    for name, value in reader.unread().items():
+        if name not in INERT:
+            text = repr(value)
+            text = text if len(text) <= 60 else f"{text[:57]}..."
+            problems.append(
+                f"config.json has {name!r}: {text}, which is not known for model_type {model_type!r}, so the model may compute "
+                f"something else; remove the key if it has no effect"
+            )
     if problems:
         raise ConfigError(problems)
-    named = {name for name in (*_OF_MODEL, *_OF_EXPERTS) if settings.source(name) == ORIGIN}
-    # No config.json speaks of layers of users' own.
-    matters = (_that_matter(settings) | named) - {"spec"}
-    return {name: value for name, value in settings.flat().items() if name in matters}
+    named = {name for name in (*_MODEL_FIELDS, *_MOE_FIELDS) if settings.source(name) == ORIGIN}
+    # A custom layer spec has no key in config.json.
+    relevant = (_relevant_settings(settings) | named) - {"spec"}
+    return {name: value for name, value in settings.flat().items() if name in relevant}
 
 
 def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
-    """The same of a folder, whose weights must be able to be that model: it is built before they are read."""
+    """Returns the settings of the model in a folder, checked against the sizes of its weights.
+
+    The model is built before the weights are read, so a wrong config.json could otherwise exhaust memory.
+    """
     settings = settings_of(folder.config)
     if problem := implausible(settings, {name: tensor.shape for name, tensor in folder.tensors.items()}):
         raise UserError(
@@ -115,52 +123,47 @@ def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
     return settings
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def config_of(
     model: TransformerConfig, moe: MoEConfig, original: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The config.json of a model of ours: of the first family that makes the same model, that of `original` if it does.
+    """Returns the config.json of a model, in the family of `original` or the first that fits.
 
-    Keys of `original` that change nothing (tokens, names) are kept.
+    Keys of `original` without an effect on the model, such as tokens and names, are kept.
     """
-    wanted = _in_one_form(Settings.defaults(**dataclasses.asdict(model), **dataclasses.asdict(moe)))
+    wanted = _canonical(Settings.defaults(**dataclasses.asdict(model), **dataclasses.asdict(moe)))
     first = [name for name in FAMILIES if original and name == original.get("model_type")]
     differences: dict[str, list[str]] = {}
     for model_type in dict.fromkeys([*first, *FAMILIES]):
-        config = _written(model_type, FAMILIES[model_type], wanted)
+        config = _config_for_family(model_type, FAMILIES[model_type], wanted)
         try:
             differences[model_type] = _differences(settings_of(config), wanted)
         except UserError:
-            continue  # A family in which not even the sizes of this model can be written.
+            continue  # The family cannot represent the sizes of this model.
         if not differences[model_type]:
             kept = {key: value for key, value in original.items() if key in INERT} if original else _NO_TOKENS
             return {**kept, **config}
     closest = min(differences, key=lambda model_type: len(differences[model_type]))
     raise UserError(
-        f"no family of Hugging Face models computes what this one does; the closest is {closest}, but for "
+        f"no family of Hugging Face models computes the same as this one; the closest is {closest}, except for "
         f"{', '.join(differences[closest])}"
     )
 
 
-def _in_one_form(settings: Settings) -> Settings:
-    """The settings of a model as `settings_of` has them, where several ways to write them mean the same."""
-    form = settings.changed(
+def _canonical(settings: Settings) -> Settings:
+    """Returns the settings in the form of `settings_of`, where several values are equivalent."""
+    canonical = settings.changed(
         add_qkv_bias=has_qkv_bias(settings),
         add_proj_bias=has_proj_bias(settings),
         add_mlp_bias=has_mlp_bias(settings),
     )
-    if form.num_experts:
-        sparse = moe_layers(form.moe_layer_freq, form.num_layers)
-        form = form.changed(moe_layer_freq="1" if all(sparse) else layer_list(sparse))
-    set_window(form, *window_in(form))
-    return form
+    if canonical.num_experts:
+        sparse = moe_layers(canonical.moe_layer_freq, canonical.num_layers)
+        canonical = canonical.changed(moe_layer_freq="1" if all(sparse) else layer_list(sparse))
+    set_window(canonical, *window_in(canonical))
+    return canonical
 
 
-def _written(model_type: str, family: Family, settings: Settings) -> dict[str, Any]:
+def _config_for_family(model_type: str, family: Family, settings: Settings) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     for key in family.keys:
         value = getattr(settings, key.ours[0])
@@ -172,23 +175,23 @@ def _written(model_type: str, family: Family, settings: Settings) -> dict[str, A
 
 
 def _differences(read: Mapping[str, Any], wanted: Settings) -> list[str]:
-    """What a written config.json gets wrong, judged by what is read from it."""
-    found = _in_one_form(Settings.defaults(**read)).flat()
-    compared = _that_matter(wanted) - _SAID_BY_OTHERS
+    """Returns the settings that a config.json does not reproduce."""
+    reproduced = _canonical(Settings.defaults(**read)).flat()
+    compared = _relevant_settings(wanted) - _IMPLIED
     if wanted.num_experts and wanted.moe_layer_freq == "1":
         compared.remove("ffn_hidden_size")
     return [
         f"{name} {value!r}"
         for name, value in wanted.flat().items()
-        if name in compared and found[name] != value
+        if name in compared and reproduced[name] != value
     ]
 
 
-def _that_matter(settings: Settings) -> set[str]:
-    """Names of the settings that make a difference to what this model computes."""
-    names = {*_OF_MODEL, *_OF_EXPERTS} - _NO_EFFECT
+def _relevant_settings(settings: Settings) -> set[str]:
+    """Returns the names of the settings that affect the outputs of the model."""
+    names = {*_MODEL_FIELDS, *_MOE_FIELDS} - _NO_EFFECT
     if not settings.num_experts:
-        names -= {*_OF_EXPERTS} - {"num_experts"}
+        names -= {*_MOE_FIELDS} - {"num_experts"}
     if settings.position_embedding_type == "rope":
         return names - (_SCALINGS - scaling_settings(settings.rope_scaling_type))
     return {name for name in names if not name.startswith(("rotary_", "rope_", "yarn_"))}

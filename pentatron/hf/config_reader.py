@@ -1,6 +1,6 @@
-"""Parts of a config.json where several keys say one thing together: heads, rotary positions, windows, layers with experts.
+"""Parts of config.json with related keys: heads, RoPE, sliding windows, MoE layers.
 
-Each part assigns settings of ours from its keys, and writes settings of ours as keys.
+Each part converts its keys to model settings and back.
 """
 
 import sys
@@ -12,10 +12,9 @@ from pentatron.settings.layers import window_of
 from pentatron.settings.model import TransformerConfig, moe_layers
 from pentatron.settings.settings import Settings
 
-# A config.json with account kept of which keys were understood.
-
-
-_WORDS = {
+# The origin of settings from a config.json.
+ORIGIN = "config.json"
+_TYPE_NAMES = {
     int: "a whole number above 0 and below 2^63",
     float: "a number, 0 or more",
     str: "text",
@@ -26,36 +25,41 @@ _WORDS = {
 
 
 class Problem(ValueError):
-    """One thing wrong with a config.json, as a sentence."""
+    """Raised for an invalid or unsupported key in config.json."""
 
 
 class ConfigReader:
-    """Reads keys one by one; what is still unread at the end was not understood."""
+    """Reads keys of a config.json and records which were read; the others are unknown."""
 
     def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
         self.config, self.where = config, where
         self.read: set[str] = set()
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a key; the default, if it is absent or null."""
+    def get(self, key: str, kind: type, default: Any = None, absent: Any = None) -> Any:
+        """Returns the value of a key, or the default if absent or null; raises Problem for another type.
+
+        `absent` is the default of a key that is absent but not null, if they differ.
+        """
         self.read.add(key)
+        if absent is not None and key not in self.config:
+            return absent
         value = self.config.get(key)
         if value is None:
             return default
-        if not _is(value, kind):
-            raise Problem(f"{self.where} has {key} {value!r:.200}, but it must be {_WORDS[kind]}")
+        if not _has_type(value, kind):
+            raise Problem(f"{self.where} has {key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}")
         return float(value) if kind is float else value
 
     def one_of(self, keys: tuple[str, ...], kind: type, default: Any = None) -> Any:
-        """Of several names of one thing."""
-        found = {key: value for key in keys if (value := self.get(key, kind)) is not None}
-        if len(set(map(str, found.values()))) > 1:
-            both = ", ".join(f"{key} {value!r:.200}" for key, value in found.items())
+        """Returns the value of a key with several names; raises Problem if they differ."""
+        values = {key: value for key in keys if (value := self.get(key, kind)) is not None}
+        if len(set(map(str, values.values()))) > 1:
+            both = ", ".join(f"{key} {value!r:.200}" for key, value in values.items())
             raise Problem(f"{self.where} has {both}, which must be equal; remove the wrong one")
-        return next(iter(found.values()), default)
+        return next(iter(values.values()), default)
 
     def require(self, key: str, allowed: tuple[Any, ...]) -> None:
-        """Refuses any other value; null and absence are always right."""
+        """Raises Problem unless the value is allowed, null or absent."""
         self.read.add(key)
         value = self.config.get(key)
         if value is not None and not any(
@@ -68,23 +72,19 @@ class ConfigReader:
         return {key: value for key, value in self.config.items() if key not in self.read}
 
 
-def _is(value: Any, kind: type) -> bool:
+def _has_type(value: Any, kind: type) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
         return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
     if kind is int:
-        # Beyond that no library counts.
+        # Larger integers overflow int64.
         return isinstance(value, int) and 0 < value < 2**63
     return isinstance(value, kind)
 
 
-# The origin of every setting that a config.json gives.
-ORIGIN = "config.json"
-
-
 class Part(Protocol):
-    """`keys` are all it may read, so that a problem with one does not make the others unknown."""
+    """Converts some keys of a config.json; `keys` are all that it reads, even if it fails."""
 
     keys: ClassVar[tuple[str, ...]]
 
@@ -95,7 +95,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads, groups of them, and their width. `head_dim` is the width where the key is absent; None: hidden / heads."""
+    """Heads, query groups and head dimension, with defaults; `head_dim` None is hidden / heads."""
 
     keys: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -105,19 +105,17 @@ class Heads:
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         heads = config.get("num_attention_heads", int, self.heads)
-        default = self.groups if "num_key_value_heads" not in config.config else None
-        groups = config.get("num_key_value_heads", int, default or heads)
+        groups = config.get("num_key_value_heads", int, heads, absent=self.groups)
         if heads % groups:
             raise Problem(
                 f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
-        width = self.head_dim if "head_dim" not in config.config else None
         settings.assign(
             ORIGIN,
             num_attention_heads=heads,
             num_query_groups=groups,
             group_query_attention=True,
-            kv_channels=config.get("head_dim", int, width or settings.hidden_size // heads),
+            kv_channels=config.get("head_dim", int, settings.hidden_size // heads, absent=self.head_dim),
         )
 
     def write(self, settings: Settings) -> dict[str, Any]:
@@ -130,7 +128,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Gpt2Widths:
-    """Widths that follow from others, and one dropout here for two there."""
+    """GPT-2's derived widths, and its two dropout keys, which are one setting here."""
 
     keys: ClassVar[tuple[str, ...]] = ("n_inner", "resid_pdrop", "embd_pdrop")
 
@@ -160,7 +158,7 @@ class Gpt2Widths:
         }
 
 
-# Theirs and ours, by kind of scaling. Those of the first tuple must be there.
+# For each RoPE scaling type: required keys, and the setting and type of every key.
 SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
     "linear": (("factor",), {"factor": ("rope_scaling_factor", float)}),
     "llama3": (
@@ -189,13 +187,13 @@ SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
 
 
 def scaling_settings(kind: str | None) -> frozenset[str]:
-    """The settings that have a meaning for a kind of scaling."""
+    """Returns the settings used by a RoPE scaling type."""
     return frozenset(ours for ours, _ in SCALINGS[kind][1].values()) if kind else frozenset()
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """`rope_parameters` of transformers 5; `rope_theta` and `rope_scaling` of transformers 4."""
+    """RoPE: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of transformers 4."""
 
     keys: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rope_parameters")
 
@@ -213,7 +211,7 @@ class Rotary:
             raise Problem("config.json has rope_theta 0, but it must be more than 0")
         settings.assign(ORIGIN, rotary_base=base)
         if older and newer:
-            self._agree(older, newer, base)
+            self._require_equal(older, newer, base)
         rope.require("partial_rotary_factor", (1.0,))
         kind = rope.one_of(("rope_type", "type"), str, "default")
         if kind != "default":
@@ -223,12 +221,12 @@ class Rotary:
                 )
             self._read_scaling(kind, rope, settings)
         elif rope.get("factor", float, 1.0) != 1.0:
-            raise Problem(f"{rope.where} has a factor but no rope_type; write which kind of scaling it is")
+            raise Problem(f"{rope.where} has a factor but no rope_type; write which type of scaling it is")
         for name, value in rope.unread().items():
             raise Problem(f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}")
 
-    def _agree(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
-        """As in transformers, the older one counts alone, so the newer one must not say more."""
+    def _require_equal(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
+        """Raises Problem if `rope_parameters` differs from `rope_scaling`, which has precedence."""
         kind = older.get("rope_type", older.get("type"))
         known = {**older, "rope_type": kind, "type": kind, "rope_theta": base}
         for name, value in newer.items():
@@ -264,13 +262,13 @@ class Rotary:
 
 
 def layer_list(layers: Iterable[int | bool]) -> str:
-    """As `--moe-layer-freq` and `--window-attn-skip-freq` say it."""
+    """Formats a pattern of layers as in `--moe-layer-freq` and `--window-attn-skip-freq`."""
     return str(list(map(int, layers))).replace(" ", "")
 
 
 @dataclass(frozen=True)
 class LayersWithExperts:
-    """Qwen's way to say it: every so many layers, but for some that are listed."""
+    """The layers with experts in Qwen's format: every n-th layer except for listed ones."""
 
     keys: ClassVar[tuple[str, ...]] = ("decoder_sparse_step", "mlp_only_layers")
 
@@ -296,16 +294,15 @@ class LayersWithExperts:
         }
 
 
-# Attention in windows: their ways to say in which layers, and ours.
-#
-# A window of theirs counts the token itself, ours the tokens before it.
-
-
+# Values of `layer_types`.
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 def set_window(settings: Settings, window: int | None, layers: Sequence[bool]) -> None:
-    """The settings of a model with windows of so many tokens, theirs counted, in these layers."""
+    """Assigns sliding-window settings for a Hugging Face window size and the layers that use it.
+
+    A window of transformers includes the token itself, `window_size` counts only the tokens before it.
+    """
     used = window is not None and any(layers)
     settings.assign(
         ORIGIN,
@@ -315,17 +312,19 @@ def set_window(settings: Settings, window: int | None, layers: Sequence[bool]) -
 
 
 def window_in(model: TransformerConfig) -> tuple[int | None, tuple[bool, ...]]:
-    """How many tokens a window has, theirs counted, and in which layers it is."""
+    """Returns the Hugging Face window size, which includes the token itself, and which layers use it."""
     count = model.num_layers
-    words = (model.window_size, model.window_attn_skip_freq, count)
-    before = [window_of(*words, layer_number=number + 1) for number in range(count)]
-    sizes = [size for size in before if size is not None]
-    return (sizes[0] + 1 if sizes else None), tuple(size is not None for size in before)
+    windows = [
+        window_of(model.window_size, model.window_attn_skip_freq, count, layer_number=number + 1)
+        for number in range(count)
+    ]
+    size = next((window + 1 for window in windows if window is not None), None)
+    return size, tuple(window is not None for window in windows)
 
 
 @dataclass(frozen=True)
 class WindowEverywhere:
-    """`sliding_window` tokens in every layer, or null. `switched`: it counts only with `use_sliding_window`."""
+    """A sliding window in every layer. `switched` means that it is only used with `use_sliding_window`."""
 
     keys: ClassVar[tuple[str, ...]] = ("sliding_window", "use_sliding_window")
 
@@ -333,17 +332,14 @@ class WindowEverywhere:
     switched: bool = False
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
-        window = None
-        if self._on(config):
-            default = self.default if "sliding_window" not in config.config else None
-            window = config.get("sliding_window", int, default)
-        set_window(settings, window, (True,) * settings.num_layers)
-
-    def _on(self, config: ConfigReader) -> bool:
+        window, used = None, True
         if self.switched:
-            return bool(config.get("use_sliding_window", bool, False))
-        config.require("use_sliding_window", (False,))
-        return True
+            used = bool(config.get("use_sliding_window", bool, False))
+        else:
+            config.require("use_sliding_window", (False,))
+        if used:
+            window = config.get("sliding_window", int, absent=self.default)
+        set_window(settings, window, (True,) * settings.num_layers)
 
     def write(self, settings: Settings) -> dict[str, Any]:
         window, _ = window_in(settings)
@@ -354,8 +350,10 @@ class WindowEverywhere:
 
 @dataclass(frozen=True)
 class WindowByLayer:
-    """Windows in the layers that `layer_types` names. Without it, in those from `max_window_layers` on; where versions of
-    transformers do not agree on that (`by_number` False), it must be there."""
+    """Sliding windows in the layers given by `layer_types`, or by default from layer `max_window_layers` on.
+
+    `by_number` is False if versions of transformers differ in that default; `layer_types` is then required.
+    """
 
     keys: ClassVar[tuple[str, ...]] = (
         "use_sliding_window",
@@ -370,24 +368,23 @@ class WindowByLayer:
         used, count = config.get("use_sliding_window", bool, False), settings.num_layers
         kinds = config.get("layer_types", list)
         if kinds is not None:
-            self._check(kinds, count, used)
+            self._check_layer_types(kinds, count, used)
         elif used and not self.by_number:
             raise Problem(
                 "config.json has use_sliding_window True without layer_types; write which layers have windows"
             )
         elif used:
-            # 0 is no mistake: all layers have windows.
+            # `get` refuses 0, which is valid here: all layers have windows.
             first = (
                 0 if config.config.get("max_window_layers") == 0 else config.get("max_window_layers", int, 28)
             )
             kinds = [_WINDOW if number >= first else _FULL for number in range(count)]
         window = None
         if used:
-            default = 4096 if "sliding_window" not in config.config else None
-            window = config.get("sliding_window", int, default)
+            window = config.get("sliding_window", int, absent=4096)
         set_window(settings, window, [kind == _WINDOW for kind in kinds or [_FULL] * count])
 
-    def _check(self, kinds: list[Any], count: int, used: bool) -> None:
+    def _check_layer_types(self, kinds: list[Any], count: int, used: bool) -> None:
         unknown = [kind for kind in kinds if kind not in (_FULL, _WINDOW)]
         if unknown:
             raise Problem(

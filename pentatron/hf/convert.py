@@ -1,8 +1,9 @@
-"""`pentatron export`: the weights of a checkpoint, whatever layout saved it, as a Hugging Face folder."""
+"""`pentatron import` and `pentatron export`: Hugging Face folders to checkpoints of weights, and back."""
 
 import json
 import math
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,22 +42,22 @@ from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Facts, Settings
 from pentatron.text import parse_json
 
-# `pentatron import`: a Hugging Face folder becomes a checkpoint of ours that holds weights alone.
-
-
-# The settings of a run are of no concern to weights; these stand for what a run would have to say.
+# Placeholders for the required settings of a run, which do not affect the weights.
 _IMPORTED = EntryPoint(
     name="pentatron import",
     summary="",
     defaults={"dataset_size": 1, "train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1},
 )
-# So that nobody takes step 0 for a run that has only begun: there is no optimizer, no order of samples.
+# Marks step 0 as imported weights, without optimizer state and sample order.
 RUN_STATE: Mapping[str, Any] = {"step": 0, "weights_only": True}
+_METADATA = {"format": "pt"}
+# transformers 5 writes the first key, earlier versions read the second.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """`tokenizer`: files to carry along instead of those of the folder; `file_bytes`: the size of the files written."""
+    """Options of an import. `tokenizer` are files to copy instead of the folder's."""
 
     dtype: torch.dtype | None = None
     allow_narrowing: bool = False
@@ -71,9 +72,9 @@ def import_folder(
     display: Display,
     judge: Callable[[Path], None] | None = None,
 ) -> Summary:
-    """Writes `out`; what is wrong with the source is found before anything is written.
+    """Imports a Hugging Face folder as a checkpoint. The source is checked before anything is written.
 
-    `judge` sees the finished folder before it gets its name, and may raise.
+    `judge` is called with the complete folder before it is renamed to `out`, and may raise.
     """
     files = small_files(source, options.tokenizer)
     for doubt in doubts_of(files):
@@ -84,9 +85,9 @@ def import_folder(
         total = sum(outline.bytes for outline in outlines.values())
         progress = Progress(display, "importing", total)
         read = progress.counting(values)
-        with new_folder(out, total) as made:
+        with new_folder(out, total) as new:
             save_streamed(
-                CheckpointStore(made, keep=None),
+                CheckpointStore(new, keep=None),
                 step=0,
                 outlines={f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
                 read=lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
@@ -94,10 +95,10 @@ def import_folder(
                 config=config.nested(),
                 file_bytes=options.file_bytes,
             )
-            copy_files(files, made / FOLDER_NAME)
+            copy_files(files, new / FOLDER_NAME)
             seconds = progress.seconds
             if judge is not None:
-                judge(made)
+                judge(new)
         parameters = sum(math.prod(outline.shape) for outline in outlines.values())
         return Summary(parameters, len(outlines), total, seconds)
 
@@ -105,7 +106,7 @@ def import_folder(
 def tensors_of(
     folder: HuggingFaceFolder, config: RunConfig, options: ImportOptions
 ) -> tuple[dict[str, Outline], Read]:
-    """Our tensors of the model in a folder, and how they are read out of it; that all are there is checked here."""
+    """Returns the checkpoint tensors of the model in a folder, and a function that reads them."""
     model_type = model_type_of(folder.config)
     links = links_of(model_type, config.model, config.moe, folder.tensors)
     check_covered(links, folder, model_type)
@@ -114,7 +115,7 @@ def tensors_of(
 
 
 def config_for(settings: Mapping[str, Any]) -> RunConfig:
-    """A whole configuration with this architecture; everything else as if nobody had said anything."""
+    """Returns a configuration with this architecture and default values for everything else."""
     draft = gather([], _IMPORTED)
     draft.assign("config.json", **settings)
     draft.assign("config.json", seq_length=draft.max_position_embeddings)
@@ -127,25 +128,20 @@ def _imported_outlines(
     shapes: Mapping[str, Shape],
     options: ImportOptions,
 ) -> dict[str, Outline]:
-    """What our tensors will be: of the type of the source, unless another was asked for."""
-    found: dict[str, Outline] = {}
+    """Returns dtype and shape of the checkpoint tensors; the dtype defaults to that of the source."""
+    outlines: dict[str, Outline] = {}
     for ours, group in by_ours(links).items():
         stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
         if options.dtype is not None and not options.allow_narrowing:
             for theirs, dtype in stored.items():
                 require_room(theirs, dtype, options.dtype)
-        found[ours] = Outline(options.dtype or common_dtype(stored.values()), shapes[ours])
-    return found
-
-
-_METADATA = {"format": "pt"}
-# Both names of it: transformers 5 writes the first, earlier versions read the second.
-_DTYPE_KEYS = ("dtype", "torch_dtype")
+        outlines[ours] = Outline(options.dtype or common_dtype(stored.values()), shapes[ours])
+    return outlines
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """`tokenizer`: files to carry along instead of those beside the steps; `check`: compare the sums of the files."""
+    """Options of an export. `tokenizer` are files to copy instead of the checkpoint's."""
 
     dtype: torch.dtype | None = None
     allow_narrowing: bool = False
@@ -161,31 +157,42 @@ def export_step(
     display: Display,
     judge: Callable[[Path], None] | None = None,
 ) -> Summary:
-    """Writes `out`. `judge` sees the finished folder before it gets its name, and may raise."""
+    """Exports a step as a Hugging Face folder.
+
+    `judge` is called with the complete folder before it is renamed to `out`, and may raise."""
     model, moe = architecture_of(found)
-    carried = found.folder.parent / FOLDER_NAME
-    config = config_of(model, moe, _original(carried))
+    model_files = found.folder.parent / FOLDER_NAME
+    config = config_of(model, moe, _original_config(model_files))
     links = links_of(config["model_type"], model, moe)
     _require_weights(found, logical_shapes(model, moe))
     outlines = _exported_outlines(found.manifest, links, options)
-    config |= dict.fromkeys(_DTYPE_KEYS, str(_usual_dtype(outlines)).removeprefix("torch."))
+    bytes_of: Counter[torch.dtype] = Counter()
+    for outline in outlines.values():
+        bytes_of[outline.dtype] += outline.bytes
+    # config.json names a single dtype: that of most bytes.
+    main_dtype = bytes_of.most_common(1)[0][0]
+    config |= dict.fromkeys(_DTYPE_KEYS, str(main_dtype).removeprefix("torch."))
     total = sum(outline.bytes for outline in outlines.values())
     progress = Progress(display, "exporting", total)
-    with new_folder(out, total) as made:
-        with StepReader(found.folder, found.manifest) as step, _sums_compared(found, options.check):
-            read = progress.counting(reads_theirs(links, _weights_of(step), outlines))
-            _write_shards(made, outlines, read, options.shard_bytes)
-        write_new(made / CONFIG, _json(config))
-        copy_files((path for path in small_files(carried, options.tokenizer) if path.name != CONFIG), made)
+    with new_folder(out, total) as new:
+        with StepReader(found.folder, found.manifest) as step, _verifying_checksums(found, options.check):
+
+            def read_weight(name: str, start: Shape, size: Shape) -> torch.Tensor:
+                return step.read(f"{WEIGHTS}{name}", start, size)
+
+            read = progress.counting(reads_theirs(links, read_weight, outlines))
+            _write_shards(new, outlines, read, options.shard_bytes)
+        write_new(new / CONFIG, _json(config))
+        copy_files((path for path in small_files(model_files, options.tokenizer) if path.name != CONFIG), new)
         seconds = progress.seconds
         if judge is not None:
-            judge(made)
+            judge(new)
     parameters = sum(math.prod(outline.shape) for outline in outlines.values())
     return Summary(parameters, len(outlines), total, seconds)
 
 
 def trained_dtype(manifest: Manifest) -> torch.dtype | None:
-    """What the model computed with, of which the stored weights are the fp32 master; None: what is stored, or fp32."""
+    """Returns the half-precision dtype that the run computed in, or None."""
     saved = Settings.defaults(**manifest.config.get("precision", {}))
     if saved.bf16:
         return torch.bfloat16
@@ -193,23 +200,24 @@ def trained_dtype(manifest: Manifest) -> torch.dtype | None:
 
 
 def stored_dtypes(manifest: Manifest) -> set[torch.dtype]:
+    """Returns the dtypes of the weights in a step."""
     return {DTYPES[record.dtype] for name, record in manifest.tensors.items() if name.startswith(WEIGHTS)}
 
 
-def _original(carried: Path) -> dict[str, Any] | None:
-    """The config.json the model came with."""
-    path = carried / CONFIG
+def _original_config(folder: Path) -> dict[str, Any] | None:
+    """Returns the config.json of the model from which the run started."""
+    path = folder / CONFIG
     if not path.is_file():
         return None
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); remove it, or put the right one there") from None
-    return found if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def _require_weights(found: Found, shapes: Mapping[str, Sequence[int]]) -> None:
-    """The step holds the weights of the model it describes: all of them, and no others."""
+    """Raises UserError unless the step contains exactly the weights of the model that it describes."""
     stored = {
         name.removeprefix(WEIGHTS): record.shape
         for name, record in found.manifest.tensors.items()
@@ -231,11 +239,13 @@ def _require_weights(found: Found, shapes: Mapping[str, Sequence[int]]) -> None:
 def _exported_outlines(
     manifest: Manifest, links: Sequence[Link], options: ExportOptions
 ) -> dict[str, Outline]:
-    """What their tensors will be. Weights of a run become what the run computed with, others stay what they are."""
-    stored: dict[str, set[torch.dtype]] = {}
+    """Returns dtype and shape of the exported tensors.
+
+    The fp32 master weights of a mixed-precision run are exported in the dtype it computed in.
+    """
+    stored: dict[str, set[torch.dtype]] = defaultdict(set)
     for link in links:
-        dtype = DTYPES[manifest.tensors[f"{WEIGHTS}{link.ours}"].dtype]
-        stored.setdefault(link.theirs, set()).add(dtype)
+        stored[link.theirs].add(DTYPES[manifest.tensors[f"{WEIGHTS}{link.ours}"].dtype])
     trained = trained_dtype(manifest)
     wanted = options.dtype or trained
     if wanted is not None and wanted != trained and not options.allow_narrowing:
@@ -248,39 +258,27 @@ def _exported_outlines(
     }
 
 
-def _usual_dtype(outlines: Mapping[str, Outline]) -> torch.dtype:
-    """The type of most of the bytes: what config.json names."""
-    held: dict[torch.dtype, int] = {}
-    for outline in outlines.values():
-        held[outline.dtype] = held.get(outline.dtype, 0) + outline.bytes
-    return max(held, key=lambda dtype: held[dtype])
-
-
-def _weights_of(step: StepReader) -> Read:
-    return lambda name, start, size: step.read(f"{WEIGHTS}{name}", start, size)
-
-
 class DamagedStep(UserError):
-    """The files of a step are not what its manifest says; its cause says which."""
+    """Raised if the files of a step do not match its manifest."""
 
 
 @contextmanager
-def _sums_compared(found: Found, wanted: bool) -> Iterator[None]:
-    """Compares the sums of the step's files while they are used, and raises in the end if one is wrong."""
+def _verifying_checksums(found: Found, enabled: bool) -> Iterator[None]:
+    """Verifies the checksums of a step in a thread; raises at the end of the block if one is wrong."""
     damage: list[Exception] = []
 
-    def compare() -> None:
+    def verify() -> None:
         try:
             verify_files(found.folder, found.manifest)
         except (DamagedCheckpoint, OSError) as error:
             damage.append(error)
 
-    # A daemon, so that a process that is stopped does not wait for it.
-    thread = threading.Thread(target=compare, daemon=True)
-    if wanted:
+    # A daemon thread does not delay the exit of a process that is stopped.
+    thread = threading.Thread(target=verify, daemon=True)
+    if enabled:
         thread.start()
     yield
-    if wanted:
+    if enabled:
         thread.join()
     if damage:
         kind = DamagedStep if isinstance(damage[0], DamagedCheckpoint) else UserError
@@ -288,7 +286,7 @@ def _sums_compared(found: Found, wanted: bool) -> Iterator[None]:
 
 
 def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, shard_bytes: int) -> None:
-    """One file, or several with an index, named as transformers names them."""
+    """Writes one safetensors file, or several with an index, with the names that transformers uses."""
     groups = list(in_files(outlines, shard_bytes))
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     if len(groups) == 1:

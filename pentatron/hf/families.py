@@ -1,6 +1,6 @@
-"""The families of models: which keys of their config.json mean which settings of ours.
+"""Supported model families, and the mapping of their config.json keys to settings.
 
-What a key defaults to where it is absent is what the classes of `transformers` take.
+The default of a key is that of the configuration class in `transformers`.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from pentatron.hf.config_reader import (
 
 @dataclass(frozen=True)
 class Key:
-    """A key and the settings with the same value, or, with `inverted`, the opposite one."""
+    """A config.json key and the settings with its value, or with the negated value if `inverted`."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -32,8 +32,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Family:
-    """`fixed`: settings every model of it has. `required`: keys of which only these values are supported; the first is
-    written."""
+    """A model family. `fixed` are settings of all its models.
+
+    `required` are the supported values of keys, of which the first one is written."""
 
     architecture: str
     fixed: Mapping[str, Any]
@@ -186,7 +187,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Keys of some families that others only know with the value that changes nothing.
+# Keys of some families that are allowed in others only with the value that has no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -206,7 +207,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([],),
 }
 
-# Keys that do not change what the model computes: names, tokens, text generation, how to run it, losses of training.
+# Keys without an effect on the model: names, tokens, text generation, execution, training losses.
 INERT = frozenset(
     """
     model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash

@@ -1,14 +1,14 @@
-"""A model as Hugging Face stores it: a folder with config.json and safetensors files, read without running anything.
+"""Opens Hugging Face model folders: config.json and safetensors files, read without executing code.
 
-Everything that can be known without reading weights is checked before the first of them is used. An index names files of
-its own folder alone. A file may be a symbolic link, wherever it leads: the cache of the hub consists of links.
+Everything except the values of the weights is checked at open. An index may only name files of its own
+folder. Files may be symbolic links to any place, as in the cache of huggingface_hub.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -26,16 +26,15 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is and what it is there; `dtype` is the name safetensors uses, such as BF16."""
+    """File, dtype and shape of a tensor; `dtype` is the name in safetensors, such as BF16."""
 
     file: str
     dtype: str
     shape: Shape
 
 
-class HuggingFaceFolder:
-    """An open folder. Its files stay open until `close`, or the end of a `with`; of their weights only what is asked
-    for is read."""
+class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
+    """An open model folder; a context manager that closes its files. Weights are read on demand."""
 
     def __init__(
         self,
@@ -50,37 +49,33 @@ class HuggingFaceFolder:
         self._files, self._closing = files, closing
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """A rectangle of a tensor; it may be a view of the file, so it is to be copied before the folder is closed."""
+        """Reads a slice of a tensor, possibly a view that is only valid while the folder is open."""
         file = self._files[self.tensors[name].file]
-        where = tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))
-        rectangle: Tensor = file.get_slice(name)[where] if where else file.get_tensor(name)
-        return rectangle
+        index = tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))
+        # A 0-dimensional tensor has no slices.
+        values: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+        return values
 
     def close(self) -> None:
         self._closing.close()
 
-    def __enter__(self) -> "HuggingFaceFolder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
-    """Opens a folder and checks it: what it names is there, what is there is whole, and nothing is there twice."""
+    """Opens a folder and checks that all files it names exist, are complete and define each tensor once."""
     if not path.is_dir():
         raise UserError(
             f"{path} is not a folder; give one with {CONFIG} and {SINGLE}, as save_pretrained writes it"
         )
-    config = _config(path)
-    expected = _expected(path)
+    config = _read_config(path)
+    expected = _weight_files(path)
     with ExitStack() as closing:
         files = {name: _open_file(path / name, closing) for name in expected}
         tensors: dict[str, StoredTensor] = {}
         for name, file in files.items():
-            for key in _keys_of(path, name, set(file.keys()), expected[name]):
+            for key in _checked_keys(path, name, set(file.keys()), expected[name]):
                 stored = file.get_slice(key)
                 tensors[key] = StoredTensor(name, stored.get_dtype(), tuple(stored.get_shape()))
         if not tensors:
@@ -90,21 +85,21 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path)
+        content = read_json(path)
     except ValueError as error:
         raise UserError(
             f"{path} is not JSON ({error}); it is damaged: download or save the model again"
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(
-            f"{path} holds a {type(found).__name__}, not a JSON object; download or save the model again"
+            f"{path} holds a {type(content).__name__}, not a JSON object; download or save the model again"
         )
-    return found
+    return content
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).exists():
         raise UserError(
             f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
@@ -113,8 +108,8 @@ def _config(path: Path) -> dict[str, Any]:
     return _read_json(path / CONFIG)
 
 
-def _expected(path: Path) -> dict[str, set[str] | None]:
-    """The files that hold weights, and the keys the index says are in each; None: there is no index."""
+def _weight_files(path: Path) -> dict[str, set[str] | None]:
+    """Returns the weight files, with the keys that the index lists for each, or None without an index."""
     single, index = (path / SINGLE).exists(), (path / INDEX).exists()
     if single and index:
         raise UserError(
@@ -123,7 +118,7 @@ def _expected(path: Path) -> dict[str, set[str] | None]:
     if single:
         return {SINGLE: None}
     if index:
-        return _indexed(path)
+        return _files_of_index(path)
     pickled = [name for name in _PICKLED if (path / name).exists()]
     if pickled:
         raise UserError(
@@ -133,19 +128,17 @@ def _expected(path: Path) -> dict[str, set[str] | None]:
     raise UserError(f"{path} has no weights: neither {SINGLE} nor {INDEX}; was the download complete?")
 
 
-def _indexed(path: Path) -> dict[str, set[str] | None]:
+def _files_of_index(path: Path) -> dict[str, set[str] | None]:
     weights = _read_json(path / INDEX).get("weight_map")
     if not isinstance(weights, dict) or not weights:
         raise UserError(f"{path / INDEX} has no weight_map; download or save the model again")
-    expected: dict[str, set[str] | None] = {}
+    expected: dict[str, set[str]] = {}
     for key, file in weights.items():
-        if not isinstance(file, str) or not _plain(file):
+        if not isinstance(file, str) or file in ("", ".", "..") or any(mark in file for mark in "/\\\0"):
             raise UserError(
-                f"{path / INDEX} says that {key} is in {file!r}, which is no file of this folder; such an index is not followed"
+                f"{path / INDEX} says that {key} is in {file!r}, which is not a file of this folder; such an index is refused"
             )
-        keys = expected.setdefault(file, set())
-        assert keys is not None
-        keys.add(key)
+        expected.setdefault(file, set()).add(key)
     missing = sorted(file for file in expected if not (path / file).is_file())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -153,10 +146,6 @@ def _indexed(path: Path) -> dict[str, set[str] | None]:
             f"{path} lacks {missing[0]}{more} of the {len(expected)} files in {INDEX}; complete the download"
         )
     return dict(sorted(expected.items()))
-
-
-def _plain(file: str) -> bool:
-    return bool(file) and file not in (".", "..") and not any(mark in file for mark in "/\\\0")
 
 
 def _open_file(path: Path, closing: ExitStack) -> Any:
@@ -172,7 +161,8 @@ def _open_file(path: Path, closing: ExitStack) -> Any:
         raise UserError(f"{path} is damaged ({error}); download or save it again") from None
 
 
-def _keys_of(path: Path, file: str, found: set[str], expected: set[str] | None) -> list[str]:
+def _checked_keys(path: Path, file: str, found: set[str], expected: set[str] | None) -> list[str]:
+    """Returns the sorted keys of a file, checked against the index."""
     if expected is not None and found != expected:
         lost, extra = sorted(expected - found), sorted(found - expected)
         what = (
@@ -186,6 +176,6 @@ def _keys_of(path: Path, file: str, found: set[str], expected: set[str] | None) 
         )
     if odd := [key for key in found if one_line(key) != key]:
         raise UserError(
-            f"{path / file} has a tensor named {one_line(odd[0])}, with characters that no name has; download it again"
+            f"{path / file} has a tensor named {one_line(odd[0])}, with unprintable characters; download it again"
         )
     return sorted(found)

@@ -1,4 +1,4 @@
-"""Names such as `Qwen/Qwen2.5-7B` where a folder is expected: downloaded once, then taken from the cache."""
+"""Resolves model names of the Hugging Face Hub, such as `Qwen/Qwen2.5-7B`, to downloaded folders."""
 
 import re
 from collections.abc import Sequence
@@ -6,26 +6,26 @@ from pathlib import Path
 
 from pentatron.errors import UserError
 
-# Weights, settings and tokenizers; no pickles, no code, no weights in other formats.
+# Weights, configuration and tokenizer; no pickles, code or weights in other formats.
 WANTED_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges*", "*.model", "*.jinja")
 TOKENIZER_FILES = tuple(name for name in WANTED_FILES if name != "*.safetensors")
-# Copies of the weights for other programs, in folders of their own.
+# Subfolders, which hold copies of the weights for other programs.
 UNWANTED_FILES = ("*/*",)
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the name means a model of the hub. What exists as a path is a path."""
+    """Whether the name is a model of the hub; an existing path has precedence."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTED_FILES) -> Path:
-    """The folder of that name, or the downloaded one of that hub id; without network only if it is in the cache."""
+    """Returns the folder of a path or hub name; without `network` only from the cache."""
     if not is_hub_id(name):
         if not Path(name).is_dir():
             raise UserError(
-                f"{name} is no folder; name a folder with config.json and safetensors files, or a model of the hub such "
+                f"{name} is not a folder; name a folder with config.json and safetensors files, or a model of the hub such "
                 f"as Qwen/Qwen2.5-7B"
             )
         return Path(name)
@@ -37,7 +37,9 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
             RepositoryNotFoundError,
         )
     except ImportError:
-        raise _not_here(name, "the huggingface_hub library is missing: pip install huggingface-hub") from None
+        raise _unavailable(
+            name, "the huggingface_hub library is missing: pip install huggingface-hub"
+        ) from None
     try:
         return Path(
             snapshot_download(
@@ -53,24 +55,21 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
             f"and for a closed model run `hf auth login`"
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise _not_here(name, "it is not in the cache and the hub cannot be reached") from None
+        raise _unavailable(name, "it is not in the cache and the hub cannot be reached") from None
     except (OSError, ValueError) as error:
-        # Connections, proxies, disks: the library passes on the errors of whatever it uses.
-        raise _not_here(name, f"{type(error).__name__}: {_first_line(error)}") from None
+        # Errors of connections, proxies and disks, which the library passes on.
+        reason = (str(error).splitlines() or [""])[0]
+        raise _unavailable(name, f"{type(error).__name__}: {reason}") from None
 
 
-def _not_here(name: str, reason: str) -> UserError:
+def _unavailable(name: str, reason: str) -> UserError:
     if Path(name).parent.is_dir():
-        # More likely a path with a slip of the pen than somebody's model.
+        # More likely a misspelt path than a hub name.
         return UserError(
             f"there is no {Path(name).name} in the folder {Path(name).parent}, and no model {name} could be downloaded ({reason}); "
             f"check the path"
         )
     return UserError(
-        f"{name} is no folder here and could not be downloaded ({reason}); where there is a network run `hf download "
+        f"{name} is not a folder here and could not be downloaded ({reason}); where there is a network run `hf download "
         f"{name} --local-dir DIR`, copy DIR here and name it instead"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

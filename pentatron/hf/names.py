@@ -1,4 +1,4 @@
-"""The names of our tensors in Hugging Face files: a table for each family, for both directions."""
+"""Tensor names in Hugging Face files, as a table for each family, and loading of their weights."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -24,15 +24,17 @@ from pentatron.models.causal_lm import logical_shapes
 from pentatron.parallel.shards import Fragment
 from pentatron.settings.model import MoEConfig, TransformerConfig
 
+_FIRST_PROBLEMS = 5
 _UNKNOWN = "this family of models has no tensor like {ours}; choose another family"
 
 
 @dataclass(frozen=True)
 class FamilyNames:
-    """A table, and what else a file of the family may contain.
+    """The tensor names of a family.
 
-    `base`: the prefix that files of the bare model leave out. `tied_copy`: the name of the output layer, under which a tied model
-    may have the `embedding` once more. `ignored`: patterns of buffers that a model computes for itself.
+    `base` is the prefix that files of the base model omit. `tied_copy` is the name of the output layer,
+    under which a file may contain a tied `embedding` again. `ignored` are patterns of buffers that the
+    model computes.
     """
 
     table: NameTable
@@ -71,7 +73,7 @@ _LLAMA = (
 
 
 def _gated(ours: str, theirs: str) -> tuple[Row, ...]:
-    """An MLP whose gate and up projection are one matrix here."""
+    """Returns the rows of an MLP whose gate and up projections are one matrix here."""
     return (
         _row(
             f"{ours}.linear_fc1.{{kind}}",
@@ -83,7 +85,7 @@ def _gated(ours: str, theirs: str) -> tuple[Row, ...]:
 
 
 def _experts(router: str, each: tuple[str, str, str]) -> tuple[Row, ...]:
-    """Experts one by one, as files hold them, or all in one tensor, as transformers 5 has them in memory."""
+    """Returns the rows of experts, one by one as in files, or stacked as in transformers 5's modules."""
     gate, up, down = each
     experts = "{base}layers.{layer}.mlp.experts"
     return (
@@ -173,21 +175,14 @@ NAME_TABLES: dict[str, FamilyNames] = {
 def links_of(
     model_type: str, model: TransformerConfig, moe: MoEConfig, names: Collection[str] | None = None
 ) -> list[Link]:
-    """The links of all tensors of a model, in its own order.
+    """Returns the links of all tensors of a model, in the order of the model.
 
-    `names` are the keys of a file, which may have one of several forms; without them it is the form to be written.
+    `names` are the keys of a file, which select one of several formats; None selects the format to write.
     """
     known = NAME_TABLES[model_type]
     bare = names is not None and not any(name.startswith(known.base) for name in names)
     shapes = logical_shapes(model, moe)
     return links_by_table(known.table, model, shapes, names, "" if bare else known.base)
-
-
-# Weights of a Hugging Face folder: checked against a model, and read into memory that already exists,
-# whatever the layout.
-
-
-_FIRST_PROBLEMS = 5
 
 
 def load_weights(
@@ -197,30 +192,33 @@ def load_weights(
     targets: Iterable[Fragment],
     allow_narrowing: bool = False,
 ) -> None:
-    """Overwrites every target with the folder's values; of the files no more is read than the targets need.
+    """Copies the weights of a folder into the target fragments, reading only the parts that they need.
 
-    A target names a logical tensor of the model. A type that cannot hold the stored values is refused unless
-    `allow_narrowing`. The folder is checked as a whole first, so that nothing is overwritten if it does not fit.
+    A dtype that cannot represent the stored values raises UserError unless `allow_narrowing`. The whole
+    folder is checked first, so that no target is modified if it does not fit.
     """
     model_type = model_type_of(folder.config)
     links = links_of(model_type, model, moe, folder.tensors)
     check_covered(links, folder, model_type)
-    of_tensor = by_ours(links)
-    wanted = list(targets)
-    for target in wanted:
-        if target.tensor not in of_tensor:
+    links_by_tensor = by_ours(links)
+    targets = list(targets)
+    for target in targets:
+        if target.tensor not in links_by_tensor:
             raise UserError(
                 f"this model has {target.tensor}, which no {model_type} model has, so {folder.path} cannot fill it; use the family's "
                 f"own layers, or start from other weights"
             )
-        for link in of_tensor[target.tensor]:
-            _require_room(folder, link, target, allow_narrowing)
+        for link in links_by_tensor[target.tensor]:
+            _require_precision(folder, link, target, allow_narrowing)
     with torch.no_grad():
-        for target in wanted:
-            fill(target, of_tensor[target.tensor], folder.read)
+        for target in targets:
+            fill(target, links_by_tensor[target.tensor], folder.read)
 
 
-def _require_room(folder: HuggingFaceFolder, link: Link, target: Fragment, allow_narrowing: bool) -> None:
+def _require_precision(
+    folder: HuggingFaceFolder, link: Link, target: Fragment, allow_narrowing: bool
+) -> None:
+    """Raises UserError if the dtype of the target cannot represent all stored values."""
     stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
     if not allow_narrowing and not holds(kept, stored):
         names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
@@ -231,14 +229,16 @@ def _require_room(folder: HuggingFaceFolder, link: Link, target: Fragment, allow
 
 
 def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
-    """Every key of the folder is accounted for: nothing missing, nothing left over, shapes and types right."""
-    known, wanted = NAME_TABLES[model_type], their_shapes(links)
+    """Raises UserError unless the folder has exactly the expected tensors."""
+    family, shapes = NAME_TABLES[model_type], their_shapes(links)
     problems = []
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         stored = folder.tensors.get(name)
         if stored is None:
             hint = (
-                " (set tie_word_embeddings to true if it is the embedding)" if name == known.tied_copy else ""
+                " (set tie_word_embeddings to true if it is the embedding)"
+                if name == family.tied_copy
+                else ""
             )
             problems.append(f"{name} is missing{hint}")
         elif stored.shape != shape:
@@ -246,10 +246,10 @@ def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type
         elif stored.dtype not in WEIGHT_DTYPES:
             problems.append(f"{name} is of type {stored.dtype}, not one of {', '.join(WEIGHT_DTYPES)}")
     for name in folder.tensors:
-        if name in wanted or any(re.fullmatch(pattern, name) for pattern in known.ignored):
+        if name in shapes or any(re.fullmatch(pattern, name) for pattern in family.ignored):
             continue
-        if name == known.tied_copy:
-            problems += _tied_copy_problem(folder, known)
+        if name == family.tied_copy:
+            problems += _tied_copy_problem(folder, family)
         else:
             problems.append(f"{name} has no place in this model")
     if problems:
@@ -259,20 +259,20 @@ def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type
         raise UserError(f"the weights in {folder.path} do not fit its config.json{count}: {listed}")
 
 
-def _tied_copy_problem(folder: HuggingFaceFolder, known: FamilyNames) -> list[str]:
-    """A tied model has one matrix; some files hold it under both names."""
-    names = {known.embedding.format(base=base) for base in (known.base, "")}
+def _tied_copy_problem(folder: HuggingFaceFolder, family: FamilyNames) -> list[str]:
+    """Returns a problem if a stored output layer of a tied model differs from the embedding."""
+    names = {family.embedding.format(base=base) for base in (family.base, "")}
     embedding = next((name for name in names if name in folder.tensors), None)
     if embedding is None:
         return []
-    head, other = folder.tensors[known.tied_copy], folder.tensors[embedding]
+    head, other = folder.tensors[family.tied_copy], folder.tensors[embedding]
     alike = head.shape == other.shape and head.dtype == other.dtype and head.dtype in WEIGHT_DTYPES
     if alike and all(
-        torch.equal(folder.read(known.tied_copy, *block), folder.read(embedding, *block))
+        torch.equal(folder.read(family.tied_copy, *block), folder.read(embedding, *block))
         for block in blocks(head.shape, WEIGHT_DTYPES[head.dtype].itemsize)
     ):
         return []
     return [
-        f"{known.tied_copy} differs from {embedding}, but config.json says tie_word_embeddings, so one of them is wrong (set "
+        f"{family.tied_copy} differs from {embedding}, but config.json says tie_word_embeddings, so one of them is wrong (set "
         f"tie_word_embeddings to false if the model has both)"
     ]

@@ -76,8 +76,7 @@ def test_a_broken_tokenizer_is_not_carried_along_in_silence(
     cut.write_text("{}")
     assert main([*words, "--tokenizer", str(cut.parent)]) == 0
     assert (
-        "tokenizer.json is carried along, but the package tokenizers here cannot read it"
-        in capsys.readouterr().out
+        "tokenizer.json is copied, but the package tokenizers here cannot read it" in capsys.readouterr().out
     )
 
 
@@ -119,7 +118,7 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         ("import a b --dtype int8", "--dtype wants one of fp32, bf16, fp16, not 'int8'"),
         ("import a b --allow-narrowing", "--allow-narrowing: set the type"),
         ("export a b --max-shard-size many", "--max-shard-size many: write a size such as 5GB"),
-        ("import none b", "none is no folder"),
+        ("import none b", "none is not a folder"),
         ("export none b", "none does not exist"),
     ],
 )

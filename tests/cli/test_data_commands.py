@@ -100,7 +100,7 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
     words = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "Qwen/Qwen2.5-7B"]
     assert main(["prepare", "--input", str(text), "--output-prefix", str(tmp_path / "o"), *words]) == 2
     said = capsys.readouterr().err
-    assert "Tokenizer not found: Qwen/Qwen2.5-7B is no folder here and could not be downloaded" in said
+    assert "Tokenizer not found: Qwen/Qwen2.5-7B is not a folder here and could not be downloaded" in said
     assert asked[0] == "Qwen/Qwen2.5-7B" and "*.safetensors" not in asked[1]  # type: ignore[operator]
     (tmp_path / "model").mkdir()
     train_bpe(iter(["a b"]), 260).save(str(tmp_path / "model" / "tokenizer.json"))

@@ -1,4 +1,6 @@
-"""`--epochs`: steps are counted from the index of files before anything starts, or when the run has tokenized its data."""
+"""`--epochs`: steps are counted from the index of files before anything starts, or when the run has
+tokenized its data.
+"""
 
 import json
 from pathlib import Path
@@ -85,7 +87,7 @@ def test_every_document_is_read_as_often_as_epochs_say(pairs: tuple[Path, Path],
     opened = open_data(config, world, tmp_path, Silent())
     train = arrange(opened, config, world, TrainState(), tmp_path, Silent()).train
     assert isinstance(train, GPTDataset)
-    assert train.index.epochs == 3 and not train.index.separate_final_epoch
+    assert train.parts[0].epochs == 3 and not train.parts[0].separate_final_epoch
     assert config.spans.total == 72 and len(train) == 74, "sequences run on over the ends of epochs"
 
 
@@ -156,7 +158,7 @@ def test_data_of_a_program_is_not_counted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data is read; give --train-iters"):
         prepare(words.split(), TRAIN, own_data=True)
     there = prepare(words.split(), TRAIN, Facts(1, 1, 8, "torchrun", True)).resolved
-    with pytest.raises(AgreedError, match="the program has data of its own; give --train-iters"):
+    with pytest.raises(AgreedError, match="the program supplies its own data; give --train-iters"):
         settle_epochs(there, single_process(), tmp_path, Silent(), own_data=True)
 
 

@@ -1,4 +1,4 @@
-"""A small tokenizer folder with a chat template, and templates in the styles of well-known models."""
+"""A small tokenizer folder with a chat template, and templates in the style of well-known models."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ MARKED = CHATML.replace(
     "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}",
 )
-# Thoughts are written before the last answer alone.
+# Reasoning is only rendered for the last answer.
 THINKING = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
@@ -48,12 +48,12 @@ STYLES = {"chatml": CHATML, "headers": HEADERS, "instructions": INSTRUCTIONS, "m
 
 
 def tokenizer_folder(folder: Path, template: str | None, in_config: bool = False) -> Path:
-    """A byte-level tokenizer as a model's folder has it."""
+    """Returns a folder with a byte-level tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # It cuts spaces from the front of the places of tokens, as those of GPT-2 and Qwen do.
+    # It trims leading spaces from the offsets of tokens, as the tokenizers of GPT-2 and Qwen do.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(

@@ -1,4 +1,4 @@
-"""Random pairs with random damage: what a reader makes of them. Run by the tests and, many more, by scripts/fuzz_data.py."""
+"""Random pairs with random damage, for the tests and scripts/fuzz_data.py."""
 
 import random
 import shutil
@@ -19,7 +19,7 @@ ENDINGS = (".bin", ".idx", ".meta")
 
 
 def random_documents(draw: random.Random, dtype: str) -> Documents:
-    """Documents of sequences; some corpora are larger than a block of checksums."""
+    """Returns documents of sequences; some corpora are larger than a checksum block."""
     numbers = np.random.default_rng(draw.randrange(2**32))
     longest = draw.choice((3, 40, 40, 20000))
     high = min(np.iinfo(dtype).max, 60000)
@@ -40,7 +40,7 @@ def write(prefix: Path, documents: Documents, dtype: str) -> None:
 
 
 def read(prefix: Path) -> Documents:
-    """Every sequence, in one piece or in two."""
+    """Reads every sequence, in one or two parts."""
     dataset = IndexedDataset(prefix)
     bounds = dataset.document_indices.tolist()
     found: Documents = []
@@ -102,7 +102,7 @@ def shift(draw: random.Random, content: bytearray) -> None:
 
 
 def adjust_number(draw: random.Random, content: bytearray) -> None:
-    """A number of the index a little larger or smaller: the damage that looks most like good data."""
+    """Changes a number of the index slightly, which is the damage closest to valid data."""
     at = draw.randrange(len(content))
     content[at] = (content[at] + draw.choice((-2, -1, 1, 2))) % 256
 
@@ -113,7 +113,7 @@ DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
 
 
 def try_one(seed: int, folder: Path) -> str:
-    """Damages one random pair; what came of it, or an AssertionError that names the case."""
+    """Damages one random pair and returns the outcome, or raises AssertionError with the case."""
     draw = random.Random(seed)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -125,7 +125,7 @@ def try_one(seed: int, folder: Path) -> str:
         Path(f"{prefix}.meta").unlink()
     path = Path(f"{prefix}{draw.choice(ENDINGS if with_sidecar else ENDINGS[:2])}")
     if draw.random() < 0.1:
-        # The file of another pair, now and then one of the same shape.
+        # The file of another pair, sometimes of the same shape.
         others = documents if draw.random() < 0.5 else random_documents(draw, dtype)
         others = [[(part + 1).astype(dtype) for part in document] for document in others]
         write(folder / "other", others, dtype)
@@ -156,6 +156,6 @@ def try_one(seed: int, folder: Path) -> str:
 
 
 def try_many(first: int, count: int, folder: Path) -> Counter[str]:
-    # Nobody pulls the plug here, and waiting for the disk would be most of the time.
+    # fsync is disabled: no power cut is simulated here, and it would take most of the time.
     with mock.patch("pentatron.files.os.fsync"):
         return Counter(try_one(seed, folder) for seed in range(first, first + count))

@@ -1,4 +1,4 @@
-"""Blends against published vectors and draws made one at a time; datasets that give more than they were built for."""
+"""Tests blending against published vectors and sequential draws, and blends that exceed a dataset."""
 
 import random
 import time
@@ -46,7 +46,7 @@ def test_golden_exhaustive_blend() -> None:
 
 @pytest.mark.parametrize("power", [0, 1, 8])
 def test_stretches_side_by_side_are_the_draws_one_at_a_time(power: int) -> None:
-    """Equal weights are ties at every draw; the eighth power makes some datasets rare, whose guesses are hardest."""
+    """Equal weights are ties at every draw; the eighth power makes some datasets rare."""
     draw = random.Random(power)
     for _ in range(6):
         weights = normalised([draw.random() ** power + 1e-6 for _ in range(draw.randint(1, 9))])
@@ -99,7 +99,7 @@ def test_a_blend_gives_each_dataset_its_share() -> None:
 
 
 def test_a_dataset_that_is_asked_for_too_much_goes_on_with_another_epoch() -> None:
-    """Extreme weights: the order may take one sample more than the share of a dataset, which has none left."""
+    """With extreme weights the order may draw one sample more than the share of a dataset."""
     blend = build_blend([member(9), member(9)], [1, 1], [1], SampleRecipe(8, 1, surplus=0.0))
     assert len(blend) == 2
     many = build_blend([member(17), member(17)], None, [50], RECIPE)
@@ -111,24 +111,24 @@ def test_a_dataset_that_is_asked_for_too_much_goes_on_with_another_epoch() -> No
 @pytest.mark.parametrize("weights", [None, [0.6, 0.3, 0.1]])
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_longer_run_keeps_the_order_and_appends(weights: list[float] | None, members: int) -> None:
-    """Growing once, twice, or reaching the same length at once by way of the same numbers."""
+    """Extends once, twice, or directly with the same numbers."""
     named = [member(60, 31, 8), member(25, 26), member(90)][:members]
     weights = weights[:members] if weights else None
     short = build_blend(named, weights, [20], RECIPE)
     longer = build_blend(named, weights, [20, 70], RECIPE)
     longest = build_blend(named, weights, [20, 70, 200], RECIPE)
     assert tokens(longer, 20) == tokens(short, 20)
-    # As far as the shorter order reaches, not only as far as it was asked for.
+    # Up to the length of the shorter order, which exceeds the requested number.
     assert tokens(longest, len(longer)) == tokens(longer, len(longer))
     assert len(longest) >= 200
-    # What it is good for: an order built for the larger number is another one.
+    # Extending matters: an order built for the larger number differs.
     if weights or members == 1:
         assert tokens(build_blend(named, weights, [200], RECIPE), 20) != tokens(short, 20)
 
 
 def test_appended_epochs_are_complete_and_shuffled_anew() -> None:
     lengths = [11] * 40
-    # 439 whole samples of one token in an epoch.
+    # An epoch has 439 samples of one token.
     recipe = SampleRecipe(1, 7)
     dataset = recipe.build(member(*lengths), 439, [878])
     first, second = (sorted(t[0] for t in tokens(dataset, 878)[half : half + 439]) for half in (0, 439))

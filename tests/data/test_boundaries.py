@@ -1,4 +1,4 @@
-"""What the end of a document means inside a sample."""
+"""Tests the treatment of document boundaries inside samples."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ WISHES = list(itertools.product((False, True), repeat=3))
 
 
 def test_each_wish_by_itself() -> None:
-    """An end belongs to the document before it; it counts where it is the input, not where it is the label."""
+    """An end token belongs to its document and counts where it is the input, not the label."""
     plain = next_token_sample(TOKENS)
     positions = next_token_sample(TOKENS, Boundaries(EOD, reset_positions=True))
     attention = next_token_sample(TOKENS, Boundaries(EOD, reset_attention=True))

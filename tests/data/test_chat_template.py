@@ -1,4 +1,4 @@
-"""Chat templates: the same tokens as `transformers`, the answers marked, and nothing a template should not do."""
+"""Tests chat templates: tokens equal to `transformers`, loss masks of answers, and the sandbox."""
 
 import datetime
 import json
@@ -43,7 +43,7 @@ def encode(writer: Writer, conversation: Conversation) -> list[Tokens]:
 
 
 def learned(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> list[str]:
-    """The text of each stretch of tokens to learn, in every sample."""
+    """Returns the texts of consecutive learned tokens in every sample."""
     found = []
     for sample in encode(Writer(tokenizer, template(source)), chat(messages)):
         edges = np.flatnonzero(np.diff(sample.learned, prepend=False, append=False))
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, style: str) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     found = find_chat_template(folder)
     assert found is not None
-    # Theirs tells the day of today; no midnight lies between.
+    # transformers uses the current date.
     ours = ChatTemplate(found[0], special_tokens(folder), datetime.datetime.now().date())
     system = [{"role": "system", "content": "you are helpful"}]
     for messages in (TALK, TALK[:2], system + TALK):
@@ -102,7 +102,7 @@ def test_answers_are_learned_and_nothing_else(tokenizer: FileTokenizer) -> None:
 
 
 def test_a_template_that_rewrites_the_past(tokenizer: FileTokenizer) -> None:
-    # Each answer is learned behind what the model will really have read.
+    # Each answer is trained after the prompt that the model sees at inference.
     samples = encode(Writer(tokenizer, template(THINKING)), chat(TALK))
     assert len(samples) == 2
     for place, sample in zip((1, 3), samples):
@@ -121,7 +121,7 @@ def test_places_of_tokens_without_a_library() -> None:
     assert bytes(np.array(ids)[marks].tolist()).decode() == text[7:12]
     ((ids, marks),) = encode_marked(NullTokenizer(99), [MarkedText("1 2 3 4", ((3, 7),))])
     assert (ids, marks.tolist()) == ([1, 2, 3, 4], [False, False, True, True])
-    with pytest.raises(UserError, match="NullTokenizer does not tell where"):
+    with pytest.raises(UserError, match="NullTokenizer does not give the character offsets"):
         encode_marked(NullTokenizer(99), [MarkedText("1 2 3 4", ((1, 3), (5, 7)))])
 
 
@@ -163,7 +163,7 @@ def test_templates_by_name(tmp_path: Path) -> None:
                 find_chat_template(folder)
         else:
             assert find_chat_template(folder) == (expected, config)
-    # The file of its own counts first.
+    # chat_template.jinja has precedence.
     (folder / "chat_template.jinja").write_text("mine", encoding="utf-8")
     assert find_chat_template(folder) == ("mine", folder / "chat_template.jinja")
 
@@ -211,7 +211,7 @@ def test_the_three_layouts_are_one_conversation() -> None:
     assert parse_conversation(json.dumps(lists)).learned == (3,)
     with_system = parse_conversation(json.dumps({**pair, "system": "be brief"}))
     assert [m["role"] for m in with_system.messages] == ["system", "user", "assistant"]
-    # Texts of a completion are no chat: they stay as they are, and the end of a document follows.
+    # Prompt and completion are concatenated without a template and followed by the end token.
     plain = parse_conversation('{"prompt": "1 + 1 =", "completion": " 2"}')
     (sample,) = encode(Writer(ByteTokenizer(), template(CHATML)), plain)
     assert bytes(sample.ids[:-1]) == b"1 + 1 = 2" and sample.ids[-1] == ByteTokenizer.eod

@@ -1,4 +1,4 @@
-"""The corpus made of Python's own library: what goes in, that it is reused, and that a killed run leaves nothing."""
+"""Tests the corpus of Python's standard library: its content, reuse, and recovery after a kill."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import pytest
 
 from pentatron.data import corpus
 from pentatron.data.corpus import PreparedCorpus, prepare_python_corpus, python_stdlib_files
-from pentatron.data.gpt_dataset import open_splits
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.tokenizer import FileTokenizer
+from tests.data.splits import open_splits
 
 VOCAB, BYTES = 400, 300_000
 
@@ -115,7 +115,7 @@ def stages_of(folder: Path, vocab_size: int = 300, max_bytes: int = 100_000) -> 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of two usable files, an empty one and one that is not UTF-8."""
+    """Creates a standard library of two usable files, an empty one and one that is not UTF-8."""
     folder = tmp_path / "library"
     folder.mkdir()
     (folder / "a.py").write_text("x = 1\n")

@@ -1,4 +1,4 @@
-"""From prepared files to samples: the right tokenizer, a vocabulary that is large enough, and no damaged token."""
+"""Tests opening prepared files: tokenizer and vocabulary checks, damaged tokens, splits."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ import torch
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
 from pentatron.data.datasets import Datasets, Numbers, OpenedData, arrange, open_data
-from pentatron.data.gpt_dataset import open_splits
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import IndexCache
@@ -17,6 +16,7 @@ from pentatron.errors import UserError
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
 from pentatron.settings.entry import TRAIN
+from tests.data.splits import open_splits
 
 TEXT = "What the model sees is what was written. "
 
@@ -53,7 +53,7 @@ def test_damaged_tokens_never_become_a_sample(prefix: Path) -> None:
     content = bytearray(binary.read_bytes())
     content[100_000] ^= 2
     binary.write_bytes(content)
-    # At open, nobody has looked at the tokens yet.
+    # Tokens are not verified at open.
     datasets = build(prefix, "--tokenizer-type ByteTokenizer --split 1 --eval-iters 0 --train-iters 500")
     refused = 0
     for number in range(len(datasets.train)):  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_damaged_tokens_never_become_a_sample(prefix: Path) -> None:
 
 
 def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
-    """The same samples as Megatron's third split has, which `open_splits` is compared with elsewhere."""
+    """Compares with Megatron-LM's third split, against which `open_splits` is tested elsewhere."""
     datasets = build(prefix, "--vocab-size 257 --split 8,1,1 --eval-iters 5")
     expected = open_splits(prefix, "8,1,1", (12, 20, 20), 64, 1234)
     for found, wanted in zip((datasets.train, datasets.valid, datasets.test), expected, strict=True):
@@ -76,7 +76,7 @@ def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
         for number in range(12):
             assert found[number]["tokens"].tolist() == wanted[number]["tokens"].tolist()
     assert datasets.untested == ""
-    # Nobody asked for this share, and one document is too few for it: training goes on without.
+    # The default test share is too small for a document: training runs without a test set.
     small = prefix.parent / "small"
     with IndexedDatasetWriter(small, "uint16") as writer:
         for _ in range(40):
@@ -86,7 +86,8 @@ def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
     assert without.untested == f"--split 969,30,1 leaves 0 tokens of {small} to test with, and 1 are needed"
     for words in ("--split 8,2", "--split 8,1,1 --eval-iters 0", "--split 8,1,1 --eval-interval 0"):
         assert build(prefix, f"--vocab-size 257 {words}").test is None
-    # Several corpora without weights are weighed by the samples each has: one too few tokens for any is no error.
+    # Several corpora without weights are weighed by the samples each has: one too few tokens for any is
+    # no error.
     blended = build(Path(f"{prefix} {prefix}"), "--vocab-size 257 --split 900,99,1 --seq-length 512")
     assert blended.test is None and "and 513 are needed" in blended.untested
 
@@ -107,7 +108,7 @@ def test_files_of_its_own_to_test_with(prefix: Path) -> None:
     found = opened(f"--test-data-path {other}").order(Numbers([12], [6]), IndexCache())
     assert found.test is not None and set(found.test[39]["tokens"].tolist()) == {7}
     assert found.valid is None
-    # What a run is tested with may change while it goes on.
+    # The test set may change on resume.
     assert opened("").identity == opened(f"--test-data-path {other}").identity
     with pytest.raises(UserError, match=r"no data file .*absent"):
         opened("--test-data-path absent")

@@ -1,4 +1,4 @@
-"""From lines of text to documents of tokens: what counts as a document, what is refused, and that cuts do not matter."""
+"""Tests encoding of lines into documents: document boundaries, invalid lines, chunk independence."""
 
 import gzip
 import importlib.util
@@ -111,7 +111,7 @@ def test_what_the_tokenizer_refuses_is_a_bad_line() -> None:
 
 
 def test_what_a_tokenizer_chokes_on_is_a_bad_line() -> None:
-    """Libraries raise errors of their own kinds; a worker that died of one would tell nobody which line it was."""
+    """Libraries raise errors of any type; the line must be reported instead of killing the worker."""
 
     class Choking(NullTokenizer):
         def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The endless reader: each epoch is a permutation that depends on (seed, epoch) only."""
+"""Tests the infinite dataset: each epoch is a permutation that depends only on (seed, epoch)."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from pentatron.errors import UserError
 
 
 class Numbers:
-    """Sample i holds the number i."""
+    """A dataset whose sample i is the number i."""
 
     def __init__(self, size: int) -> None:
         self.size = size

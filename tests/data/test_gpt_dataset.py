@@ -1,13 +1,14 @@
-"""Samples against the documents laid end to end, and the three splits of one corpus."""
+"""Tests samples against the concatenated documents, and the three splits of one corpus."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pentatron.data.gpt_dataset import CountingSequences, GPTDataset, open_splits
+from pentatron.data.gpt_dataset import CountingSequences, GPTDataset
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
+from tests.data.splits import open_splits
 
 VOCAB = 100
 
@@ -25,14 +26,14 @@ def write(prefix: Path, documents: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize("longest", [4, 40, 400])
 def test_samples_are_slices_of_the_documents_in_order(tmp_path: Path, longest: int) -> None:
-    """Short documents: a sample spans many. Long ones: a document holds many samples."""
+    """Samples that span many short documents, and long documents with many samples."""
     documents, length = random_documents(30, longest), 16
     write(tmp_path / "x", documents)
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(3, 28), 50, length, seed=5)
     assert len(dataset) >= 50
-    stream = np.concatenate([documents[document] for document in dataset.index.documents])
+    stream = np.concatenate([documents[document] for document in dataset.parts[0].documents])
     for i in range(len(dataset)):
-        start = int(dataset.index.shuffle[i]) * length
+        start = int(dataset.parts[0].shuffle[i]) * length
         sample = dataset[i]
         np.testing.assert_array_equal(sample["tokens"], stream[start : start + length])
         np.testing.assert_array_equal(sample["labels"], stream[start + 1 : start + length + 1])
@@ -69,7 +70,7 @@ def test_every_token_is_predicted_once_per_epoch(tmp_path: Path) -> None:
     write(tmp_path / "x", documents)
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(20), None, 10, seed=1)
     labels = np.concatenate([dataset[i]["labels"] for i in range(len(dataset))])
-    stream = np.concatenate([documents[document] for document in dataset.index.documents])
+    stream = np.concatenate([documents[document] for document in dataset.parts[0].documents])
     np.testing.assert_array_equal(np.bincount(labels), np.bincount(stream[1 : len(labels) + 1]))
     assert len(stream) - 1 - len(labels) < 10
 
@@ -77,7 +78,7 @@ def test_every_token_is_predicted_once_per_epoch(tmp_path: Path) -> None:
 def test_empty_documents_are_stepped_over() -> None:
     source = CountingSequences(np.array([0, 5, 0, 0, 4, 0], dtype=np.int32), VOCAB, eod=99)
     dataset = GPTDataset(source, range(6), None, 4, seed=0)
-    in_order = [dataset[i] for i in np.argsort(dataset.index.shuffle).tolist()]
+    in_order = [dataset[i] for i in np.argsort(dataset.parts[0].shuffle).tolist()]
     seen = [int(in_order[0]["tokens"][0]), *in_order[0]["labels"].tolist(), *in_order[1]["labels"].tolist()]
     assert seen in ([1, 2, 3, 4, 99, 1, 2, 3, 99], [1, 2, 3, 99, 1, 2, 3, 4, 99])
 
@@ -102,7 +103,7 @@ def test_seeds_change_the_order_and_nothing_else(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_refused_with_its_place(tmp_path: Path) -> None:
     write(tmp_path / "x", [np.array([4, 5, 6, 7, 1, 2, 3, 500, 8])])
     dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(1), None, 4, seed=0, vocab_size=500)
-    at = dataset.index.shuffle.tolist().index(1)
+    at = dataset.parts[0].shuffle.tolist().index(1)
     with pytest.raises(
         ValueError, match="token 500 at place 7 of sequence 0 is outside the vocabulary of 500"
     ):
@@ -123,7 +124,7 @@ def test_a_negative_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_splits_read_disjoint_documents(tmp_path: Path) -> None:
-    # The token says which document it comes from.
+    # The token identifies its document.
     write(tmp_path / "x", [np.full(20, document) for document in range(50)])
     train, valid, test = open_splits(tmp_path / "x", "80,10,10", (100, 10, None), 8, seed=3)
     assert train is not None and valid is not None and test is not None
@@ -133,7 +134,7 @@ def test_splits_read_disjoint_documents(tmp_path: Path) -> None:
     ]
     assert seen == [set(range(40)), set(range(40, 45)), set(range(45, 50))]
     assert len(train) >= 100 and len(valid) >= 10
-    assert test.index.epochs == 1
+    assert test.parts[0].epochs == 1
 
 
 def test_splits_not_asked_for_are_absent(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Orders in files: found again, shared, rebuilt when damaged, never necessary."""
+"""Tests the index cache: reuse, sharing, rebuilding when damaged, operation without files."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_built_once_and_found_again(tmp_path: Path) -> None:
 
 
 def test_without_a_file_everyone_builds_in_memory(tmp_path: Path) -> None:
-    """Another machine's folder, a small order, or none at all."""
+    """The folder of another node, a small order, or no folder."""
     builder = Builder()
     assert same(builder.get(tmp_path, builds=False)) and same(builder.get(tmp_path, entries=4))
     assert same(builder.get(None))
@@ -53,15 +53,15 @@ def test_every_damage_is_noticed_and_mended(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     good = path.read_bytes()
     damages = [good[:-1], good[:5], b"", good + b"x", b"x" + good[1:], good.replace(b'"bytes"', b'"bites"')]
-    # Every byte of the beginning, then some of the content and the last.
+    # Every byte of the header, then some of the content and the last one.
     places = [*range(0, 300, 7), len(good) // 2, len(good) - 1]
     damages += [good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] for at in places]
     for number, bad in enumerate(damages, start=1):
         path.write_bytes(bad)
         assert same(builder.get(tmp_path)), number
-        assert len(builder.said) == number and builder.said[-1].endswith("it is built again")
+        assert len(builder.said) == number and builder.said[-1].endswith("it is rebuilt")
         assert path.read_bytes() == good
-    # A flipped bit of the content is what only the checksum sees.
+    # A flipped bit in the content is only detected by the checksum.
     path.write_bytes(damages[-1])
     read_arrays(path, verify=False)
     with pytest.raises(DamagedIndex, match="checksum"):
@@ -94,8 +94,8 @@ def test_datasets_are_the_same_from_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == len(first.parts) == 2
     for i in range(0, len(plain), 7):
         assert plain[i]["tokens"].tolist() == first[i]["tokens"].tolist() == again[i]["tokens"].tolist()
-    assert again.index.epochs == plain.index.epochs
-    # Whatever determines the order is part of the name.
+    assert again.parts[0].epochs == plain.parts[0].epochs
+    # Everything that determines the order is part of the file name.
     for other in ({"seed": 2}, {"stop": 49}, {"samples": 91}):
         before = len(list(tmp_path.iterdir()))
         build(**other)  # type: ignore[arg-type]

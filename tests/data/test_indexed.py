@@ -1,4 +1,4 @@
-"""The `.bin/.idx` pair: bytes on disk, reading back, refusing damage, appearing whole or not at all."""
+"""Tests `.bin/.idx` pairs: bytes on disk, reading, detection of damage, atomic writes."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ GOLDEN_SHA256 = "aa2c4937b98c37ee22626f08c7a03f46b092d140edb2d7af326aa98e83716b3
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    """A written pair; the dot in its name must survive."""
+    """Writes a pair whose name contains a dot."""
     path = tmp_path / "corpus.v1_text_document"
     write(path, DOCUMENTS)
     return path
@@ -100,7 +100,7 @@ def test_pickles_as_a_path(prefix: Path) -> None:
 
 
 def test_blocks_of_the_check_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check goes in blocks; both a good file and a fault in a later block must be judged right."""
+    """The check runs in blocks: a valid file passes, and damage in a later block is detected."""
     monkeypatch.setattr(indexed, "CHECK_BLOCK", 4)
     write(tmp_path / "x", [[1] * (i % 5 + 1) for i in range(11)])
     assert len(IndexedDataset(tmp_path / "x")) == 11
@@ -213,7 +213,7 @@ def test_a_rewrite_replaces_the_pair(prefix: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "between", "last", "after"])
 def test_killed_around_the_renames_never_mixes_pairs(prefix: Path, when: str) -> None:
-    """SIGKILL at each point of the commit: the prefix opens as the old pair, as the new one, or not at all."""
+    """After SIGKILL at each point of the commit, the prefix opens as the old pair, the new one, or not."""
     body = f"""
 import os, signal
 from pentatron.data import pair_writer
@@ -254,7 +254,7 @@ def test_a_swapped_pair_is_refused(prefix: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def opened(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> IndexedDataset:
-    """A mapped pair without checksums that is looked at before every read."""
+    """Opens a pair without checksums that is checked for changes before every read."""
     monkeypatch.setattr(indexed, "STAMP_SECONDS", -1.0)
     return IndexedDataset(prefix, with_sidecar=False)
 
@@ -297,7 +297,7 @@ def test_a_replaced_pair_ends_reading(prefix: Path, opened: IndexedDataset) -> N
 
 
 def test_a_removed_or_copied_pair_is_read_on(prefix: Path, opened: IndexedDataset, tmp_path: Path) -> None:
-    """Neither changes a token of the mapped file."""
+    """Neither changes the mapped tokens."""
     binary = Path(f"{prefix}.bin")
     shutil.copy2(binary, tmp_path / "copy")
     (tmp_path / "copy").replace(binary)

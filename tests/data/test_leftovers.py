@@ -1,4 +1,4 @@
-"""Temporary files: of killed processes they are removed by the next start, of living ones they stay, on a full disk they go."""
+"""Tests removal of temporary files of killed processes; those of running processes stay."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def pair(tmp_path: Path) -> Path:
 
 
 def leave(folder: Path, *targets: str) -> None:
-    """As a process that was killed does."""
+    """Creates a leftover as a killed process does."""
     folder.mkdir(exist_ok=True)
     for target in targets:
         (folder / f"{target}.4194304.tmp").write_bytes(b"half")
@@ -38,7 +38,7 @@ def test_the_next_start_removes_what_a_killed_one_left(pair: Path, tmp_path: Pat
     (folder / "other.bin.4194304.tmp").touch()
     merge([pair], folder / "pair")
     assert temporary_files(folder) == ["other.bin.4194304.tmp"]
-    # Also where the result is there already, and nothing is written.
+    # Also if the result exists already and nothing is written.
     leave(folder, "pair.ends")
     with pytest.raises(Exception, match="exists already"):
         merge([pair], folder / "pair")
@@ -60,7 +60,7 @@ def test_files_that_another_process_is_writing_stay(pair: Path, tmp_path: Path) 
     assert sorted(temporary_files(folder)) == before
     begun.discard()
     assert temporary_files(folder) == []
-    # The same of one file, seen from a process of its own.
+    # The same for one file, checked from another process.
     program = f"from pathlib import Path; from pentatron.files import remove_leftovers; remove_leftovers(Path({str(folder / 'x')!r}))"
     with replaced(folder / "x") as file:
         file.write(b"whole")
@@ -82,7 +82,7 @@ def test_odd_entries_with_such_names_block_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing_behind(
     fails_at: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The constructor may fail half-way, and closing a file writes what is buffered."""
+    """The constructor may fail half-way, and closing a file flushes its buffer."""
     opened = Path.open
 
     def open_full(path: Path, mode: str = "r", **given: object) -> object:

@@ -1,4 +1,4 @@
-"""What each rank reads: the same samples per step for any number of ranks, batches, and the end of the data."""
+"""Tests the loader: the same samples per step for any number of ranks, batches, the end of the data."""
 
 from itertools import islice
 from pathlib import Path
@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.data.gpt_dataset import SyntheticDataset, open_splits
+from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.data.loader import Batch, EpochShuffle, MicroBatchSampler, build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import Sample
+from tests.data.splits import open_splits
 
 
 class Numbered:
-    """Sample i holds the number i everywhere; every second label is masked."""
+    """A dataset whose sample i holds the number i everywhere; every second label is masked."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -32,7 +33,7 @@ class Numbered:
 
 
 def step_samples(step: int, consumed: int, global_batch: int, micro: int, ranks: int) -> list[int]:
-    """The samples of the step-th global batch after `consumed`, over all ranks and micro-batches."""
+    """Returns the samples of the step-th global batch after `consumed`."""
     accumulation = global_batch // (micro * ranks)
     samples: list[int] = []
     for rank in range(ranks):
@@ -55,7 +56,7 @@ def test_a_step_holds_the_same_samples_in_every_layout(micro: int, ranks: int) -
 
 @pytest.mark.parametrize(("micro", "ranks"), LAYOUTS)
 def test_resuming_in_another_layout_goes_on_where_the_old_one_stopped(micro: int, ranks: int) -> None:
-    """Two steps of 12 on 3 ranks, then steps of 24 elsewhere: nothing is read twice, nothing is left out."""
+    """Two steps of 12 on 3 ranks, then steps of 24 elsewhere: every sample is read exactly once."""
     before = step_samples(0, 0, 12, 4, 3) + step_samples(1, 0, 12, 4, 3)
     after = step_samples(0, len(before), 24, micro, ranks)
     assert sorted(before + after) == list(range(48))
@@ -101,7 +102,7 @@ def test_a_batch_moves_as_a_whole() -> None:
 
 
 def test_workers_keep_the_order_and_the_end() -> None:
-    """Batches and the error at the end are those of reading without workers, though workers read ahead."""
+    """Batches and the final error are those of loading without workers, despite prefetching."""
     plain = build_loader(Numbered(23), 2, 2, 1, 2)
     workers = build_loader(Numbered(23), 2, 2, 1, 2, num_workers=2)
     read: list[list[int]] = []
@@ -116,7 +117,7 @@ def test_workers_keep_the_order_and_the_end() -> None:
 
 
 def test_all_ranks_end_at_the_same_micro_step() -> None:
-    """With a tail that only some ranks could fill, the others would wait for ever in their next collective."""
+    """If only some ranks could read the tail, the others would hang in their next collective."""
     counts = [len(list(MicroBatchSampler(0, 2, rank, 4, total=21))) for rank in range(4)]
     assert counts == [2, 2, 2, 2]
 
@@ -134,7 +135,7 @@ def test_epochs_make_it_endless() -> None:
 
 
 def test_reading_leaves_the_global_generator_alone() -> None:
-    """Else dropout after a resume would differ from an uninterrupted run."""
+    """Otherwise dropout after a resume would differ from an uninterrupted run."""
     before = torch.get_rng_state()
     next(iter(build_loader(SyntheticDataset(10, 50, 8, seed=0), 0, 2, 0, 1)))
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""megatron-core as the judge of the format: it reads our files, we read its files, byte for byte."""
+"""Tests the file format against megatron-core, in both directions, byte for byte."""
 
 import gc
 import random
@@ -17,12 +17,12 @@ from pentatron.data.pair_writer import merge
 from tests.data.fuzzed_pairs import Documents, random_documents, write
 
 with warnings.catch_warnings():
-    # It says on import which fast kernels are missing.
+    # It warns on import about missing kernels.
     warnings.simplefilter("ignore")
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch
 
-# It brings half a million objects, which every later collection of garbage in this process would walk over.
+# The import creates half a million objects, which every later garbage collection would traverse.
 gc.freeze()
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 TYPES = ("uint8", "int16", "int32", "int64", "uint16")
@@ -30,13 +30,13 @@ TYPES = ("uint8", "int16", "int32", "int64", "uint16")
 
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
-    """Neither for the disk nor for the collection of garbage that theirs asks for after every file."""
+    """Disables fsync and the garbage collection that megatron-core runs after every file."""
     with mock.patch("pentatron.files.os.fsync"), mock.patch("gc.collect"):
         yield
 
 
 def write_theirs(prefix: Path, documents: Documents, dtype: str) -> None:
-    """By items or by documents: its two ways to build."""
+    """Writes by items or by documents, the two ways of megatron-core's builder."""
     builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
     for number, document in enumerate(documents):
         if number % 2:
@@ -64,7 +64,7 @@ def test_both_write_the_same_bytes_and_read_each_other(tmp_path: Path) -> None:
     for case in range(60):
         dtype = draw.choice(TYPES)
         documents = random_documents(draw, dtype)
-        # One prefix each: theirs leaves a sidecar of ours alone, and must not find an old one.
+        # Separate prefixes: megatron-core does not update a sidecar, which would then be stale.
         ours, other = tmp_path / f"{case}o", tmp_path / f"{case}t"
         write(ours, documents, dtype)
         write_theirs(other, documents, dtype)

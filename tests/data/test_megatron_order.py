@@ -1,4 +1,4 @@
-"""megatron-core as the judge of the order: random splits, seeds, lengths, epochs and blends, index by index and token by token."""
+"""Tests the sample order against megatron-core: random splits, seeds, lengths, epochs and blends."""
 
 import gc
 import random
@@ -18,7 +18,7 @@ from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import parse_split, split_ranges
 
 with warnings.catch_warnings():
-    # It says on import which fast kernels are missing.
+    # It warns on import about missing kernels.
     warnings.simplefilter("ignore")
     pytest.importorskip("megatron.core.datasets.helpers_cpp")
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -44,14 +44,14 @@ NO_SIZE = [None, None, None]
 
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
-    # Neither for their files of indices, which no case reads again.
+    # Index files are not synced either: no case reads them again.
     with mock.patch("gc.collect"), mock.patch("numpy.save"):
         yield
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Short documents, long ones, many and few."""
+    """Writes corpora of short and long documents, many and few."""
     folder = tmp_path_factory.mktemp("corpora")
     draw = np.random.default_rng(3)
     for number, (count, longest) in enumerate([(300, 20), (40, 300), (12, 60), (150, 90), (7, 30)]):
@@ -89,9 +89,9 @@ def check(ours: GPTDataset | BlendedDataset, other: Any, draw: random.Random) ->
         assert len(ours) == size
         pairs = [(ours, other)]
     for own, foreign in pairs:
-        assert np.array_equal(own.index.documents, foreign.document_index)
-        assert np.array_equal(own.index.starts, foreign.sample_index)
-        assert np.array_equal(own.index.shuffle, foreign.shuffle_index)
+        assert np.array_equal(own.parts[0].documents, foreign.document_index)
+        assert np.array_equal(own.parts[0].starts, foreign.sample_index)
+        assert np.array_equal(own.parts[0].shuffle, foreign.shuffle_index)
     for i in draw.sample(range(size), min(4, size)):
         found, expected = ours[i], other[i]
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
@@ -119,7 +119,7 @@ def members(prefixes: list[str], split: str | None, which: int) -> list[Member] 
 
 
 def test_blends_of_all_splits(corpora: list[str]) -> None:
-    """Two hundred random cases, in most of which several epochs are needed."""
+    """Two hundred random cases, most of which need several epochs."""
     draw, checked = random.Random(1), dict.fromkeys(("one", "weights", "lengths", "refused there"), 0)
     for case in range(200):
         prefixes, weights = random_blend(draw, corpora)
@@ -132,7 +132,7 @@ def test_blends_of_all_splits(corpora: list[str]) -> None:
         if chosen is None:
             continue
         ours = build_blend(chosen, weights, [number], SampleRecipe(length, seed))
-        # The other splits are built as well there, and small ones may not be possible.
+        # megatron-core also builds the other splits, which fails if they are too small.
         with mock.patch.object(GPTDatasetConfig, "__post_init__", _only(which)):
             try:
                 other = theirs([number] * 3, seed, length, blend=(prefixes, weights), split=split)[which]
@@ -148,7 +148,7 @@ def test_blends_of_all_splits(corpora: list[str]) -> None:
 
 
 def _only(which: int) -> Any:
-    """Their configuration with one split, as if the others had a share of zero, but the same documents in this one."""
+    """Returns megatron-core's configuration with one split and the same documents."""
     complete = GPTDatasetConfig.__post_init__
 
     def restricted(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a prefix that no pair has."""
+"""Tests the error message for a prefix without a pair."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_the_pair_that_was_meant_is_named(tmp_path: Path) -> None:
     assert missing_pairs([tmp_path]) == f"no data file {tmp_path}.idx; did you mean {pair}?"
     assert missing_pairs([f"{pair}.bin"]).endswith(f"; give {pair}, without the ending")
     assert missing_pairs([f"{pair}.idx"]).endswith(f"; give {pair}, without the ending")
-    # Half a pair is none.
+    # An incomplete pair counts as missing.
     assert missing_pairs([tmp_path / "half"]) == f"no data file {tmp_path}/half.bin; {ADVICE}"
 
 

@@ -1,4 +1,4 @@
-"""Preparing with real worker processes: the same bytes however many, whole or nothing, going on after a kill."""
+"""Tests preparation with real workers: equal bytes for any number, atomicity, resume after a kill."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ CHUNK = 4000
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer, and two files of documents of very different lengths."""
+    """Writes a tokenizer and two files of documents of very different lengths."""
     folder = tmp_path_factory.mktemp("source")
     draw = random.Random(7)
     words = ["naïve", "return", "漢字", "x", "transformer", "🙂", "\n", "  "]
@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def clean(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], Outcome]:
-    """What one worker makes of it without interruption."""
+    """Returns the output of one worker without interruption."""
     folder = tmp_path_factory.mktemp("clean")
     outcome = prepare(job(source, folder, 1, ("text", "title")))
     return contents(folder), outcome
@@ -146,7 +146,7 @@ def test_killed_and_resumed(
     if when == "encoding":
         assert left == {".out.preparing"}, "nothing under a final name"
         wait_until_gone([int(pid) for pid in killed.stdout.split()])
-        # What a crash leaves behind the last note must not matter.
+        # Data after the last recorded progress must be ignored.
         with (out / ".out.preparing" / "key0.bin").open("ab") as file:
             file.write(b"garbage")
     else:
@@ -166,7 +166,7 @@ def test_ctrl_c_in_the_midst_of_a_chunk(
     monkeypatch: pytest.MonkeyPatch,
     before: bool,
 ) -> None:
-    """Between its two keys, or after them and before the place is noted: no document may be there twice, or under one key only."""
+    """Interrupted between two keys, or before progress is recorded: no document is lost or duplicated."""
     monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_NOTES", 0.0)
     append, calls = PairInProgress.append, 0
 
@@ -218,7 +218,7 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     refused = r"o_text_document\.idx exists already, from other inputs .*--overwrite"
     with pytest.raises(ValueError, match=refused):
         run(skip=True)
-    # Not even the notes of an unfinished job that had leave to replace it change that.
+    # Not even the progress of an unfinished job with --overwrite changes that.
     (tmp_path / "out" / ".o.preparing").mkdir()
     (tmp_path / "out" / ".o.preparing" / "progress.json").write_text('x\n{"fingerprint": "another"}')
     with pytest.raises(ValueError, match=refused):

@@ -1,4 +1,4 @@
-"""Splits and the three index arrays, against published vectors and a walker that goes token by token."""
+"""Tests splits and the three index arrays against published vectors and a naive implementation."""
 
 import hashlib
 import time
@@ -9,7 +9,7 @@ import pytest
 from pentatron.data.sampling import SampleIndex, build_sample_index, parse_split, split_ranges
 
 LENGTHS = np.array([7, 3, 10, 4, 6], dtype=np.int32)
-# samples asked for: epochs, is the last epoch separate, document order, sample order
+# requested samples: epochs, whether the last epoch is separate, document order, sample order
 GOLDEN = {
     4: (2, True, "4 0 1 2 3 3 2 1 0 4", "0 2 1 6 3 5 4"),
     7: (2, False, "2 2 4 1 0 3 4 0 1 3", "6 4 0 5 3 2 1"),
@@ -36,7 +36,7 @@ def test_golden_starts() -> None:
 
 
 def walk_starts(lengths: list[int], sequence_length: int) -> list[list[int]]:
-    """Token by token over documents laid end to end: where each sample begins while one token more remains."""
+    """Finds the start of each sample token by token over concatenated documents."""
     places = [[position, offset] for position, length in enumerate(lengths) for offset in range(length)]
     return [places[token] for token in range(0, len(places), sequence_length)]
 
@@ -44,7 +44,7 @@ def walk_starts(lengths: list[int], sequence_length: int) -> list[list[int]]:
 def reference_index(
     lengths: np.ndarray, documents: range, samples: int, length: int, seed: int
 ) -> SampleIndex:
-    """The rules of the format, step by step and without arithmetic short cuts."""
+    """A naive implementation of the sample index."""
     tokens = sum(int(lengths[document]) for document in documents)
     epochs = 1
     while epochs * tokens < samples * length + 1:
@@ -128,7 +128,7 @@ def test_impossible_requests_are_refused(
 
 
 def test_tokens_beyond_32_bits() -> None:
-    """Three billion tokens: offsets stay exact, and the exact last start is known without a walk."""
+    """Three billion tokens: offsets stay exact, and the last start is known."""
     lengths = np.full(3, 10**9, dtype=np.int32)
     index = build_sample_index(lengths, range(3), None, 10**6, 0)
     assert len(index) == (3 * 10**9 - 1) // 10**6
@@ -136,7 +136,7 @@ def test_tokens_beyond_32_bits() -> None:
 
 
 def test_a_million_samples_are_quick_and_as_ever() -> None:
-    """A Python loop over samples would take many times this long; the hash holds the order for good."""
+    """A Python loop would be many times slower; the hash fixes the order."""
     lengths = np.random.RandomState(0).randint(1, 1000, size=200_000).astype(np.int32)
     begin = time.perf_counter()
     index = build_sample_index(lengths, range(len(lengths)), 1_000_000, 128, 42)
@@ -166,7 +166,7 @@ def test_split_ranges() -> None:
     assert split_ranges(parse_split("949,50,1"), 1000) == (range(949), range(949, 999), range(999, 1000))
     assert split_ranges(parse_split("1,0,1"), 10) == (range(5), None, range(5, 10))
     assert split_ranges(parse_split("100"), 7) == (range(7), None, None)
-    # Halves round to the even neighbour: 2.5 to 2, 7.5 to 8.
+    # Half rounds to even: 2.5 to 2, 7.5 to 8.
     assert split_ranges((0.25, 0.5, 0.25), 10) == (range(2), range(2, 8), range(8, 10))
     # A share can be too small for a single document.
     assert split_ranges(parse_split("969,30,1"), 10) == (range(10), range(10, 10), range(10, 10))

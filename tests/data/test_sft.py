@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: packed and padded are the same training, and what does not fit is told."""
+"""Tests supervised fine-tuning: packed and padded training are equal; truncation is reported."""
 
 import json
 from collections import Counter
@@ -99,7 +99,7 @@ def test_packed_and_padded_give_the_same_loss_and_gradients(tmp_path: Path) -> N
             losses = stage(batch.tokens, batch.position_ids, batch.labels, documents=batch.documents)
             total = total + (losses * batch.loss_mask).sum()
         if batch.documents is not None:
-            # The control: who sees the conversations before it answers otherwise.
+            # The control: attending to earlier conversations changes the outputs.
             mixed = stage(batch.tokens, batch.position_ids, batch.labels)
             assert not torch.allclose(mixed, losses, atol=1e-3)
         total.backward()
@@ -123,7 +123,7 @@ def test_every_conversation_is_packed_once_with_its_own_positions(tmp_path: Path
             np.testing.assert_array_equal(row["position_ids"][begin:end], np.arange(end - begin))
             part = slice(begin, end)
             if not row["loss_mask"][part].any():
-                # Padding, which nobody recognises by its id.
+                # Padding, which has the id of a normal token.
                 assert end == LENGTH and not row["tokens"][part].any()
                 continue
             np.testing.assert_array_equal(row["labels"][begin : end - 1], row["tokens"][begin + 1 : end])
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         assert (
             "2 too long and cut at the end (the longest has 68 tokens), 1 of them left out" in said.lines[-1]
         )
-    with pytest.raises(UserError, match=r"No conversation .* within 2 tokens; raise --seq-length"):
+    with pytest.raises(UserError, match=r"no conversation .* within 2 tokens; raise --seq-length"):
         build(write(path, long), tmp_path / "data", length=2)
 
 
@@ -179,7 +179,7 @@ def test_damaged_tokens_of_an_earlier_run_are_made_again(tmp_path: Path) -> None
         tokens.write_bytes(damaged)
         said = Said()
         opened(path, data, said=said)
-        assert any("it is made again" in line for line in said.lines)
+        assert any("it is tokenized again" in line for line in said.lines)
         assert tokens.read_bytes() == good
     assert build(path, data).train[3]["tokens"].tolist() == expected
 
@@ -199,7 +199,8 @@ def test_several_files_are_one_set(tmp_path: Path) -> None:
         tmp_path / "whole.jsonl", [line for at in (0, 20) for line in lines(30)[at : at + (8 if at else 16)]]
     )
     assert labels(found.train, 24) == labels(build(whole, tmp_path).train, 24)
-    # Every file is divided by itself; an epoch has every conversation once, so it draws as many as each file has.
+    # Every file is divided by itself; an epoch has every conversation once, so it draws as many as each
+    # file has.
     assert labels(found.valid, 3) == labels(
         build(write(tmp_path / "v.jsonl", [*lines(30)[16:18], lines(30)[28]]), tmp_path).train, 3
     )
@@ -213,7 +214,7 @@ def test_several_files_are_one_set(tmp_path: Path) -> None:
 
 @distributed(world=2)
 def test_what_one_machine_lacks_is_one_sentence_on_both(tmp_path: Path) -> None:
-    """Before any rank waits for the tokens: a sentence that only the other rank knew would be lost."""
+    """An error on one rank is raised on all before any of them waits for the tokens."""
     rank = dist.get_rank()
     path = tmp_path / f"{rank}.jsonl"
     write(path, lines(4))

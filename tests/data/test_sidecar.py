@@ -1,4 +1,4 @@
-"""Checksums beside a pair: damage is found at open or at first touch, with its place, and nowhere else."""
+"""Tests checksums of a pair: damage is detected at open or at first read, with its position."""
 
 import os
 import struct
@@ -239,6 +239,6 @@ def test_hundreds_of_damaged_pairs(tmp_path: Path) -> None:
 def test_the_damage_is_enough_to_notice_a_reader_that_does_not_compare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(IndexedDataset, "_compare", lambda self, sidecar, blocks, again=False: None)
+    monkeypatch.setattr(IndexedDataset, "_verify_blocks", lambda self, sidecar, blocks, again=False: None)
     with pytest.raises(AssertionError, match="wrong tokens were read in silence"):
         try_many(0, 50, tmp_path / "case")

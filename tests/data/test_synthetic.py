@@ -1,4 +1,4 @@
-"""Made-up data: what it depends on, that it can be learnt, and the fixed sequences of mock runs."""
+"""Tests synthetic data: its dependencies, that a model learns it, and mock sequences."""
 
 import hashlib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def test_a_sample_depends_on_seed_and_number_only() -> None:
 
 
 def test_the_stream_is_fixed_for_good() -> None:
-    """A resumed run on another machine or version must go on with the same samples."""
+    """A resumed run on another machine or version must see the same samples."""
     digest = hashlib.sha256()
     for i in range(20):
         digest.update(SyntheticDataset(20, 32000, 64, seed=1234)[i]["tokens"].tobytes())
@@ -70,7 +70,7 @@ def test_refuses_what_cannot_be() -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine cost more than they save here."""
+    """Uses one thread, as synchronising threads on a busy machine is slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,7 +79,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_loss_falls_in_a_few_dozen_steps() -> None:
-    """The smallest model of all, with the vocabulary of a real one, learns which token follows which."""
+    """A tiny model with a realistic vocabulary learns the successor of each token."""
     torch.manual_seed(0)
     dataset = SyntheticDataset(10_000, 32000, 64, seed=0)
     embedding, head = torch.nn.Embedding(32000, 16), torch.nn.Linear(16, 32000, bias=False)

@@ -1,4 +1,4 @@
-"""Tokenizers: there and back, what is found and what is not, and a vocabulary that is the same every time."""
+"""Tests tokenizers: round trips, lookup of files and end tokens, deterministic training."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_trained_vocabulary(folder: Path) -> None:
 
 
 def test_training_is_the_same_in_every_process(folder: Path) -> None:
-    """Hash seeds and thread counts differ between processes; the file must not."""
+    """Hash seeds and thread counts differ between processes, but the file does not."""
     body = (
         "import sys; from tests.data.test_tokenizer import TEXTS, VOCAB; from pentatron.data.tokenizer import train_bpe;"
         "sys.stdout.buffer.write(train_bpe(iter(TEXTS), VOCAB).to_str(pretty=True).encode())"
@@ -64,7 +64,7 @@ def test_training_is_the_same_in_every_process(folder: Path) -> None:
 
 
 def variant(folder: Path, target: Path, **changes: object) -> Path:
-    """The trained tokenizer with some top-level fields replaced."""
+    """Returns the trained tokenizer with some top-level fields replaced."""
     content = json.loads((folder / "tokenizer.json").read_text())
     (target / "tokenizer.json").write_text(json.dumps({**content, **changes}))
     return target
@@ -81,7 +81,7 @@ def test_saved_truncation_and_padding_are_ignored(folder: Path, tmp_path: Path) 
 
 
 def test_no_special_ids_are_added(folder: Path, tmp_path: Path) -> None:
-    """Models that begin every prompt with a token would otherwise begin every document with it."""
+    """Tokenizers that prepend BOS to prompts must not prepend it to documents."""
     processor = {
         "type": "TemplateProcessing",
         "single": [
@@ -173,7 +173,7 @@ def test_broken_files_are_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_package_works_without_tokenizers_and_torch() -> None:
-    """Everything but the loader imports without torch; what needs the tokenizers library says how to get it."""
+    """Everything except the loader imports without torch; missing tokenizers raise a UserError."""
     body = """
 import sys
 sys.modules["tokenizers"] = None
@@ -195,7 +195,7 @@ for call in (lambda: tokenizer.FileTokenizer("x"), lambda: tokenizer.train_bpe(i
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two files of GPT-2, as the trained vocabulary gives them."""
+    """Writes GPT-2's two files from the trained vocabulary."""
     path = tmp_path_factory.mktemp("gpt2")
     train_bpe(iter(TEXTS), VOCAB).model.save(str(path))
     return path
@@ -210,7 +210,7 @@ def test_gpt2_files_give_the_same_ids_as_transformers(gpt2: Path, folder: Path) 
         assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert load_tokenizer("GPT2BPETokenizer", gpt2).vocab_size == tokenizer.vocab_size == VOCAB
-    # Text that looks like the end of a document must not end one.
+    # Text equal to the end token is encoded as ordinary text.
     assert tokenizer.eod == 0 and tokenizer.eod not in tokenizer.encode(f"a{END_OF_TEXT}b")
     assert identify(tokenizer).fingerprint == identify(FileTokenizer(folder)).fingerprint
 
@@ -240,7 +240,7 @@ def test_fingerprints_tell_tokenizers_apart(folder: Path, tmp_path: Path) -> Non
     ]
     assert len({identity.fingerprint for identity in known}) == 4
     assert known[0].vocab_size == VOCAB and known[0].eod == 0
-    # What changes no id changes no fingerprint; another way to cut words does.
+    # The fingerprint depends on the ids, including how words are split.
     padding = {
         "strategy": "BatchLongest",
         "direction": "Right",

@@ -1,4 +1,4 @@
-"""Processes that encode leave Ctrl-C to the one that started them."""
+"""Tests that encoding workers ignore Ctrl-C, which the parent handles."""
 
 import os
 import signal

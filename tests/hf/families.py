@@ -1,4 +1,4 @@
-"""Small models of every family, made by `transformers`, in the shapes that have gone wrong somewhere."""
+"""Small `transformers` models of every family, with shapes that have caused bugs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -113,8 +113,8 @@ CASES = [
 
 
 def their_model(case: Case) -> nn.Module:
-    """With weights that are none of the usual: norms of one and biases of zero would hide mistakes about them."""
-    # Here, because ranks import this module and need no `transformers`.
+    """Returns a model with unusual weights: norms of one and biases of zero would hide mistakes."""
+    # Imported here, because ranks import this module without needing transformers.
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(case.model_type, **case.settings)

@@ -1,7 +1,8 @@
-"""A model of `transformers` on one process and ours in some layout, from the same folder, on the same batches.
+"""Compares a `transformers` model in one process with ours in some layout, on the same batches.
 
-Compared: the logits of a batch, the loss and every gradient of the first step, every loss and the weights after all steps.
-Gradients and weights travel through the links that import and export use, so a wrong link shows too.
+Compared: the logits of a batch, the loss and every gradient of the first step, every loss and the weights
+after all steps. Gradients and weights travel through the links that import and export use, so a wrong
+link shows too.
 """
 
 import atexit
@@ -47,7 +48,7 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Theirs:
-    """What `transformers` made of a case; tensors by the names of its parameters."""
+    """Results of `transformers`; tensors by parameter name."""
 
     folder: Path
     logits: Tensor
@@ -58,10 +59,10 @@ class Theirs:
 
 @dataclass
 class Ours:
-    """What one rank saw."""
+    """Results of one rank."""
 
     losses: list[float] = field(default_factory=list)
-    # (first sample, positions, first word, logits) of every part of the logits that is here.
+    # (first sample, positions, first id, logits) of every local part of the logits.
     logits: list[tuple[int, Tensor, int, Tensor]] = field(default_factory=list)
     gradients: list[Sent] = field(default_factory=list)
     weights: list[Sent] = field(default_factory=list)
@@ -74,7 +75,7 @@ def batches(vocabulary: int, micro_batch: int, rank: int, ranks: int) -> Iterato
 
 @functools.cache
 def folder_of(case: Case) -> Path:
-    """The case as `transformers` saves it, until this process ends."""
+    """Returns the case saved by `transformers`, until this process exits."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
     atexit.register(_remove, folder, os.getpid())
     their_model(case).save_pretrained(folder)
@@ -82,7 +83,7 @@ def folder_of(case: Case) -> Path:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    """Processes that were forked from the owner only read it."""
+    """Removes the folder in the process that created it, not in forked ones."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -129,7 +130,7 @@ def configured(folder: Path, words: str, world_size: int) -> RunConfig:
 
 
 def ours(folder: Path, words: str, steps: int = STEPS, device: str = "cpu") -> Ours:
-    """The body of a run of one layout, on each of its ranks."""
+    """Runs one layout; called on each of its ranks."""
     config = configured(folder, words, dist.get_world_size() if dist.is_initialized() else 1)
     world = here(config, device)
     model = build_parallel_model(config, world)
@@ -197,7 +198,7 @@ SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Gaps:
-    """How far apart ours and theirs are, by what is compared; `worst` names the tensor with the largest gap."""
+    """Differences between both results; `worst` is the tensor with the largest."""
 
     logits: float
     gradients: float
@@ -207,7 +208,7 @@ class Gaps:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of what is allowed."""
+        """The differences as shares of the tolerances."""
         return {name: getattr(self, name) / allowed for name, allowed in ALLOWED.items()}
 
     @property
@@ -242,13 +243,13 @@ def compare(case: Case, found: list[Ours], device: str = "cpu") -> Gaps:
 
 
 def _largest(difference: Tensor, norm: bool = False) -> float:
-    """What is not a number is as far away as can be."""
+    """Returns the largest difference; NaN counts as infinite."""
     size = difference.norm() if norm else difference.abs().max()
     return float(size.nan_to_num(torch.inf))
 
 
 def whole_logits(found: list[Ours], like: Tensor) -> Tensor:
-    """From the parts of all ranks: samples, positions and words."""
+    """Assembles the logits of all ranks: samples, positions, vocabulary."""
     logits = torch.full_like(like, torch.nan)
     for first, positions, word, part in (each for rank in found for each in rank.logits):
         width = min(part.shape[-1], logits.shape[-1] - word)
@@ -258,7 +259,7 @@ def whole_logits(found: list[Ours], like: Tensor) -> Tensor:
 
 
 def in_their_names(case: Case, fragments: Iterable[Sent], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our logical tensors as `transformers` would name and lay them out."""
+    """Converts our logical tensors to the names and shapes of `transformers`."""
     own = {name.partition("/")[2] or name: values for name, values in assemble(fragments).items()}
     config = configured(folder_of(case), "", 1)
     made = {name: torch.full_like(values, torch.nan) for name, values in like.items()}

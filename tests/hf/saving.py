@@ -1,4 +1,4 @@
-"""A rank that loads a step, trains and saves. Apart from the tests, so that ranks need not import transformers."""
+"""Loads a step, trains and saves on one rank; a separate module, so that ranks do not import transformers."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ QWEN = (
 
 
 def save_on_a_rank(layout: str, source: Path, out: Path, steps: int) -> None:
-    """Loads what is there, trains some steps of it and saves."""
+    """Loads a checkpoint, trains a few steps and saves."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = resolved(f"{QWEN} {layout}", world_size).config
     world = here(config)

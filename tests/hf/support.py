@@ -1,4 +1,4 @@
-"""Small models of `transformers` with random weights, saved and opened again; and ours, filled from the folder."""
+"""Small `transformers` models with random weights, saved and opened, and our models filled from them."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def theirs(model_type: str, **config: Any) -> nn.Module:
-    """With weights that are none of the usual: norms of one and biases of zero would hide mistakes about them."""
+    """Returns a model with unusual weights: norms of one and biases of zero would hide mistakes."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     sizes = GPT2 if model_type == "gpt2" else LLAMA
     described = AutoConfig.for_model(model_type, **{**sizes, **config})
@@ -50,7 +50,7 @@ def save(model: nn.Module, path: Path, **how: Any) -> Path:
 
 
 def configs(settings: dict[str, Any]) -> tuple[TransformerConfig, MoEConfig]:
-    """Our configuration of what a folder describes."""
+    """Returns our configuration of the model in a folder."""
 
     def pick(kind: type) -> dict[str, Any]:
         names = {field.name for field in dataclasses.fields(kind)}

@@ -1,4 +1,4 @@
-"""config.json, read and written: the same settings both ways, every key accounted for."""
+"""Tests reading and writing config.json: equal settings in both directions, every key handled."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from tests.hf.test_oracle import CASES, LLAMA3
 
 
 def default(model_type: str, **more: Any) -> dict[str, Any]:
-    """As save_pretrained would write it."""
+    """Returns the config.json that save_pretrained writes."""
     found: dict[str, Any] = json.loads(AutoConfig.for_model(model_type, **more).to_json_string())
     return found
 
@@ -30,7 +30,7 @@ def test_defaults_are_those_of_transformers_and_the_way_back_is_the_same(model_t
     assert settings_of(again) == settings
     assert config_of(*configs(settings_of(again)), original=again) == again
     theirs = AutoConfig.for_model(**again).to_dict()
-    # Where they say null, hidden / heads, ours is a number.
+    # null means hidden / heads, which is a number in the settings.
     assert {key: theirs[key] for key in written if written[key] is not None} == {
         key: value for key, value in written.items() if value is not None
     }
@@ -38,7 +38,7 @@ def test_defaults_are_those_of_transformers_and_the_way_back_is_the_same(model_t
 
 @pytest.mark.parametrize("case", CASES)
 def test_without_the_original_the_family_is_found(case: str) -> None:
-    """The first that makes the same model: where the families meet, it need not be the one it came from."""
+    """The first equivalent family is written, which may differ from the original one."""
     model_type, config = CASES[case]
     sizes = {} if model_type == "gpt2" else LLAMA
     settings = settings_of(default(model_type, **{**sizes, **config}))
@@ -255,11 +255,11 @@ def test_a_model_of_no_family_is_refused_with_what_sets_it_apart(change: dict[st
     model = dataclasses.replace(configs(settings_of({"model_type": "llama"}))[0], **change)
     with pytest.raises(UserError) as error:
         config_of(model, NO_EXPERTS)
-    assert str(error.value).endswith(f"the closest is llama, but for {named}")
+    assert str(error.value).endswith(f"the closest is llama, except for {named}")
 
 
 def test_windows_choose_the_family() -> None:
-    """Everywhere: Mistral; in some layers of a model with biases of queries, keys and values: Qwen2."""
+    """Windows everywhere select Mistral; in some layers, with QKV biases, Qwen2."""
     model = dataclasses.replace(
         configs(settings_of({"model_type": "llama"}))[0], num_layers=3, window_size=(6, 0)
     )

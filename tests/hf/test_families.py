@@ -1,4 +1,4 @@
-"""Every family trains like `transformers`: on one process, and in a layout each; `make families` has all of them in all."""
+"""Tests that every family trains like `transformers`, in one process and in a layout (`make families`)."""
 
 import pytest
 
@@ -10,7 +10,7 @@ FEW = 3
 
 
 def _in_turn() -> list[tuple[Case, Spread]]:
-    """Every case in one layout, and every layout with some case."""
+    """Returns every case in one layout, and every layout with some case."""
     spreads = [spread for spread in SPREADS if spread.ranks > 1]
     found = []
     for number, case in enumerate(CASES):
@@ -47,7 +47,7 @@ def test_every_layout_has_its_turn() -> None:
     ],
 )
 def test_a_difference_is_seen(words: str, seen: set[str]) -> None:
-    """And only where it can show: what happens after the gradients changes neither them nor the logits."""
+    """Only in the values it affects: changes after the gradients affect neither them nor the logits."""
     case = next(case for case in CASES if case.name == "llama2")
     gaps = compare(case, run(case, f"--micro-batch-size 4 {words}", 1))
     assert seen <= {failure.partition(":")[0] for failure in gaps.failures}

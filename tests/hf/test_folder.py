@@ -1,4 +1,4 @@
-"""Folders that are not what they say are refused with a sentence that names what is wrong, before anything is used."""
+"""Tests that invalid folders are refused with a precise message before anything is used."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from tests.hf.support import ours_from, save, theirs
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of several files."""
+    """Returns a folder with several weight files."""
     return save(theirs("qwen2", num_hidden_layers=1), tmp_path_factory.mktemp("whole"), max_shard_size="10KB")
 
 
@@ -93,9 +93,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "header too long": (lambda f: announce_a_long_header(files(f)[0]), "model-00001-of-.* is damaged"),
     "empty file": (lambda f: files(f)[0].write_bytes(b""), "model-00001-of-.* is damaged"),
     "index without map": (lambda f: (f / INDEX).write_text("{}"), "no weight_map"),
-    "index leads up": (lambda f: change_index(f, NORM, "../x.safetensors"), "is not followed"),
-    "index is absolute": (lambda f: change_index(f, NORM, "/x.safetensors"), "is not followed"),
-    "index names no text": (lambda f: change_index(f, NORM, 3), "is not followed"),
+    "index leads up": (lambda f: change_index(f, NORM, "../x.safetensors"), "is refused"),
+    "index is absolute": (lambda f: change_index(f, NORM, "/x.safetensors"), "is refused"),
+    "index names no text": (lambda f: change_index(f, NORM, 3), "is refused"),
     "key only in index": (
         lambda f: change_index(f, "extra", files(f)[0].name),
         "extra is not in model-00001",

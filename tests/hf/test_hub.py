@@ -1,4 +1,4 @@
-"""Names of the hub: what they mean, what is downloaded, and a sentence where there is no network."""
+"""Tests names of the hub: their meaning, the downloaded files, and messages without network."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ ADVICE = r"`hf download Qwen/Qwen2.5-7B --local-dir DIR`"
 
 
 def in_cache(cache: Path) -> Path:
-    """A model as the hub's library keeps it: a snapshot of links."""
+    """Creates a model as in the hub library's cache, a snapshot of links."""
     model = cache / "models--Qwen--Qwen2.5-7B"
     snapshot = model / "snapshots" / "abc123"
     for folder in (snapshot, model / "blobs", model / "refs"):
@@ -36,7 +36,7 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / NAME).mkdir(parents=True)
     assert not is_hub_id(NAME)
     assert resolve_folder(NAME) == Path(NAME)
-    with pytest.raises(UserError, match=r"a/b/c is no folder; name a folder with config.json"):
+    with pytest.raises(UserError, match=r"a/b/c is not a folder; name a folder with config.json"):
         resolve_folder("a/b/c")
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match=r"there is no mime in the folder runs.*; check the path"):

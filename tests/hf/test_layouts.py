@@ -1,4 +1,4 @@
-"""A checkpoint is exported without choosing a layout: whichever saved it, the folder is the same to the byte."""
+"""Tests that an export does not depend on the layout that saved the checkpoint."""
 
 from pathlib import Path
 

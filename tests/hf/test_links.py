@@ -1,4 +1,4 @@
-"""Links: forms of the same weights, rectangles of any layout, types; and that a wrong link would be seen."""
+"""Tests links: formats of the same weights, slices of any layout, dtypes, and detection of wrong links."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tens
 
 
 def as_before_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """GPT-2 as it is on the hub: the bare model, with buffers of its masks."""
+    """Returns GPT-2 as on the hub: the base model, with its mask buffers."""
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     return {
         **bare,
@@ -81,7 +81,7 @@ def swap(one: str, other: str) -> dict[str, object]:
 def test_swapped_parts_are_seen(
     one: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every shape is right and every element has its place; only the numbers say that it is the wrong one."""
+    """All shapes are right; only the values show that the link is wrong."""
     their = theirs("llama")
     tokens, positions, _ = batch()
     with open_folder(save(their, tmp_path)) as folder, torch.no_grad():
@@ -95,7 +95,7 @@ def test_swapped_parts_are_seen(
     "model_type, config", [("gpt2", {}), ("qwen2_moe", {**EXPERTS, "decoder_sparse_step": 2})]
 )
 def test_any_rectangle_of_any_tensor(model_type: str, config: dict, tmp_path: Path) -> None:
-    """What any layout may ask for."""
+    """Reads any slice that a layout may need."""
     choose = random.Random(7)
     with open_folder(save(theirs(model_type, **config), tmp_path, max_shard_size="10KB")) as folder:
         whole, model, moe = ours(folder)

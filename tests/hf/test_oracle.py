@@ -1,4 +1,4 @@
-"""Every family against the models of `transformers`: the same logits, the same loss, the same gradient of every weight."""
+"""Compares every family with `transformers`: logits, loss and the gradient of every weight."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,8 @@ from pentatron.models.causal_lm import build_model
 from pentatron.parallel.shards import region
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 
-# Lengths and bases so small that each kind of frequency, kept, stretched or between, has a part in 16 positions.
+# Lengths and bases so small that each kind of frequency, kept, stretched or between, has a part in 16
+# positions.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -110,7 +111,7 @@ def test_logits_loss_and_every_gradient(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_that_is_only_a_number_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:
-    """Every tensor would be in its place, and the model another one."""
+    """All tensors match, but the model differs."""
     model_type, config = CASES[case]
     their = theirs(model_type, **config)
     right, architecture, moe = ours_from(save(their, tmp_path))

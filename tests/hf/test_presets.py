@@ -1,4 +1,4 @@
-"""A preset is the model it is named after: `transformers` makes one with as many parameters from the config.json we write."""
+"""Tests presets: `transformers` builds a model with as many parameters from their config.json."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.settings.test_presets import PUBLISHED, completed, parameters
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_counts_the_same(name: str) -> None:
-    """Two layers of it: the number of layers is settled by the published counts."""
+    """Uses two layers: published parameter counts determine the number of layers."""
     found = completed(name)
     # A list of layers with experts would have to be cut too; no preset has one.
     found = found.changed(num_layers=2, padded_vocab_size=found.vocab_size)
@@ -34,7 +34,7 @@ def test_transformers_counts_the_same(name: str) -> None:
     ],
 )
 def test_the_default_of_a_family_in_transformers(name: str, model_type: str) -> None:
-    """But for what that library leaves at the value of another model: positions, the base of rotary angles, epsilon."""
+    """Except for defaults inherited from another model: positions, RoPE base, epsilon."""
     read = settings_of(AutoConfig.for_model(model_type).to_dict())
     free = {
         "max_position_embeddings",

@@ -1,4 +1,4 @@
-"""Folder → checkpoint → folder: the same bytes, whatever the family, the files and the blocks; and nothing left of a failure."""
+"""Tests import and export: the same bytes for any family and file sizes; failures leave nothing behind."""
 
 import json
 import resource
@@ -42,7 +42,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """To the byte: `equal` would take -0 for 0."""
+    """Compares bytes: `equal` does not distinguish -0 and 0."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype
         and one[name].shape == other[name].shape
@@ -68,7 +68,7 @@ def export(checkpoint: Path, out: Path, **options: Any) -> Path:
 def test_the_way_there_and_back_changes_no_byte(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Far smaller than a tensor: every one is put together from many blocks.
+    # Far smaller than a tensor: every tensor consists of many blocks.
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 700)
     family, config = CASES[case]
     model = theirs(family, **config).to(BF16)
@@ -107,7 +107,7 @@ def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     found, _ = find_step(tmp_path / "ours")
     assert compare_logits(found, back).difference < 1e-5
-    # The comparison can fail: one weight of theirs is changed.
+    # The control: one weight of the reference model is changed.
     with torch.no_grad():
         loaded.model.layers[1].self_attn.k_proj.weight[0] += 0.1
     with pytest.raises(UserError, match="not the same model"):
@@ -116,7 +116,7 @@ def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In fp32, in several files."""
+    """Saves a model in fp32, in several files."""
     model = theirs("llama", tie_word_embeddings=True)
     return save(model, tmp_path_factory.mktemp("folder"), max_shard_size="10KB")
 
@@ -134,7 +134,7 @@ def test_types(folder: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / CONFIG).read_text())["dtype"] == "bfloat16"
     wide = export(tmp_path / "bf16", tmp_path / "wide", dtype=FP32)
     assert same(tensors(wide), {name: tensor.float() for name, tensor in rounded.items()})
-    # Neither of the two halves holds the other.
+    # Neither bf16 nor fp16 represents all values of the other.
     with pytest.raises(UserError, match="bf16, of which fp16 cannot"):
         export(tmp_path / "bf16", tmp_path / "no", dtype=FP16)
 
@@ -146,14 +146,14 @@ def test_no_number_becomes_infinite(folder: Path, tmp_path: Path) -> None:
     save_file(large, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"linear_qkv.weight holds 7e\+04, which is beyond the range of fp16"):
         convert(source, tmp_path / "fp16", dtype=FP16, allow_narrowing=True)
-    # What was infinite stays so, and nothing else becomes it.
+    # inf stays inf, and no other value becomes inf.
     convert(source, tmp_path / "bf16", dtype=BF16, allow_narrowing=True)
     back = tensors(export(tmp_path / "bf16", tmp_path / "back"))
     assert sum(int(tensor.isinf().sum()) for tensor in back.values()) == 1
 
 
 def test_a_tensor_of_parts_of_different_types_loses_nothing(folder: Path, tmp_path: Path) -> None:
-    """Keys in bf16 among queries and values in fp32: the one tensor that holds them all is fp32."""
+    """bf16 keys with fp32 queries and values: the fused tensor is fp32."""
     mixed = tensors(folder)
     for name in [name for name in mixed if "k_proj" in name or "norm" in name]:
         mixed[name] = mixed[name].to(BF16)
@@ -193,7 +193,7 @@ DAMAGE = {
     "unknown family": (_change(CONFIG, lambda c: c.update(model_type="qwen9")), "model_type 'qwen9'"),
     "outside": (
         _change(INDEX, lambda c: c["weight_map"].update({"model.norm.weight": "../x.safetensors"})),
-        "is not followed",
+        "is refused",
     ),
 }
 
@@ -209,7 +209,7 @@ def test_nothing_is_written_of_a_damaged_folder(name: str, folder: Path, tmp_pat
 
 
 class Stopped(Silent):
-    """Ctrl-C in the middle."""
+    """Stands for Ctrl-C."""
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         if 2 * done > total:
@@ -229,7 +229,7 @@ def test_nothing_is_left_of_what_was_stopped(folder: Path, tmp_path: Path) -> No
 
 @contextmanager
 def disk_of(size: int) -> Iterator[None]:
-    """No file can be larger, as on a disk that is full."""
+    """Limits the file size, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -280,7 +280,7 @@ def test_leftovers_of_the_killed_are_removed_and_work_of_others_is_not(tmp_path:
             pytest.raises(UserError, match="could not be written"),
             new_folder(tmp_path / "ours", 0) as other,
         ):
-            # Whoever is first has the name; the other one finds that out in the end.
+            # The first process gets the name; the other one fails at the end.
             assert one.exists()
             (one / "done").touch()
             shutil.copytree(one, tmp_path / "ours")

@@ -1,4 +1,4 @@
-"""Models of strangers: code in a Hugging Face folder, in settings, in a tokenizer's folder; none of it runs."""
+"""Tests untrusted models: code in a Hugging Face folder, settings or tokenizer folder is never executed."""
 
 import json
 import shutil
@@ -152,14 +152,14 @@ def test_a_state_of_another_kind_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="which cannot be"):
         TrainState.from_json(state)
     assert TrainState.from_json({"count_update": 1, "step": 3}).step == 3, "what is not known is left alone"
-    # Overflows beyond those that are waited for.
+    # Overflows that are not handled explicitly.
     assert TrainState.from_json({"loss_scaling": {"overflows_left": -2}}).loss_scaling["overflows_left"] == -2
 
 
 def test_a_schedule_or_files_of_another_kind_are_refused() -> None:
     with pytest.raises(UserError, match=r"schedule cannot be read .*weight_decay"):
         Schedule.from_json({"learning_rate": Schedule.of(resolved().config).to_json()["learning_rate"]})
-    with pytest.raises(UserError, match=r"of its data cannot be read .*made_up"):
+    with pytest.raises(UserError, match=r"of the data in the checkpoint cannot be read .*made_up"):
         DataIdentity.from_json("x", [{"made_up": 3}])
 
 
@@ -186,7 +186,7 @@ def test_a_chat_template_stays_in_its_sandbox(tmp_path: Path, attack: str) -> No
     found = find_chat_template(tmp_path)
     assert found is not None and special_tokens(tmp_path) == {}
     try:
-        # Some attributes are merely not there.
+        # Some attributes are missing.
         assert template(found[0]).render(TALK).text == ""
     except UserError as error:
         assert "\n" not in str(error)

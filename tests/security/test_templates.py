@@ -1,4 +1,4 @@
-"""Chat templates are bounded: whatever one does with memory and time, it ends with one sentence and the next one renders."""
+"""Tests the limits of chat templates: memory and time are bounded, and the next template renders."""
 
 import datetime
 import multiprocessing
@@ -133,7 +133,7 @@ def test_a_forked_process_renders_by_itself_and_the_parent_goes_on() -> None:
 
 
 def test_the_process_ends_with_its_parent_though_forks_of_it_live_on() -> None:
-    """The parent is killed; its fork holds no end of the pipes."""
+    """The parent is killed; its fork must not keep the pipes open."""
     plain = template("{{ messages[1].content }}", Limits())
     reading, writing = os.pipe()
     held, hold = os.pipe()

@@ -1,4 +1,6 @@
-"""Texts and tokenizers of strangers: lines without end, packed files that unfold, vocabularies without a token, patterns that hang."""
+"""Tests untrusted texts and tokenizers: endless lines, decompression bombs, empty vocabularies, slow
+regexes.
+"""
 
 import gzip
 import json
@@ -57,21 +59,21 @@ def peak() -> Iterator[Callable[[], int]]:
 def test_a_line_without_end_is_a_sentence(
     tmp_path: Path, name: str, make: Callable[[Path, int], Path], peak: Callable[[], int]
 ) -> None:
-    """32 times the longest line; a packed one is a few kilobytes. Memory is a small multiple of the longest line."""
+    """32 times the longest line; memory stays a small multiple of the longest line."""
     path = make(tmp_path / name, 32 * MOST)
     before = peak()
     with pytest.raises(
         UserError, match=rf"the line that begins at line 1 of .*{name} is longer than 1 MiB; cut"
     ):
         list(read_chunks([path], JSON_LINES, CHUNK))
-    # A block of Zstandard unfolds before it is seen, and up to 128 KiB stand for 4 bytes of it.
+    # A Zstandard block is decompressed as a whole: 4 bytes can expand to 128 KiB.
     assert peak() - before < (40 if name.endswith("zst") else 5) * MOST
     with pytest.raises(UserError, match="is longer than 1 MiB"):
         list(read_conversations(path))
 
 
 def test_where_the_limits_are(tmp_path: Path) -> None:
-    """A line of just the longest length is read, with a line break behind it or without; one byte more is refused."""
+    """A line of the maximum length is read, with or without a line break; one byte more is refused."""
     path = tmp_path / "a.txt"
     for cut, most in (("line", MOST), ("blank-line", MOST), ("file", 2 * MOST)):
         path.write_bytes(b"first\n\n" + b"x" * (most - 7 if cut == "file" else most))
@@ -96,7 +98,7 @@ def test_a_place_after_a_zstandard_frame_is_found_again(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, model: str, **parts: Any) -> Path:
-    """A tokenizer.json with a model of one kind, and other parts as given."""
+    """Saves a tokenizer.json with a model of one type, and other parts as given."""
     library = pytest.importorskip("tokenizers")
     kinds = {
         "empty BPE": lambda: library.models.BPE(),
@@ -135,13 +137,13 @@ def test_a_text_that_a_vocabulary_cannot_say_is_a_sentence(tmp_path: Path, model
 
 
 def test_a_pattern_that_takes_too_many_steps_is_told_as_that(tmp_path: Path) -> None:
-    """The library panics, which Python sees as an exception that is no Exception."""
+    """The library panics, which raises an exception that derives from BaseException."""
     library = pytest.importorskip("tokenizers")
     split = library.pre_tokenizers.Split(library.Regex("(a|a)*b|(a|a|a|a|a)*$"), "isolated")
     folder = saved(tmp_path, "BPE", pre_tokenizer=split)
     tokenizer, text = FileTokenizer(folder), "a" * 60 + "!"
     with pytest.raises(
-        UserError, match=r"a regular expression of it takes too many steps on this text: .*retry-limit"
+        UserError, match=r"one of its regular expressions takes too many steps on this text: .*retry-limit"
     ):
         tokenizer.encode(text)
     choice = TokenizerChoice("HuggingFaceTokenizer", str(folder))
@@ -150,13 +152,13 @@ def test_a_pattern_that_takes_too_many_steps_is_told_as_that(tmp_path: Path) -> 
         Chunk(lines.encode(), 0, 1, JSON_LINES, Place(), 0)
     )
     ((line, reason),) = found.bad
-    assert line == 2 and "cannot be encoded by the tokenizer (a regular expression" in reason
+    assert line == 2 and "cannot be encoded by the tokenizer (one of its regular expressions" in reason
     assert found.keys[0].counts.tolist() == [1, 1], "the other lines are encoded"
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
 def test_replacements_that_multiply_a_text_are_refused(tmp_path: Path, part: str) -> None:
-    """Twelve times tenfold: the library would ask for terabytes, and abort the process when it does not get them."""
+    """Twelve tenfold replacements: the library would abort the process on OOM."""
     library = pytest.importorskip("tokenizers")
     of = getattr(library, f"{part}s")
 

@@ -441,7 +441,7 @@ def test_a_model_of_the_hub_is_its_downloaded_folder(
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     assert main(["config", *words]) == 2
     shown = capsys.readouterr().err
-    assert "Tokenizer not found: some/tokenizer is no folder here" in shown and "hf download" in shown
+    assert "Tokenizer not found: some/tokenizer is not a folder here" in shown and "hf download" in shown
 
 
 def test_a_command_trains_from_a_folder(models: dict[str, Path], tmp_path: Path) -> None:
