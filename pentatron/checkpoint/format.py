@@ -286,14 +286,11 @@ def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bo
     if bad:
         name, digest = bad[0]
         more = f" (and {len(bad) - 1} more files are damaged)" if len(bad) > 1 else ""
-        raise DamagedCheckpoint(
-            f"{folder / name}: sha256 is {digest[:12]}…, not {manifest.files[name].sha256[:12]}…; "
-            f"{what_is_damaged(folder / name, manifest)[1]}{more}"
-        )
+        raise DamagedCheckpoint(f"{what_is_damaged(folder / name, manifest, digest)[1]}{more}")
 
 
-def what_is_damaged(path: Path, manifest: Manifest) -> tuple[list[str], str]:
-    """Returns the damaged tensors of a file whose digest is wrong, and the end of a sentence about them.
+def what_is_damaged(path: Path, manifest: Manifest, digest: str) -> tuple[list[str], str]:
+    """Returns the damaged tensors of a file whose digest is wrong, and a sentence about the damage.
 
     Tensors are located by their own CRC-32; without these, all tensors of the file are returned.
     """
@@ -304,17 +301,18 @@ def what_is_damaged(path: Path, manifest: Manifest) -> tuple[list[str], str]:
         if piece.file == path.name
     }
     names = manifest.tensors_in(path.name)
+    wrong = f"{path}: sha256 is {digest[:12]}…, not {manifest.files[path.name].sha256[:12]}…;"
     if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
-        return names, f"it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
+        return names, f"{wrong} it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
     try:
         sums = piece_sums(path)
     except (ValueError, TypeError) as error:
-        return names, f"its header is damaged ({error}), and with it all {len(pieces)} tensors"
+        return names, f"{wrong} its header is damaged ({error}), and with it all {len(pieces)} tensors"
     damaged = [key for key, (_, piece) in pieces.items() if sums.get(key) != piece.crc32]
     if not damaged:
-        return [], f"its header is damaged, and none of its {len(pieces)} tensors"
+        return [], f"{wrong} its header is damaged, and none of its {len(pieces)} tensors"
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    sentence = f"of its {len(pieces)} tensors {damaged[0]}{more} {'are' if more else 'is'} damaged"
+    sentence = f"{wrong} of its {len(pieces)} tensors {damaged[0]}{more} {'are' if more else 'is'} damaged"
     return list(dict.fromkeys(pieces[key][0] for key in damaged)), sentence
 
 
@@ -372,10 +370,13 @@ def write_part(path: Path, fragments: Sequence[Fragment]) -> Written:
                     raise ValueError(f"{piece.key} is given twice")
                 values[piece.key] = fragment.values
             records.append((fragment.tensor, record))
-        if not values:
-            return Written(None, _collect(records))
-        file = write_tensors(path, values)
-        return Written(file, with_sums(_collect(records), file.crc32))
+        file = write_tensors(path, values) if values else None
+        crc32 = file.crc32 if file is not None else {}
+        tensors = {
+            name: replace(r, pieces=tuple(replace(piece, crc32=crc32.get(piece.key)) for piece in r.pieces))
+            for name, r in _collect(records).items()
+        }
+        return Written(file, tensors)
     except OSError as error:
         return Written(failure=error.strerror or str(error))
     except ValueError as error:
@@ -411,14 +412,6 @@ def _collect(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRec
     return {
         name: TensorRecord(r.dtype, r.shape, tuple(sorted(pieces[name], key=lambda piece: piece.start)))
         for name, r in sorted(tensors.items())
-    }
-
-
-def with_sums(tensors: Mapping[str, TensorRecord], crc32: Mapping[str, str]) -> dict[str, TensorRecord]:
-    """Adds the CRC-32 of each piece, computed while its file was written."""
-    return {
-        name: replace(r, pieces=tuple(replace(piece, crc32=crc32.get(piece.key)) for piece in r.pieces))
-        for name, r in tensors.items()
     }
 
 

@@ -14,7 +14,7 @@ from pentatron.files import free_name, hidden_name, make_folder, rename, write_f
 from pentatron.text import parse_json
 
 # Names of steps in our format and in the format torch_dist.
-_NUMBER = re.compile(r"(?:step-(\d{8,})(?:-again\d+)?|iter_(\d{7,}))")
+STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 
 _REPLACED = "replaced-"
 
@@ -44,8 +44,8 @@ class Retention:
 
 def number_of(step: Path) -> int | None:
     """Returns the step number in a folder's name, or None."""
-    match = _NUMBER.fullmatch(step.name)
-    return int(match[1] or match[2]) if match else None
+    match = STEP_NAME.fullmatch(step.name)
+    return int(match[1] or match[3]) if match else None
 
 
 def hidden_while_replaced(step: Path) -> Path:

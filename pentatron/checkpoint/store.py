@@ -6,12 +6,11 @@ older steps intact.
 """
 
 import contextlib
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from pentatron.checkpoint.format import (
     write_part,
 )
 from pentatron.checkpoint.retention import (
+    STEP_NAME,
     Retention,
     keep_base,
     read_bases,
@@ -49,7 +49,6 @@ from pentatron.text import in_mib
 
 # The file that names the last step in Megatron-LM.
 TRACKER = "latest_checkpointed_iteration.txt"
-STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 _DAMAGED = ".damaged"
 
 
@@ -345,21 +344,17 @@ class CheckpointStore:
 # --- one save ---
 
 
+@dataclass
 class Save:
     """The stages of one save on one rank."""
 
-    def __init__(
-        self,
-        store: "CheckpointStore",
-        step: int,
-        temporary: Path,
-        run_state: Mapping[str, Any],
-        config: Mapping[str, Any],
-        group: Group,
-    ) -> None:
-        self.store, self.step, self.temporary, self.group = store, step, temporary, group
-        self.run_state, self.config = run_state, config
-        self.verdict = Verdict()
+    store: CheckpointStore
+    step: int
+    temporary: Path
+    run_state: Mapping[str, Any]
+    config: Mapping[str, Any]
+    group: Group
+    verdict: Verdict = field(default_factory=Verdict)
 
     def write(self, parts: Sequence[Fragment]) -> Any:
         """Stage 1, all ranks: writes this rank's files."""

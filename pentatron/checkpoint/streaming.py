@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, piece_key, with_sums
+from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, Outline, Read, write_blocks
 from pentatron.monitor.display import Display
@@ -33,25 +33,19 @@ def save_streamed(
 
     On an error, the caller removes the folder that it created.
     """
-    temporary = store.temporary(step)
-    temporary.mkdir(parents=True)
-    groups = list(in_files(outlines, file_bytes))
-    names = [f"weights-{number:05d}.safetensors" for number in range(1, len(groups) + 1)]
-    files = [write_blocks(temporary / name, group, read) for name, group in zip(names, groups, strict=True)]
     tensors = {
-        tensor: TensorRecord(
-            str(outline.dtype).removeprefix("torch."),
-            outline.shape,
-            (StoredPiece(name, tensor, (0,) * len(outline.shape), outline.shape),),
-        )
-        for name, group in zip(names, groups, strict=True)
-        for tensor, outline in group.items()
+        name: TensorRecord(str(outline.dtype).removeprefix("torch."), outline.shape, ())
+        for name, outline in outlines.items()
     }
-    summed = with_sums(tensors, {tensor: crc for file in files for tensor, crc in file.crc32.items()})
-    manifest = Manifest(
-        step, {f.name: f for f in files}, dict(sorted(summed.items())), dict(run_state), dict(config)
+    contents = (
+        (
+            f"weights-{number:05d}.safetensors",
+            [(name, (0,) * len(o.shape), o.shape) for name, o in group.items()],
+        )
+        for number, group in enumerate(in_files(outlines, file_bytes), 1)
     )
-    return store.commit(temporary, manifest)
+    source = Manifest(step, {}, tensors, dict(run_state), dict(config))
+    return save_rectangles(store, source, read, contents, config)
 
 
 def in_files(outlines: Mapping[str, Outline], file_bytes: int) -> Iterator[dict[str, Outline]]:

@@ -243,12 +243,11 @@ def _check_digest(folder: Path, manifest: Manifest, name: str, tell: Tell) -> It
         digest = digest_of_file(path, record.block_bytes, tell=tell)
         if digest == expected:
             return
-        names, damage = what_is_damaged(path, manifest)
+        names, sentence = what_is_damaged(path, manifest, digest)
     except OSError as error:
         names = manifest.tensors_in(name)
         yield Problem(f"{path} cannot be read ({error.strerror or error})", name, tuple(names))
         return
-    sentence = f"{path}: sha256 is {digest[:12]}…, not {expected[:12]}…; {damage}"
     yield Problem(sentence, name, tuple(names), expected, digest)
 
 
