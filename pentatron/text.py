@@ -173,7 +173,7 @@ def parse_document(text: str) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("a string in it has an unpaired surrogate, which is not a character") from None
+            raise ValueError("a string in it has half a surrogate pair, which is not a character") from None
     return value
 
 

@@ -202,8 +202,7 @@ def write_blocks(
             writer.write(header)
             for name, outline in ordered.items():
                 for start, size in blocks(outline.shape, outline.dtype.itemsize):
-                    values = read(name, start, size).cpu().contiguous()
-                    writer.write(values.reshape(-1).view(torch.uint8).numpy().data, name)
+                    writer.write(_host_bytes(read(name, start, size)), name)
             digest = writer.finish()
         finally:
             writer.close()
@@ -245,6 +244,10 @@ def blocks(shape: Shape, element_bytes: int) -> Iterator[tuple[Shape, Shape]]:
         rows = BLOCK_BYTES // row
         for i in range(0, shape[0], rows):
             yield (i, *(0 for _ in shape[1:])), (min(rows, shape[0] - i), *shape[1:])
+
+
+def _host_bytes(tensor: Tensor) -> memoryview:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def piece_sums(path: Path) -> dict[str, str]:
