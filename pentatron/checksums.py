@@ -171,8 +171,9 @@ def _digest(sums: Iterable[int]) -> str:
 def block_sums_of_file(
     path: Path, block_bytes: int, threads: int = 1, cold: bool = False, tell: Tell | None = None
 ) -> Iterator[int]:
-    """Yields the CRC-32 of each block of a file. `cold`: drop the file from the page cache first, to read
-    from disk.
+    """Yields the CRC-32 of each block of a file.
+
+    `cold`: drop the file from the page cache first, to read from disk.
     """
     with path.open("rb", buffering=0) as file:
         descriptor = file.fileno()
@@ -194,8 +195,9 @@ def block_sums_of_file(
 def digest_of_file(
     path: Path, block_bytes: int, threads: int = 1, cold: bool = False, tell: Tell | None = None
 ) -> str:
-    """Returns the digest `ThreadedBlockSums` computes for the bytes of a file, or SHA-256 of all bytes if
-    `block_bytes` is 0.
+    """Returns the digest that `ThreadedBlockSums` computes for the bytes of a file.
+
+    If `block_bytes` is 0, SHA-256 of all bytes.
     """
     if block_bytes:
         return _digest(block_sums_of_file(path, block_bytes, threads, cold, tell))
@@ -241,8 +243,9 @@ _DIVISOR = 0xEDB88320
 
 
 def joined_crc32(first: int, second: int, second_bytes: int) -> int:
-    """Combines the CRC-32 of two consecutive byte ranges (zlib's crc32_combine, which Python does not
-    expose).
+    """Combines the CRC-32 of two consecutive byte ranges.
+
+    This is zlib's crc32_combine, which Python does not expose.
     """
     return _product(_shift(second_bytes), first) ^ second
 

@@ -12,8 +12,7 @@ _TERA, _GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Chip:
-    """Dense TFLOP/s in half precision (`half`) and fp32 (`full`), and whether bf16 and fp8 matrix products
-    are supported.
+    """Dense TFLOP/s of a GPU in half precision (`half`) and fp32 (`full`), and supported matrix dtypes.
 
     Data sheets print twice the dense rate for sparse matrices.
     """

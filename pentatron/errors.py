@@ -15,10 +15,10 @@ class AgreedError(UserError):
 
 
 class NotSaved(AgreedError):
-    """A checkpoint could not be written, for lack of space or permissions. Earlier checkpoints are intact,
-    and a later save may succeed.
+    """A checkpoint could not be written, for lack of space or permissions.
 
-    `what` is the failure alone, without the advice for a run that ends with it.
+    Earlier checkpoints are intact, and a later save may succeed. `what` is the failure alone, without the
+    advice for a run that ends with it.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
@@ -31,8 +31,9 @@ class FolderLost(AgreedError):
 
 
 class BadNumbers(AgreedError):
-    """A loss or gradient was NaN or inf. The exit code is Megatron-LM's: whether the result is
-    reproducible.
+    """A loss or gradient was NaN or inf.
+
+    The exit code is Megatron-LM's: whether the result is reproducible.
     """
 
     REPRODUCIBLE = 16

@@ -45,8 +45,9 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Renames a file or folder atomically, replacing a file of that name. Durable only after
-    `sync_folder`.
+    """Renames a file or folder atomically, replacing a file of that name.
+
+    Durable only after `sync_folder`.
     """
     path.rename(target)
 
@@ -112,8 +113,9 @@ def free_name(wanted: Path) -> Path:
 
 
 def numbered(path: Path, separator: str, ending: str = "") -> Path:
-    """Returns the first of `NAME.1`, `NAME.2`, … that does not exist, with `separator` before the number and
-    `ending` after it.
+    """Returns the first of `NAME.1`, `NAME.2`, … that does not exist.
+
+    `separator` precedes the number and `ending` follows it.
     """
     return _first_free(
         path.with_name(f"{path.name}{separator}{number}{ending}") for number in itertools.count(1)
@@ -129,10 +131,10 @@ def _first_free(names: Iterable[Path]) -> Path:
 
 
 def lock(descriptor: int) -> bool:
-    """Locks a temporary file or folder while its descriptor is open; the kernel releases the lock when the
-    process ends.
+    """Locks a temporary file or folder while its descriptor is open.
 
-    Returns False if another process holds the lock or the file system has no locks; leftovers are then kept.
+    The kernel releases the lock when the process ends. Returns False if another process holds it or the file
+    system has no locks; leftovers are then kept.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,8 +184,7 @@ def write_file(target: Path, content: bytes) -> None:
 
 @contextmanager
 def replaced(target: Path, suffix: str | None = None) -> Iterator[BinaryIO]:
-    """Context manager that yields a file to write, which replaces `target` when the block ends without an
-    error.
+    """Context manager that yields a file that replaces `target` when the block ends without an error.
 
     Removes leftovers of `target` first. `suffix`: of the temporary name (default: `temporary_suffix()`).
     """
@@ -201,10 +202,9 @@ def replaced(target: Path, suffix: str | None = None) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Context manager that yields a folder to fill, which becomes `target` when the block ends without an
-    error and is removed otherwise.
+    """Context manager that yields a folder that becomes `target` when the block ends without an error.
 
-    `target` must not exist or must be an empty folder.
+    After an error it is removed. `target` must not exist or must be an empty folder.
     """
     temporary = hidden_name(target)
     temporary.mkdir()

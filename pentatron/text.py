@@ -1,5 +1,4 @@
-"""Formatting for messages (numbers with units, plurals), removal of control characters and secrets, JSON
-parsing of untrusted text.
+"""Formatting for messages, removal of control characters and secrets, parsing of untrusted JSON.
 
 Level 0: imports no other module of the package.
 """

@@ -1,7 +1,6 @@
-"""Compares the tensors of two checkpoints block by block, whatever layouts saved them, and computes digests
-of their state.
+"""Compares the tensors of two checkpoints block by block, and computes digests of their state.
 
-At most one block of each side is in memory.
+The checkpoints may be of different layouts. At most one block of each side is in memory.
 """
 
 import hashlib
@@ -144,9 +143,7 @@ def compare_tensor(name: str, ours: Side, theirs: Side, tell: Callable[[int], No
 
 
 def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (path, ours, theirs) of each differing value of two nested dictionaries; None if one side lacks
-    it.
-    """
+    """Yields (path, ours, theirs) of each differing value of two nested dictionaries, None if missing."""
     for key in sorted({*ours, *theirs}):
         a, b = ours.get(key), theirs.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -1,5 +1,6 @@
-"""Resolves a path to checkpoint steps: a step, a folder of steps, or a run. Also lists steps and reads their
-saved settings.
+"""Resolves a path to checkpoint steps: a step, a folder of steps, or a run.
+
+Also lists steps and reads their saved settings.
 """
 
 import dataclasses
@@ -35,10 +36,10 @@ def followed(path: Path) -> Path:
     """Resolves a `latest` file to the step it names; returns other paths unchanged."""
     if path.name != LATEST or not path.is_file():
         return path
-    named = pointed_at(path.parent)
+    step_name = pointed_at(path.parent)
     # Untrusted: a name from a file must not contain a path.
-    step = path.parent / named
-    return step if Path(named).name == named and is_step(step) else path
+    step = path.parent / step_name
+    return step if Path(step_name).name == step_name and is_step(step) else path
 
 
 def pointed_at(steps: Path) -> str:
@@ -55,8 +56,9 @@ def is_step(path: Path) -> bool:
 
 
 def steps_at(path: Path) -> Path | None:
-    """Returns the folder of steps for a path: the path or its `checkpoints`. None if neither has steps, not
-    even damaged ones.
+    """Returns the folder of steps for a path: the path or its `checkpoints`.
+
+    None if neither has steps, not even damaged ones.
     """
     for folder in (path, checkpoints_of(path)):
         store = CheckpointStore(folder, keep=None)
@@ -93,20 +95,18 @@ def megatron_step(path: Path) -> tuple[Path, str] | None:
 def _newest_iteration(path: Path) -> Path | None:
     """Returns the folder that Megatron-LM's tracker names, else its newest iteration, or None."""
     try:
-        tracked = (path / TRACKER).read_text(encoding="utf-8").strip()
+        iteration = (path / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        tracked = ""
-    if tracked.isdecimal():
-        return path / f"iter_{int(tracked):07d}"
-    if tracked == "release":
-        return path / tracked
+        iteration = ""
+    if iteration.isdecimal():
+        return path / f"iter_{int(iteration):07d}"
+    if iteration == "release":
+        return path / iteration
     return max(path.glob("iter_" + "[0-9]" * 7), default=None)
 
 
 def refuse_other_formats(path: Path) -> None:
-    """Raises UserError if the folder contains a Megatron-LM checkpoint, with the option that permits reading
-    it.
-    """
+    """Raises UserError if the folder contains a Megatron-LM checkpoint, with the option to read it."""
     if (step := megatron_step(path)) is not None:
         folder, kind = step
         described = "format torch_dist" if kind == "torch_dist" else "older format, one file for each rank"
@@ -250,8 +250,9 @@ _LARGEST = 2**63 - 1
 
 
 def saved_settings(found: Found) -> dict[str, Any]:
-    """Saved settings by name, from all sections. An unknown setting of the model is refused: it may change
-    the model.
+    """Saved settings by name, from all sections.
+
+    An unknown setting of the model is refused: it may change the model.
     """
     config = found.manifest.config
     unknown = [

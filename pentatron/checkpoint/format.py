@@ -1,7 +1,7 @@
-"""The checkpoint manifest: lists the files and tensors of one step. It is written last; a folder without a
-manifest is not a checkpoint.
+"""The checkpoint manifest: lists the files and tensors of one step.
 
-There is one format version. Manifests of other versions are refused.
+It is written last; a folder without a manifest is not a checkpoint. There is one format version. Manifests of
+other versions are refused.
 """
 
 import hashlib
@@ -268,8 +268,9 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bool = False) -> None:
-    """Reads these files in parallel and compares their digests. `cold`: from disk rather than the
-    page cache.
+    """Reads these files in parallel and compares their digests.
+
+    `cold`: from disk rather than the page cache.
     """
     if not names:
         return
@@ -322,8 +323,9 @@ def what_is_damaged(path: Path, manifest: Manifest, digest: str) -> tuple[list[s
 @sendable
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote, or why it could not: `failure` for I/O errors, `mistake` for a bug in
-    the caller.
+    """What one rank wrote, or why it could not.
+
+    `failure`: an I/O error. `mistake`: a bug in the caller.
     """
 
     file: FileRecord | None = None
@@ -357,8 +359,9 @@ def own_fragments(own: Mapping[str, Tensor]) -> list[Fragment]:
 
 
 def write_part(path: Path, fragments: Sequence[Fragment]) -> Written:
-    """Writes one rank's file, if it has any tensors. Errors are returned as text, to be gathered on all
-    ranks.
+    """Writes one rank's file, if it has any tensors.
+
+    Errors are returned as text, to be gathered on all ranks.
     """
     values: dict[str, Tensor] = {}
     records: list[tuple[str, TensorRecord]] = []
@@ -428,8 +431,9 @@ def whole_tensors(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, Tens
 def manifest_of(
     step: int, everyone: Sequence[Written], run_state: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Manifest:
-    """Builds the manifest from the results of all ranks. Raises ValueError unless the pieces cover every
-    tensor exactly.
+    """Builds the manifest from the results of all ranks.
+
+    Raises ValueError unless the pieces cover every tensor exactly.
     """
     files = {written.file.name: written.file for written in everyone if written.file is not None}
     tensors = whole_tensors(record for written in everyone for record in written.tensors.items())

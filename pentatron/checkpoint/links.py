@@ -21,11 +21,10 @@ from pentatron.settings.model import TransformerConfig
 
 @dataclass(frozen=True)
 class Link:
-    """Maps `size` elements of `ours` from `at` to those of `theirs` from `start`. `size` is in our
-    dimensions.
+    """Maps `size` elements of `ours` from `at` to those of `theirs` from `start`.
 
-    Theirs lacks our leading dimension if it holds one expert, and has `stacked` leading dimensions more if it
-    holds all layers. `transposed`: its last two dimensions are swapped.
+    `size` is in our dimensions. Theirs lacks our leading dimension if it holds one expert, and has `stacked`
+    leading dimensions more if it holds all layers. `transposed`: its last two dimensions are swapped.
     """
 
     ours: str
@@ -105,8 +104,9 @@ class Row:
 
 @dataclass(frozen=True)
 class NameTable:
-    """One row per tensor. `unknown` is the error message for a tensor without a row, with its name as
-    `{ours}`.
+    """One row per tensor.
+
+    `unknown` is the error message for a tensor without a row, with its name as `{ours}`.
     """
 
     rows: tuple[Row, ...]
@@ -123,8 +123,9 @@ class Run:
 
 
 def _queries(model: TransformerConfig, rows: int) -> list[Run]:
-    """Rows of the queries. In our QKV tensor, each group holds its queries, then one key and one
-    value head.
+    """Rows of the queries.
+
+    In our QKV tensor, each group holds its queries, then one key and one value head.
     """
     groups, queries, width = _attention(model)
     rows_per_group, stride = queries * width, (queries + 2) * width
@@ -330,8 +331,9 @@ def reads_theirs(links: Iterable[Link], ours: Read, outlines: Mapping[str, Outli
 
 
 def fill(target: Fragment, links: Iterable[Link], theirs: Read) -> None:
-    """Overwrites a rectangle of our tensor in place; `links` are those of the tensor. Copies
-    block by block.
+    """Overwrites a rectangle of our tensor in place; `links` are those of the tensor.
+
+    Copies block by block.
     """
     size, filled = tuple(target.values.shape), 0
     for link in links:

@@ -28,8 +28,9 @@ _MAX_OPEN_FILES = 200
 
 @dataclass(frozen=True)
 class _Read:
-    """A read of one stored piece: the rectangle from `start`, relative to the piece, and the tensor to copy
-    it into.
+    """A read of one stored piece, copied to `into`.
+
+    `start` is relative to the piece.
     """
 
     piece: StoredPiece
@@ -39,11 +40,11 @@ class _Read:
 
 
 def load_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment]) -> None:
-    """Overwrites every target with its stored rectangle. Raises UserError if a tensor is missing or has
-    another shape or dtype.
+    """Overwrites every target with its stored rectangle.
 
-    Weights may be stored in a dtype whose values the target's dtype represents exactly; other tensors must
-    have the same dtype. Reads only what the targets need, one block at a time, and opens every file once.
+    Raises UserError if a tensor is missing or has another shape or dtype. Weights may be stored in a dtype
+    whose values the target's dtype represents exactly; other tensors must have the same dtype. Reads only
+    what the targets need, one block at a time, and opens every file once.
     """
     by_name: dict[str, list[Fragment]] = {}
     for target in targets:
@@ -70,20 +71,22 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
     return tensor
 
 
-class StepReader:
-    """Context manager that reads rectangles of the tensors of a step. Files stay open until the
-    block ends.
+class StepReader(contextlib.ExitStack):
+    """Context manager that reads rectangles of the tensors of a step.
+
+    Files stay open until the block ends.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__()
         self.folder, self.manifest = folder, manifest
-        self._closing = contextlib.ExitStack()
         self._files: dict[Path, Any] = {}
         self._overlaps: tuple[str, _Overlaps] | None = None
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """Returns the values in their stored dtype. A view of the file if one piece contains the whole
-        rectangle.
+        """Returns the values in their stored dtype.
+
+        A view of the file if one piece contains the whole rectangle.
         """
         record = self.manifest.tensors[name]
         dtype = DTYPES[record.dtype]
@@ -108,16 +111,10 @@ class StepReader:
     def _open(self, path: Path) -> Any:
         if path not in self._files:
             if len(self._files) >= _MAX_OPEN_FILES:
-                self._closing.close()
+                self.close()
                 self._files.clear()
-            self._files[path] = self._closing.enter_context(_open_file(path))
+            self._files[path] = self.enter_context(_open_file(path))
         return self._files[path]
-
-    def __enter__(self) -> "StepReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
 
 
 def _check_targets(folder: Path, manifest: Manifest, by_name: dict[str, list[Fragment]]) -> None:
@@ -135,11 +132,11 @@ def _check_targets(folder: Path, manifest: Manifest, by_name: dict[str, list[Fra
                 f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
                 f"check the parameters it was converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
             )
-        kept, is_weight = target.values.dtype, name.startswith(WEIGHTS)
-        if kept != DTYPES[record.dtype] and not (is_weight and holds(kept, DTYPES[record.dtype])):
+        dtype, is_weight = target.values.dtype, name.startswith(WEIGHTS)
+        if dtype != DTYPES[record.dtype] and not (is_weight and holds(dtype, DTYPES[record.dtype])):
             advice = "; import the model again with --dtype fp32 --allow-narrowing" if is_weight else ""
             raise UserError(
-                f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {str(kept).removeprefix('torch.')}{advice}"
+                f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {str(dtype).removeprefix('torch.')}{advice}"
             )
 
 
@@ -220,8 +217,9 @@ def _damage_as_user_error(path: Path, advice: str) -> Iterator[None]:
 
 
 def _read_piece(stored: Any, piece: StoredPiece, reads: Iterable[_Read]) -> None:
-    """Copies each read block by block. `stored` returns slices as views of the file, so nothing
-    else is read.
+    """Copies each read block by block.
+
+    `stored` returns slices as views of the file, so nothing else is read.
     """
     _check_shape(stored, piece)
     for read in reads:

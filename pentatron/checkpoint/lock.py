@@ -44,8 +44,9 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 @dataclass(frozen=True)
 class Owner:
-    """Record of the lock's owner. `token`: identifies this lock, as PIDs are reused. `released`: it ended
-    normally.
+    """Record of the lock's owner.
+
+    `token`: identifies this lock, as PIDs are reused. `released`: it ended normally.
     """
 
     host: str
@@ -246,8 +247,9 @@ def _locked(path: Path) -> TextIO:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Returns None if the path does not exist. Raises other errors, such as those of an
-    unavailable network.
+    """Returns None if the path does not exist.
+
+    Raises other errors, such as those of an unavailable network.
     """
     try:
         return path.stat()

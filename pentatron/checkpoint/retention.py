@@ -1,4 +1,5 @@
 """Which checkpoint steps are kept and how others are removed, for runs and for `pentatron checkpoint prune`.
+
 Records base steps.
 """
 
@@ -27,8 +28,9 @@ class Retention:
     every: int | None = None
 
     def outdated(self, steps: Sequence[Path], protected: Collection[Path] = ()) -> list[Path]:
-        """Returns the steps to remove: replaced saves of the same step, and those not retained. `steps` is
-        oldest first.
+        """Returns the steps to remove: replaced saves of the same step, and those not retained.
+
+        `steps` is oldest first.
         """
         last = {number_of(step): step for step in steps}
         replaced = [step for step in steps if last[number_of(step)] != step]
@@ -88,8 +90,9 @@ _BEFORE = ".before"
 
 @dataclass(frozen=True)
 class Bases:
-    """`steps`: names of the steps in the folder when the run began. `origin`: source of its weights; None:
-    initialised.
+    """`steps`: names of the steps in the folder when the run began.
+
+    `origin`: source of its weights; None: initialised.
     """
 
     steps: frozenset[str]
@@ -134,19 +137,19 @@ def _write_record(folder: Path, steps: Iterable[str], origin: Path | None) -> No
 
 def keep_base(step: Path) -> Path:
     """Renames a base step whose number is about to be saved by this run. Returns its new path."""
-    kept = free_name(step.with_name(f"{step.name}{_BEFORE}"))
-    rename(step, kept)
+    renamed = free_name(step.with_name(f"{step.name}{_BEFORE}"))
+    rename(step, renamed)
     record = read_record(step.parent)
     if record is not None and step.name in record.steps:
-        origin = kept.absolute() if record.origin == step.absolute() else record.origin
-        _write_record(step.parent, {*record.steps, kept.name} - {step.name}, origin)
-    return kept
+        origin = renamed.absolute() if record.origin == step.absolute() else record.origin
+        _write_record(step.parent, {*record.steps, renamed.name} - {step.name}, origin)
+    return renamed
 
 
 def restore_bases(folder: Path) -> None:
     """Restores the names of base steps that were renamed for a save that was never committed."""
     bases = read_bases(folder) or frozenset()
     for name in bases:
-        kept = [p for p in sorted(folder.glob(f"{name}{_BEFORE}*")) if p.name not in bases]
-        if kept and not (folder / name).exists():
-            rename(kept[-1], folder / name)
+        renamed = [p for p in sorted(folder.glob(f"{name}{_BEFORE}*")) if p.name not in bases]
+        if renamed and not (folder / name).exists():
+            rename(renamed[-1], folder / name)

@@ -1,5 +1,4 @@
-"""Synchronous and asynchronous checkpoint saves: `Saver`, and the copy of the state in host memory it writes
-from.
+"""Synchronous and asynchronous checkpoint saves.
 
 The path of a save: train/trainer.py, train/checkpoints.py (when to save), `Saver` (host copy, background
 thread), checkpoint/store.py (stages on all ranks, commit), checkpoint/format.py (one rank's file and the
@@ -41,8 +40,9 @@ class HostCopy:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, steady: Sequence[Fragment], changing: Sequence[Fragment]) -> Callable[[], list[Fragment]]:
-        """Copies `changing` now. The returned function copies `steady` and returns all copies; it may be
-        called from any thread.
+        """Copies `changing` now.
+
+        The returned function copies `steady` and returns all copies; it may be called from any thread.
         """
         assert self._copied.is_set(), "one copy at a time"
         fragments = [*changing, *steady]
@@ -120,8 +120,9 @@ def _record_events(devices: set[torch.device]) -> dict[torch.device, Any]:
 
 
 def _copy_in_memory(values: Tensor, copy: Tensor) -> None:
-    """Copies with one thread that releases the GIL; torch would start as many threads as compute the next
-    step.
+    """Copies with one thread that releases the GIL.
+
+    torch would start as many threads as compute the next step.
     """
     if not values.is_contiguous() or values.numel() == 0:
         copy.copy_(values)
@@ -169,10 +170,10 @@ class Saver:
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Saves, or starts to in the background: `steady` must then not change before `wait_until_copied`
-        returns.
+        """Saves, or starts to in the background.
 
-        An earlier save must be settled. `own` are tensors that exist only on this rank.
+        `steady` must then not change before `wait_until_copied` returns. An earlier save must be settled.
+        `own` are tensors that exist only on this rank.
         """
         assert self._pending is None, "one save at a time"
         steady_list, changing_list = list(steady), [*changing, *own_fragments(own)]

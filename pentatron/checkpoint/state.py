@@ -92,8 +92,9 @@ class TrainState:
 
 
 def _require_kind(name: str, value: Any, like: Any) -> None:
-    """Checks the type and range of a value, as a checkpoint may have been edited: errors would otherwise
-    appear steps later.
+    """Checks the type and range of a value.
+
+    A checkpoint may have been edited, and the error would otherwise appear steps later.
     """
     kind = (int, float) if isinstance(like, float) else type(like)
     valid = isinstance(value, kind) and not isinstance(value, bool)

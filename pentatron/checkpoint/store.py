@@ -92,8 +92,9 @@ class CheckpointStore:
         config: Mapping[str, Any],
         group: Group,
     ) -> Path:
-        """Saves one step synchronously. All ranks' fragments cover every tensor exactly; `own` exists only on
-        this rank.
+        """Saves one step synchronously.
+
+        All ranks' fragments cover every tensor exactly; `own` exists only on this rank.
         """
         parts = (*fragments, *own_fragments(own))
         stages = self.start(step, lambda: parts, run_state, config, group, background=False)
@@ -118,8 +119,9 @@ class CheckpointStore:
         )
 
     def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> Written:
-        """Writes one rank's files in this store's format. Errors are returned as text, to be gathered on all
-        ranks.
+        """Writes one rank's files in this store's format.
+
+        Errors are returned as text, to be gathered on all ranks.
         """
         return write_part(temporary / f"rank-{rank:05d}.safetensors", parts)
 
@@ -135,8 +137,9 @@ class CheckpointStore:
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> Manifest:
-        """Builds the manifest of all ranks' files. Raises ValueError unless the fragments cover every tensor
-        exactly.
+        """Builds the manifest of all ranks' files.
+
+        Raises ValueError unless the fragments cover every tensor exactly.
         """
         return manifest_of(step, everyone, run_state, config)
 
@@ -192,8 +195,9 @@ class CheckpointStore:
         return final
 
     def place(self, temporary: Path, manifest: Manifest) -> Path:
-        """Writes the manifest of a finished step and renames the folder to its final name. Durable after
-        `sync_folder`.
+        """Writes the manifest of a finished step and renames the folder to its final name.
+
+        Durable after `sync_folder`.
         """
         write_new(temporary / FILE_NAME, manifest.to_json())
         sync_folder(temporary)
@@ -361,9 +365,7 @@ class Save:
         return self.store.write_own(self.temporary, self.group.rank, parts)
 
     def settle(self, everyone: Sequence[Written]) -> Verdict:
-        """Stage 2, rank 0: commits the step if all ranks wrote their files and the fragments cover every
-        tensor.
-        """
+        """Stage 2, rank 0: commits the step if all ranks wrote their files and the fragments are complete."""
         if self.group.rank == 0:
             self.verdict = self._commit(everyone)
             if not self.verdict.final and not self.verdict.lost:
@@ -371,8 +373,9 @@ class Save:
         return self.verdict
 
     def _commit(self, everyone: Sequence[Written]) -> Verdict:
-        """Commits the step. Order: manifest, rename, sync of the folder, read back of the
-        manifest, `latest`.
+        """Commits the step.
+
+        Order: manifest, rename, sync of the folder, read back of the manifest, `latest`.
         """
         for rank, written in enumerate(everyone):
             if written.mistake:
@@ -461,11 +464,10 @@ Stage = Callable[[Sequence[Any]], Any]
 
 
 class Stages:
-    """Runs a save in stages, optionally in a background thread, gathering each stage's results on all ranks
-    before the next.
+    """Runs a save in stages, gathering each stage's results on all ranks before the next.
 
-    Only the caller's thread runs collectives: in a second thread, their order relative to those of training
-    would differ between ranks.
+    A stage may run in a background thread. Only the caller's thread runs collectives: in a second thread,
+    their order relative to those of training would differ between ranks.
     """
 
     def __init__(self, stages: Sequence[Stage], group: Group, background: bool) -> None:
@@ -477,10 +479,10 @@ class Stages:
         return _run(lambda: stage(previous), self._background)
 
     def advance(self, wait: bool) -> Sequence[Any] | None:
-        """Advances as far as all ranks are ready. Returns the last stage's results of all ranks, or None if
-        not finished.
+        """Advances as far as all ranks are ready.
 
-        Collective: every rank must call it with the same `wait`. Raises the exception of this rank's stage.
+        Returns the last stage's results of all ranks, or None if not finished. Collective: every rank must
+        call it with the same `wait`. Raises the exception of this rank's stage.
         """
         while True:
             if not wait and largest(int(not self._running.done()), self._group):

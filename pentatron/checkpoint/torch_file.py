@@ -1,9 +1,9 @@
-"""Reads tensors in files written by torch, with the interface of a safetensors file: slices by key, without
-loading the whole tensor.
+"""Reads tensors in files written by torch, with the interface of a safetensors file: slices by key.
 
 A key is `place|start|size|shape`: the position of a tensor in the file, a rectangle of it, and the shape to
 view it as (with other axes of length one). In `.distcp` files the place is that of one tensor of torch.save,
-of which only the metadata is unpickled; in `.pt` files it is that of the raw data.
+of which only the metadata is unpickled; in `.pt` files it is that of the raw data. Only the requested
+rectangle is read.
 """
 
 import io
@@ -66,8 +66,9 @@ def _recorded_tensor(*arguments: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def saved_tensor(data: memoryview) -> tuple[int, torch.dtype, Shape, Shape]:
-    """Returns (first byte, dtype, shape, strides) of the tensor in an archive. Raises any exception if it is
-    invalid.
+    """Returns (first byte, dtype, shape, strides) of the tensor in an archive.
+
+    Raises any exception if it is invalid.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         pickled = next(entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
@@ -205,6 +206,6 @@ class _Slice:
     def get_shape(self) -> list[int]:
         return list(self.values.shape)
 
-    def __getitem__(self, where: Any) -> Tensor:
-        found: Tensor = self.values[where]
-        return found
+    def __getitem__(self, index: Any) -> Tensor:
+        values: Tensor = self.values[index]
+        return values

@@ -33,8 +33,9 @@ _SMALLEST_BLOCK = 2**16
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON from a regular file of bounded size. Raises ValueError if it is neither, FileNotFoundError
-    if missing.
+    """Reads JSON from a regular file of bounded size.
+
+    Raises ValueError if it is neither, FileNotFoundError if missing.
     """
     if path.exists() and not path.is_file():
         raise ValueError("it is not a regular file")
@@ -85,9 +86,7 @@ def _require(condition: bool, what: str, value: Any) -> None:
 
 
 def too_large(stored: Mapping[str, int], files: Mapping[str, int]) -> str | None:
-    """Returns a file listed with more bytes of tensors than its size, or None: bounds memory by
-    disk usage.
-    """
+    """Returns a file listed with more bytes of tensors than its size, or None."""
     return next((name for name, claimed in stored.items() if claimed > files[name]), None)
 
 

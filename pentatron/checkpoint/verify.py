@@ -1,7 +1,7 @@
-"""Verifies the files of a step on all ranks: each reads a share, and all get the same result. Also finds all
-problems of a step.
+"""Verifies the files of a step on all ranks: each reads a share, and all get the same result.
 
-A single rank would need as long as all ranks together, while the others wait.
+Also finds all problems of a step. A single rank would need as long as all ranks together, while the others
+wait.
 """
 
 import math
@@ -123,8 +123,9 @@ def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int,
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """Identifies a manifest file: equal on all nodes that mount it, different for a copy. None if it does not
-    exist.
+    """Identifies a manifest file: equal on all nodes that mount it, different for a copy.
+
+    None if it does not exist.
     """
     try:
         status = (folder / FILE_NAME).stat()
@@ -202,8 +203,9 @@ def statistics_of(reader: StepReader, name: str) -> Statistics:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a step. `tensors`: those affected. `expected` and `found`: if known. `sentence`: the full
-    message.
+    """A problem of a step.
+
+    `tensors`: those affected. `expected` and `found`: if known. `sentence`: the full message.
     """
 
     sentence: str

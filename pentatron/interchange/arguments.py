@@ -45,8 +45,9 @@ _UNSUPPORTED = {
 
 
 def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Returns our settings from Megatron-LM's arguments. Raises UserError for a model that is not
-    supported.
+    """Returns our settings from Megatron-LM's arguments.
+
+    Raises UserError for a model that is not supported.
     """
     _refuse_unsupported(args, origin)
     settings = _copied_settings(args) | _converted_settings(args)
@@ -137,8 +138,9 @@ def _refuse_unsupported(args: Mapping[str, Any], origin: str) -> None:
 
 
 def _is_valid(value: Any, item: Setting) -> bool:
-    """Whether a value is valid for the setting. Stand-ins of the unpickler and unsupported
-    choices are not.
+    """Whether a value is valid for the setting.
+
+    Stand-ins of the unpickler and unsupported choices are not.
     """
     if value is None:
         return item.optional
@@ -153,9 +155,7 @@ def _is_valid(value: Any, item: Setting) -> bool:
 
 
 def their_arguments(config: RunConfig, state: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Returns `args` of a Megatron-LM checkpoint: our settings under its names, and the position
-    in the run.
-    """
+    """Returns `args` of a Megatron-LM checkpoint: our settings under its names, and the progress."""
     model, pattern = config.model, config.moe.moe_layer_freq or "1"
     return {
         **{name: value for section in config.nested().values() for name, value in section.items()},

@@ -5,7 +5,7 @@ any layout, export and comparison work as for our own checkpoints.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ def _row_outside_layers(ours: str, theirs: str) -> Row:
 
 
 def _rows(stacked: Sequence[bool]) -> Iterator[Row]:
-    """Rows of the table. `stacked`: the layer formats in order of precedence: all in one tensor, or one per
-    layer.
+    """Rows of the table.
+
+    `stacked`: the layer formats in order of precedence: all in one tensor, or one per layer.
     """
 
     def row(ours: str, *theirs: str, halves: bool = False, experts: bool = False) -> Row:
@@ -68,8 +69,9 @@ def _rows(stacked: Sequence[bool]) -> Iterator[Row]:
 
 
 def _forms(theirs: str, stacked: Sequence[bool], halves: bool, experts: bool) -> Iterator[tuple[Source, ...]]:
-    """Yields the forms of a tensor in a layer: whole, gate and up separate (`_w`, `_v`), and both for each
-    expert.
+    """Yields the forms of a tensor in a layer.
+
+    Whole, or gate and up separate (`_w`, `_v`); both also for each expert.
     """
     for is_stacked in stacked:
         name = (
@@ -94,8 +96,9 @@ def second_name(theirs: str) -> str:
 
 
 def tensors_of(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
-    """Returns the shapes of a model's tensors, including the expert biases of routers, which are not
-    parameters.
+    """Returns the shapes of a model's tensors.
+
+    Includes the expert biases of routers, which are not parameters.
     """
     shapes = dict(logical_shapes(model, moe))
     if moe.moe_router_enable_expert_bias and moe.num_experts:
@@ -207,7 +210,7 @@ class Contents:
     tensors: Mapping[str, Stored]
     arguments: Mapping[str, Any]
     common: Mapping[str, Any]
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
 
 def prefix_of(names: Collection[str], folder: Path) -> str:
@@ -227,8 +230,9 @@ def manifest_of(
     run_state: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Manifest:
-    """Returns the manifest of the checkpoint in our format: the tensors of this model, and the position of
-    their elements.
+    """Returns the manifest of the checkpoint in our format.
+
+    It lists the tensors of this model and the position of their elements.
     """
     stored = contents.tensors
     prefix = prefix_of(stored, contents.folder)
@@ -239,11 +243,11 @@ def manifest_of(
         kind = ROUTERS if _is_router_bias(ours) else WEIGHTS
         name_prefix = MASTER if has_master_weights and kind == WEIGHTS else ""
         tensors[f"{kind}{ours}"] = _record(contents, ours, of_tensor, name_prefix)
-    for kept in KEPT:
-        if all(f"{STATE}{kept}.{link.theirs}" in stored for link in _parameter_links(links)):
+    for state in KEPT:
+        if all(f"{STATE}{state}.{link.theirs}" in stored for link in _parameter_links(links)):
             for ours, of_tensor in links.items():
                 if not _is_router_bias(ours):
-                    tensors[f"{kept}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE}{kept}.")
+                    tensors[f"{state}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE}{state}.")
     _refuse_left_over(contents, prefix, links)
     return Manifest(contents.iteration, {}, dict(sorted(tensors.items())), dict(run_state), dict(config))
 
@@ -255,8 +259,9 @@ def _parameter_links(links: Mapping[str, list[Link]]) -> Iterator[Link]:
 
 
 def _is_router_bias(ours: str) -> bool:
-    """Whether this is the expert bias of a router: updated from token counts, and stored apart
-    from weights.
+    """Whether this is the expert bias of a router.
+
+    It is updated from token counts, and stored separately from weights.
     """
     return ours.endswith(".mlp.router.bias")
 
@@ -315,17 +320,17 @@ def _pieces(link: Link, stored: Stored) -> Iterator[StoredPiece]:
 
 def _refuse_left_over(contents: Contents, prefix: str, links: Mapping[str, list[Link]]) -> None:
     """Raises UserError for weights that no tensor of ours reads, as they would be lost silently."""
-    known = {link.theirs for of_tensor in links.values() for link in of_tensor}
-    known |= {second_name(name) for name in known}
+    used = {link.theirs for of_tensor in links.values() for link in of_tensor}
+    used |= {second_name(name) for name in used}
     if "head.weight" not in links:
         # Tied embeddings: the file may store the shared weight again.
-        known.add(f"{prefix}output_layer.weight")
+        used.add(f"{prefix}output_layer.weight")
     unused = [
         name
         for name in contents.tensors
         if name.startswith(prefix)
         and not name.startswith(("optimizer.", "rng", "rerun"))
-        and name not in known
+        and name not in used
     ]
     if unused:
         raise UserError(

@@ -111,8 +111,9 @@ def _ranks(folder: Path) -> Iterator[_Rank]:
 
 
 def _first_layers(ranks: list[_Rank]) -> dict[tuple[int, int], int]:
-    """Returns the first layer of each model chunk: chunks are numbered over all pipeline ranks, one round per
-    virtual stage.
+    """Returns the first layer of each model chunk.
+
+    Chunks are numbered over all pipeline ranks, one round per virtual stage.
     """
     counts: dict[tuple[int, int], int] = {}
     for rank in ranks:
@@ -129,9 +130,7 @@ def _first_layers(ranks: list[_Rank]) -> dict[tuple[int, int], int]:
 def _chunk_tensors(
     rank: _Rank, chunk: Mapping[str, Any], first_layer: int, tensor_ranks: int, gated: bool
 ) -> Iterator[tuple[str, Piece, str]]:
-    """Yields (name in the whole model, piece, dtype) of each tensor of a model chunk that is not
-    a replica.
-    """
+    """Yields (name in the whole model, piece, dtype) of each tensor of a chunk that is not a replica."""
     local_experts = [match for name in chunk if (match := _expert_of(name))]
     experts_per_rank = 1 + max((int(match) for match in local_experts), default=-1)
     for name, value in chunk.items():
@@ -175,8 +174,8 @@ def _whole_name(name: str, first_layer: int, first_expert: int) -> str:
     return f"decoder.layers.{first_layer + int(match[1])}.{rest}"
 
 
-def _place(file: str, name: str, value: Mapping[str, Any]) -> tuple[tuple[str, str], str]:
-    """Returns ((file, position), dtype) of a contiguous tensor."""
+def _place(file: str, name: str, value: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns (position in the file, dtype) of a contiguous tensor."""
     kind = STORAGES.get(f"{value['~tensor']}Storage")
     shape, strides = tuple(value["shape"]), tuple(value["strides"])
     if kind is None or not _is_contiguous(shape, strides):
@@ -187,7 +186,7 @@ def _place(file: str, name: str, value: Mapping[str, Any]) -> tuple[tuple[str, s
     offset = value["offset"] * width
     if offset + math.prod(shape) * width > value["bytes"]:
         raise UserError(f"{file}: {name} reaches beyond its storage, so the file is damaged")
-    return (file, plain_place(value["first"] + offset, dtype, shape)), dtype
+    return plain_place(value["first"] + offset, dtype, shape), dtype
 
 
 def _is_contiguous(shape: Shape, strides: Shape) -> bool:
@@ -200,20 +199,19 @@ def _is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 
 def _pieces(
-    rank: _Rank, place: tuple[str, str], shape: Shape, axis: int | None, tensor_ranks: int, halves: bool
+    rank: _Rank, place: str, shape: Shape, axis: int | None, tensor_ranks: int, halves: bool
 ) -> Iterator[Piece]:
     """Yields the pieces of a shard in the whole tensor. `halves`: gate and up are sharded separately."""
-    file, where = place
     origin = (0,) * len(shape)
     if axis is None:
-        yield Piece(origin, shape, file, where)
+        yield Piece(origin, shape, rank.file, place)
         return
     length = shape[axis] // 2 if halves else shape[axis]
     for half in range(2 if halves else 1):
         start = half * length * tensor_ranks + rank.tensor * length
         size = tuple(length if i == axis else n for i, n in enumerate(shape))
         at, inside = (tuple(v if i == axis else 0 for i in range(len(shape))) for v in (start, half * length))
-        yield Piece(at, size, file, where, inside)
+        yield Piece(at, size, rank.file, place, inside)
 
 
 def _stored(folder: Path, name: str, parts: list[tuple[Piece, str]]) -> Stored:
@@ -224,9 +222,7 @@ def _stored(folder: Path, name: str, parts: list[tuple[Piece, str]]) -> Stored:
             f"{folder} contains {name} as {' and '.join(sorted(dtypes))}, so its ranks do not belong together"
         )
     ends = [tuple(i + n for i, n in zip(piece.start, piece.size)) for piece, _ in parts]
-    return Stored(
-        dtypes.pop(), tuple(map(max, *ends)) if len(ends) > 1 else ends[0], tuple(p for p, _ in parts)
-    )
+    return Stored(dtypes.pop(), tuple(map(max, zip(*ends))), tuple(piece for piece, _ in parts))
 
 
 # --- opening either format ---

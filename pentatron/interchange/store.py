@@ -121,16 +121,15 @@ class TorchDistStore(CheckpointStore):
             return _TorchDistWritten(mistake=f"{type(error).__name__}: {error}")
 
     def bytes_of(self, part: Fragment) -> int:
-        """Size of a fragment on disk, where weights are written again if their dtype differs from the compute
-        dtype.
+        """Size of a fragment on disk.
+
+        Weights are written twice if their dtype differs from the compute dtype.
         """
         has_master_copy = part.tensor.startswith(WEIGHTS) and part.values.dtype != self.dtype
         return super().bytes_of(part) + has_master_copy * part.values.numel() * self.dtype.itemsize
 
     def _write(self, rank_file: _RankFile, other_path: Path, parts: Sequence[Fragment]) -> _TorchDistWritten:
-        """Writes tensors that Megatron-LM has names for to the `.distcp` file, others to a file
-        of our own.
-        """
+        """Writes tensors Megatron-LM has names for to the `.distcp` file, others to a file of our own."""
         other_values: dict[str, Tensor] = {}
         records: list[tuple[str, TensorRecord]] = []
         for fragment in parts:
@@ -175,9 +174,7 @@ class TorchDistStore(CheckpointStore):
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> Manifest:
-        """Rank 0 writes what belongs to no rank, after checking that the fragments cover every tensor
-        exactly.
-        """
+        """Rank 0 writes what belongs to no rank, after checking that the fragments are complete."""
         tensors = whole_tensors(record for wrote in everyone for record in wrote.records)
         places = [place for wrote in everyone for place in wrote.places]
         files = [file for wrote in everyone for file in wrote.files]

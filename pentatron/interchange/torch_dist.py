@@ -154,7 +154,7 @@ def _without_unreadable_optimizer(contents: Contents, others: list[str]) -> Cont
     prefix = prefix_of(contents.tensors, contents.folder)
     anchor = f"{prefix}embedding.word_embeddings.weight"
     # State that is readable in any layout has the shapes of the weights.
-    states = [contents.tensors.get(f"{STATE}{kept}.{anchor}") for kept in KEPT]
+    states = [contents.tensors.get(f"{STATE}{state}.{anchor}") for state in KEPT]
     readable = any(s is not None and s.shape == contents.tensors[anchor].shape for s in states)
     has_state = any(name.startswith(("optimizer.", "chained_")) for name in (*contents.tensors, *others))
     if readable or not has_state:

@@ -42,7 +42,7 @@ class Inert:
 
     origin = ""
 
-    def __new__(cls, *args: Any, **named: Any) -> "Inert":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
         instance = object.__new__(cls)
         instance.args, instance.state, instance.items = args, None, []
         return instance
@@ -51,7 +51,7 @@ class Inert:
     state: Any
     items: list[Any]
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
@@ -72,16 +72,16 @@ class Reader(pickle.Unpickler):
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
-        self.known: dict[str, Any] = {"collections.OrderedDict": OrderedDict}
+        self._stand_ins: dict[str, Any] = {"collections.OrderedDict": OrderedDict}
 
     def find_class(self, module: str, name: str) -> Any:
         origin, root = f"{module}.{name}", module.partition(".")[0]
         allowed = name in _BUILTINS if module in ("builtins", "__builtin__") else root in _MODULES
         if not allowed:
             raise Refused(origin)
-        if origin not in self.known:
-            self.known[origin] = type("Named", (Inert,), {"origin": origin})
-        return self.known[origin]
+        if origin not in self._stand_ins:
+            self._stand_ins[origin] = type("Named", (Inert,), {"origin": origin})
+        return self._stand_ins[origin]
 
     def persistent_load(self, pid: Any) -> Any:
         storage = Inert(*pid)
@@ -90,9 +90,7 @@ class Reader(pickle.Unpickler):
 
 
 def read_index(path: str) -> dict[str, Any]:
-    """Returns dtype, shape and pieces of every tensor of a `.metadata` file, and the position of
-    each piece.
-    """
+    """Returns dtype, shape and positions of the pieces of every tensor of a `.metadata` file."""
     with Path(path).open("rb") as file:
         metadata = Reader(file).load().state
     tensors: dict[str, Any] = {}
@@ -221,13 +219,13 @@ def main(path: str, seconds: int) -> int:
     """Prints the content of the file as JSON: `found`, `refused` or `error`."""
     limit(seconds)
     try:
-        found = read_archive(path) if zipfile.is_zipfile(path) else read_index(path)
+        content = read_archive(path) if zipfile.is_zipfile(path) else read_index(path)
     except Refused as name:
         answer: dict[str, Any] = {"refused": str(name)}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     else:
-        answer = {"found": found}
+        answer = {"found": content}
     sys.stdout.write(json.dumps(answer, allow_nan=True))
     return 0
 

@@ -109,8 +109,9 @@ class LiveBar(Display):
 
 
 def open_display(mode: str, out: TextIO | None = None, shows_steps: bool = True) -> Display:
-    """Returns the display of rank 0. `auto` shows a bar on a terminal. `shows_steps`: print steps without a
-    bar.
+    """Returns the display of rank 0.
+
+    `auto` shows a bar on a terminal. `shows_steps`: print steps without a bar.
     """
     stream = out or sys.stdout
     if mode == "off" or (mode == "auto" and not stream.isatty()):

@@ -1,6 +1,4 @@
-"""Writes and reads `metrics.jsonl`: one JSON object per step, flushed, so that readers and crashes leave no
-partial line.
-"""
+"""Writes and reads `metrics.jsonl`: one JSON object per step, flushed after each."""
 
 import json
 import math
@@ -43,8 +41,9 @@ class MetricsFile(Recorder):
     def __init__(
         self, path: Path, resumed_step: int, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Removes rows after the resumed step: they were lost with the interrupted run and are computed
-        again.
+        """Removes rows after the resumed step.
+
+        They were lost with the interrupted run and are computed again.
         """
         rows = read_metrics(path)
         if rows.damaged:
@@ -159,10 +158,10 @@ _RECENT_RANKS = 5
 
 @dataclass
 class Followed:
-    """Metrics of a run so far. `step`: last step. `recent`: last trained steps. `ranks`: last rows with
-    values of all ranks.
+    """Metrics of a run so far.
 
-    `damaged`: offsets of invalid lines.
+    `step`: last step. `recent`: last trained steps. `ranks`: last rows with values of all ranks. `damaged`:
+    offsets of invalid lines.
     """
 
     step: int = 0
@@ -173,12 +172,10 @@ class Followed:
     damaged: set[int] = field(default_factory=set)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Adds a row, replacing one of the same step: the last row is rewritten when an
-        evaluation follows.
-        """
-        for kept in (self.recent, self.ranks):
-            if kept and kept[-1]["step"] == row["step"]:
-                kept.pop()
+        """Adds a row, replacing one of the same step: an evaluation rewrites the last row."""
+        for rows in (self.recent, self.ranks):
+            if rows and rows[-1]["step"] == row["step"]:
+                rows.pop()
         self.step = int(row["step"])
         if "validation_loss" in row:
             self.validations[row["step"]] = row["validation_loss"]

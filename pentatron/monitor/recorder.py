@@ -1,6 +1,4 @@
-"""Recorders of a run's metrics: the interface, a wrapper that tolerates failures, the performance summary and
-`progress.txt`.
-"""
+"""Recorders of a run's metrics: interface, wrapper for failures, performance summary, `progress.txt`."""
 
 import io
 import json
@@ -211,8 +209,9 @@ STARTED, _SAVED = "Starting job", "Saved checkpoint"
 
 
 def append_event(path: Path, job_id: str, devices: int, *words: str, now: datetime | None = None) -> None:
-    """Appends a line in Megatron-LM's format, whose readers use positions: a job without a number has an
-    empty one.
+    """Appends a line in Megatron-LM's format.
+
+    Its readers use positions: a job without a number has an empty one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     line = (

@@ -69,9 +69,7 @@ _LARGEST_EXPONENT = 20.0
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """Load of the experts: that of the busiest relative to the mean, the number of idle ones, and tokens by
-    layer.
-    """
+    """Load of the experts: of the busiest relative to the mean, number of idle ones, tokens by layer."""
 
     losses: Mapping[str, float]
     imbalance: float

@@ -26,10 +26,10 @@ class OutputLost(OSError):
 
 
 class Stream(io.RawIOBase):
-    """Writes to a file descriptor. After a failure, output is dropped if `survives`, otherwise `OutputLost`
-    is raised.
+    """Writes to a file descriptor.
 
-    `error` is the first failure.
+    After a failure, output is dropped if `survives`, otherwise `OutputLost` is raised. `error` is the first
+    failure.
     """
 
     def __init__(self, descriptor: int, survives: bool, error: OSError | None = None) -> None:
@@ -69,11 +69,10 @@ _owned: dict[str, Stream] = {}
 
 
 def own_streams() -> None:
-    """Replaces stdout and stderr by streams that survive write errors. Streams replaced by the caller
-    (notebook, test) are kept.
+    """Replaces stdout and stderr by streams that survive write errors.
 
-    From here on, a failure of stdout raises `OutputLost` until `outlive_output()` is called; a failure of
-    stderr never raises.
+    Streams replaced by the caller (notebook, test) are kept. From here on, a failure of stdout raises
+    `OutputLost` until `outlive_output()` is called; a failure of stderr never raises.
     """
     closed = _fill_closed_descriptors()
     for name, descriptor in STREAMS.items():
@@ -95,8 +94,9 @@ def own_streams() -> None:
 
 
 def _fill_closed_descriptors() -> list[int]:
-    """Opens /dev/null for each closed descriptor of 0, 1 and 2: otherwise the next opened file would get its
-    number, and receive the prints.
+    """Opens /dev/null for each closed descriptor of 0, 1 and 2.
+
+    Otherwise the next opened file would get its number, and receive the output.
     """
     closed = []
     for descriptor in (0, 1, 2):
@@ -138,8 +138,9 @@ def output_error() -> OSError | None:
 
 
 def append_line(file: Path, line: str) -> bool:
-    """Appends a line to a log without raising or blocking. Returns whether it was written. O_NONBLOCK refuses
-    a FIFO without a reader.
+    """Appends a line to a log without raising or blocking.
+
+    Returns whether it was written. O_NONBLOCK refuses a FIFO without a reader.
     """
     try:
         opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
