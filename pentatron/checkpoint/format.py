@@ -426,15 +426,3 @@ def whole_tensors(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, Tens
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
     return tensors
-
-
-def manifest_of(
-    step: int, everyone: Sequence[Written], run_state: Mapping[str, Any], config: Mapping[str, Any]
-) -> Manifest:
-    """Builds the manifest from the results of all ranks.
-
-    Raises ValueError unless the pieces cover every tensor exactly.
-    """
-    files = {written.file.name: written.file for written in everyone if written.file is not None}
-    tensors = whole_tensors(record for written in everyone for record in written.tensors.items())
-    return Manifest(step, files, tensors, dict(run_state), dict(config))

@@ -7,7 +7,7 @@ links, which serves both directions. Packages for other formats contribute table
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -304,28 +304,45 @@ def require_room(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
 
 def reads_ours(links: Iterable[Link], theirs: Read, outlines: Mapping[str, Outline]) -> Read:
     """Returns a reader of rectangles of our tensors from theirs."""
-    of_tensor = by_ours(links)
 
-    def read(name: str, start: Shape, size: Shape) -> Tensor:
-        def part(link: Link, at: Shape, extent: Shape) -> Tensor:
-            return link.to_ours(theirs(link.theirs, *link.their_rectangle(at, extent)), extent)
+    def part(link: Link, at: Shape, extent: Shape) -> Tensor:
+        return link.to_ours(theirs(link.theirs, *link.their_rectangle(at, extent)), extent)
 
-        rectangles = [(link, link.shared_with_ours(start, size)) for link in of_tensor[name]]
-        return _assemble(name, rectangles, part, start, size, outlines[name].dtype)
-
-    return read
+    return _reader(by_ours(links), Link.shared_with_ours, part, outlines)
 
 
 def reads_theirs(links: Iterable[Link], ours: Read, outlines: Mapping[str, Outline]) -> Read:
     """Returns a reader of rectangles of their tensors from ours."""
-    of_tensor = by_theirs(links)
+
+    def part(link: Link, at: Shape, extent: Shape) -> Tensor:
+        return link.to_theirs(ours(link.ours, *link.our_rectangle(at, extent)))
+
+    return _reader(by_theirs(links), Link.shared_with_theirs, part, outlines)
+
+
+def _reader(
+    links: Mapping[str, Sequence[Link]],
+    intersection: Callable[[Link, Shape, Shape], tuple[Shape, Shape] | None],
+    part: Callable[[Link, Shape, Shape], Tensor],
+    outlines: Mapping[str, Outline],
+) -> Read:
+    """Returns a reader that assembles rectangles from the parts that the links of a tensor provide."""
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
-        def part(link: Link, at: Shape, extent: Shape) -> Tensor:
-            return link.to_theirs(ours(link.ours, *link.our_rectangle(at, extent)))
-
-        rectangles = [(link, link.shared_with_theirs(start, size)) for link in of_tensor[name]]
-        return _assemble(name, rectangles, part, start, size, outlines[name].dtype)
+        parts = [
+            (link, *common) for link in links[name] if (common := intersection(link, start, size)) is not None
+        ]
+        dtype = outlines[name].dtype
+        if len(parts) == 1:
+            # One link covers the whole rectangle, so no copy is needed.
+            return _cast(dtype, part(*parts[0]), name)
+        values = torch.empty(size, dtype=dtype)
+        filled = 0
+        for link, at, extent in parts:
+            region(values, _subtract(at, start), extent).copy_(_cast(dtype, part(link, at, extent), name))
+            filled += math.prod(extent)
+        assert filled == values.numel(), f"{filled} elements of {list(size)} have a source"
+        return values
 
     return read
 
@@ -348,28 +365,6 @@ def fill(target: Fragment, links: Iterable[Link], theirs: Read) -> None:
             region(into, offset, block).copy_(link.to_ours(values, block))
         filled += math.prod(extent)
     assert filled == math.prod(size), f"{target.tensor}: {filled} elements of {size} have a source"
-
-
-def _assemble(
-    name: str,
-    rectangles: Iterable[tuple[Link, tuple[Shape, Shape] | None]],
-    part: Callable[[Link, Shape, Shape], Tensor],
-    start: Shape,
-    size: Shape,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns a rectangle assembled from the parts that the links provide, in the given dtype."""
-    parts = [(link, *common) for link, common in rectangles if common is not None]
-    if len(parts) == 1:
-        # One link covers the whole rectangle, so no copy is needed.
-        return _cast(dtype, part(*parts[0]), name)
-    values = torch.empty(size, dtype=dtype)
-    filled = 0
-    for link, at, extent in parts:
-        region(values, _subtract(at, start), extent).copy_(_cast(dtype, part(link, at, extent), name))
-        filled += math.prod(extent)
-    assert filled == values.numel(), f"{filled} elements of {list(size)} have a source"
-    return values
 
 
 def _subtract(at: Shape, start: Shape) -> Shape:

@@ -188,8 +188,14 @@ class _Overlaps:
 def _read_file(path: Path, reads: Sequence[_Read]) -> None:
     advice = "resume with --verify-checkpoint to fall back to an older step"
     with _damage_as_user_error(path, advice), _open_file(path) as file, torch.no_grad():
-        for piece, of_piece in itertools.groupby(reads, key=attrgetter("piece")):
-            _read_piece(file.get_slice(piece.key), piece, of_piece)
+        for piece, piece_reads in itertools.groupby(reads, key=attrgetter("piece")):
+            # A slice is a view of the file, so only the requested blocks are read.
+            stored = file.get_slice(piece.key)
+            _check_shape(stored, piece)
+            for read in piece_reads:
+                for start, size in blocks(tuple(read.into.shape), read.into.element_size()):
+                    position = tuple(i + j for i, j in zip(read.start, start, strict=True))
+                    region(read.into, start, size).copy_(_slice(stored, piece, read.dtype, position, size))
 
 
 def _open_file(path: Path) -> Any:
@@ -214,18 +220,6 @@ def _damage_as_user_error(path: Path, advice: str) -> Iterator[None]:
         yield
     except (_library().SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
         raise UserError(f"{path} is damaged ({error}); {advice}") from None
-
-
-def _read_piece(stored: Any, piece: StoredPiece, reads: Iterable[_Read]) -> None:
-    """Copies each read block by block.
-
-    `stored` returns slices as views of the file, so nothing else is read.
-    """
-    _check_shape(stored, piece)
-    for read in reads:
-        for start, size in blocks(tuple(read.into.shape), read.into.element_size()):
-            position = tuple(i + j for i, j in zip(read.start, start, strict=True))
-            region(read.into, start, size).copy_(_slice(stored, piece, read.dtype, position, size))
 
 
 def _check_shape(stored: Any, piece: StoredPiece) -> None:

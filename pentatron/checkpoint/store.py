@@ -22,10 +22,10 @@ from pentatron.checkpoint.format import (
     Manifest,
     Verdict,
     Written,
-    manifest_of,
     own_fragments,
     read_manifest,
     verify_files,
+    whole_tensors,
     write_part,
 )
 from pentatron.checkpoint.retention import (
@@ -114,9 +114,8 @@ class CheckpointStore:
         `outcome` takes the result of the last stage. The folder must not be used otherwise until then.
         """
         task = Save(self, step, self._make_temporary(step, group), run_state, config, group)
-        return Stages(
-            [lambda _: task.write(parts()), task.settle, task.check, task.conclude], group, background
-        )
+        stages = [lambda _: task.write(parts()), task.commit, task.read_back, task.remove_outdated]
+        return Stages(stages, group, background)
 
     def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> Written:
         """Writes one rank's files in this store's format.
@@ -141,7 +140,9 @@ class CheckpointStore:
 
         Raises ValueError unless the fragments cover every tensor exactly.
         """
-        return manifest_of(step, everyone, run_state, config)
+        files = {written.file.name: written.file for written in everyone if written.file is not None}
+        tensors = whole_tensors(record for written in everyone for record in written.tensors.items())
+        return Manifest(step, files, tensors, dict(run_state), dict(config))
 
     def outcome(self, step: int, verdicts: Sequence[Any] | None) -> Path:
         """Returns the folder of the saved step, or raises the error of the save on all ranks."""
@@ -161,7 +162,8 @@ class CheckpointStore:
 
     def _make_temporary(self, step: int, group: Group) -> Path:
         """Creates a temporary folder on rank 0. All ranks get its path or raise the same error."""
-        folder, problem, lost = self.temporary(step), "", ""
+        folder = self.temporary(step)
+        verdict = Verdict(str(folder))
         if group.rank == 0:
             try:
                 self.guard(True)
@@ -169,15 +171,10 @@ class CheckpointStore:
                 self.remove_leftovers()
                 folder.mkdir(parents=True)
             except OSError as error:
-                problem = f"rank 0: {error.strerror or error}"
+                verdict = Verdict(failure=f"rank 0: {error.strerror or error}")
             except FolderLost as error:
-                lost = str(error)
-        folder, problem, lost = broadcast_object((folder, problem, lost), group)
-        if lost:
-            raise FolderLost(lost)
-        if problem:
-            raise self._not_saved(step, problem)
-        return Path(folder)
+                verdict = Verdict(lost=str(error))
+        return self.outcome(step, [broadcast_object(verdict, group)])
 
     def _not_saved(self, step: int, reason: str) -> NotSaved:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
@@ -191,7 +188,7 @@ class CheckpointStore:
         """Commits a step whose files are written, and updates `latest`. Returns its final folder."""
         final = self.place(temporary, manifest)
         sync_folder(self.folder)
-        self.point_to(final)
+        self.update_latest(final)
         return final
 
     def place(self, temporary: Path, manifest: Manifest) -> Path:
@@ -208,7 +205,7 @@ class CheckpointStore:
         rename(temporary, final)
         return final
 
-    def point_to(self, step: Path) -> None:
+    def update_latest(self, step: Path) -> None:
         """Writes `latest` and Megatron-LM's tracker file.
 
         Nothing reads them unless the user names them. They are not part of the commit.
@@ -264,7 +261,7 @@ class CheckpointStore:
                 if set_aside and messages:
                     # Not read by Pentatron, and a disk error is reported by the next save.
                     with contextlib.suppress(OSError):
-                        self.point_to(folder)
+                        self.update_latest(folder)
                 return Found(folder, manifest), messages
             except DamagedCheckpoint as damage:
                 messages.append(str(damage))
@@ -314,7 +311,7 @@ class CheckpointStore:
         """Marks a step as read back and compared with its digests."""
         self._verified.add(step.name)
 
-    def divide(self, saved: int) -> tuple[list[Path], list[Path]]:
+    def split_outdated(self, saved: int) -> tuple[list[Path], list[Path]]:
         """Splits this run's steps into those to keep and those to remove once `saved` is committed."""
         bases = read_bases(self.folder) or ()
         steps = [step for step in self.steps() if step.name not in bases]
@@ -322,27 +319,27 @@ class CheckpointStore:
         outdated = Retention(self.keep, self.retain).outdated(steps, just_saved)
         return [step for step in steps if step not in outdated], outdated
 
-    def needs_check(self, saved: int) -> bool:
+    def needs_read_back(self, saved: int) -> bool:
         """Whether a save would remove old steps without leaving one that was read back and compared."""
-        kept, outdated = self.divide(saved)
+        kept, outdated = self.split_outdated(saved)
         return self.verify and bool(outdated) and not any(step.name in self._verified for step in kept)
 
     def remove_leftovers(self) -> None:
         """Removes leftovers of interrupted saves and removals. No save may be pending."""
         remove_steps(self.folder, ())
 
-    def remove_old(self, saved: int) -> None:
+    def remove_outdated(self, saved: int) -> None:
         """Removes the steps that are outdated once `saved` is committed."""
-        remove_steps(self.folder, self.divide(saved)[1])
+        remove_steps(self.folder, self.split_outdated(saved)[1])
 
-    def withdraw(self, step: Path) -> None:
+    def set_aside_failed(self, step: Path) -> None:
         """Sets aside a step that failed its check right after the save."""
         # Best effort: a failing disk may refuse this too, the other ranks wait for the result, and loading
         # detects the damage.
         with contextlib.suppress(OSError):
             self.set_aside(step)
             if remaining := self.steps():
-                self.point_to(remaining[-1])
+                self.update_latest(remaining[-1])
 
 
 # --- one save ---
@@ -364,15 +361,15 @@ class Save:
         """Stage 1, all ranks: writes this rank's files."""
         return self.store.write_own(self.temporary, self.group.rank, parts)
 
-    def settle(self, everyone: Sequence[Written]) -> Verdict:
+    def commit(self, everyone: Sequence[Written]) -> Verdict:
         """Stage 2, rank 0: commits the step if all ranks wrote their files and the fragments are complete."""
         if self.group.rank == 0:
-            self.verdict = self._commit(everyone)
+            self.verdict = self._try_commit(everyone)
             if not self.verdict.final and not self.verdict.lost:
                 shutil.rmtree(self.temporary, ignore_errors=True)
         return self.verdict
 
-    def _commit(self, everyone: Sequence[Written]) -> Verdict:
+    def _try_commit(self, everyone: Sequence[Written]) -> Verdict:
         """Commits the step.
 
         Order: manifest, rename, sync of the folder, read back of the manifest, `latest`.
@@ -391,7 +388,7 @@ class Save:
             # Read from disk: verifies what was written, not what should have been.
             read_manifest(final)
             note = "; ".join(filter(None, (unsynced, self._update_latest(final))))
-            to_check = not unsynced and self.store.needs_check(self.step)
+            to_check = not unsynced and self.store.needs_read_back(self.step)
             return Verdict(str(final), to_check=to_check, note=note, keeps_older=bool(unsynced))
         except OSError as error:
             return Verdict(failure=f"rank 0: {error.strerror or error}")
@@ -399,7 +396,7 @@ class Save:
             return Verdict(lost=str(error))
         except (DamagedCheckpoint, UserError) as error:
             if final is not None:
-                self.store.withdraw(final)
+                self.store.set_aside_failed(final)
             return Verdict(failure=f"rank 0: {error}")
         except (ValueError, TypeError) as error:
             return Verdict(mistake=str(error))
@@ -418,12 +415,12 @@ class Save:
     def _update_latest(self, step: Path) -> str:
         """Updates `latest`; returns a warning if that fails, as the step itself is saved."""
         try:
-            self.store.point_to(step)
+            self.store.update_latest(step)
         except OSError as error:
             return f"the step is saved, but the file `latest` could not be made to name it ({error.strerror or error})"
         return ""
 
-    def check(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
+    def read_back(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
         """Stage 3, all ranks: reads back this rank's share of the files if the verdict asks for it."""
         if not verdicts[0].to_check:
             return None
@@ -434,14 +431,14 @@ class Save:
             return Obstacle(str(error), is_damage=True)
         return problem_of_share(folder, manifest, self.group.rank, self.group.size, cold=True)
 
-    def conclude(self, problems: Sequence[Obstacle | None]) -> Verdict:
+    def remove_outdated(self, problems: Sequence[Obstacle | None]) -> Verdict:
         """Stage 4, rank 0: sets the step aside if it was damaged, otherwise removes outdated steps."""
         if self.group.rank != 0 or not self.verdict.final:
             return self.verdict
         final = Path(self.verdict.final)
         failures = [f"rank {rank}: {problem.text}" for rank, problem in enumerate(problems) if problem]
         if failures:
-            self.store.withdraw(final)
+            self.store.set_aside_failed(final)
             return Verdict(failure=failures[0])
         if self.verdict.to_check:
             self.store.trust(final)
@@ -449,7 +446,7 @@ class Save:
             return self.verdict
         try:
             self.store.guard(True)
-            self.store.remove_old(self.step)
+            self.store.remove_outdated(self.step)
         except FolderLost:
             # The step is saved. The run stops before its next step.
             return self.verdict

@@ -232,25 +232,19 @@ def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> li
     """Reads every file in parallel and compares its digest with the manifest."""
 
     def check(name: str) -> list[Problem]:
-        return list(_check_digest(folder, manifest, name, tell))
+        path, expected = folder / name, manifest.files[name].sha256
+        try:
+            digest = digest_of_file(path, manifest.files[name].block_bytes, tell=tell)
+            if digest == expected:
+                return []
+            names, sentence = what_is_damaged(path, manifest, digest)
+        except OSError as error:
+            sentence = f"{path} cannot be read ({error.strerror or error})"
+            return [Problem(sentence, name, tuple(manifest.tensors_in(name)))]
+        return [Problem(sentence, name, tuple(names), expected, digest)]
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         return [problem for problems in pool.map(check, manifest.files) for problem in problems]
-
-
-def _check_digest(folder: Path, manifest: Manifest, name: str, tell: Tell) -> Iterator[Problem]:
-    record, path = manifest.files[name], folder / name
-    expected = record.sha256
-    try:
-        digest = digest_of_file(path, record.block_bytes, tell=tell)
-        if digest == expected:
-            return
-        names, sentence = what_is_damaged(path, manifest, digest)
-    except OSError as error:
-        names = manifest.tensors_in(name)
-        yield Problem(f"{path} cannot be read ({error.strerror or error})", name, tuple(names))
-        return
-    yield Problem(sentence, name, tuple(names), expected, digest)
 
 
 def check_numbers(folder: Path, manifest: Manifest, tell: Tell) -> list[Problem]:

@@ -87,29 +87,28 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def _grid(axes: Axes, step: float) -> list[str]:
-    elements = []
     decimals = max(0, -math.floor(math.log10(step)))
-    intervals = round((axes.y_max - axes.y_min) / step)
-    for i in range(intervals + 1):
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    elements = []
+    for i in range(round((axes.y_max - axes.y_min) / step) + 1):
         value = axes.y_min + i * step
         _, y = axes.place((0, value))
-        elements.append(f'<line x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" stroke="#e5e5e5"/>')
-        elements.append(f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{value:.{decimals}f}</text>')
+        elements.append(f'<line x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#e5e5e5"/>')
+        elements.append(_label(_LEFT - 8, y + 4, "end", f"{value:.{decimals}f}"))
     x_step = max(1.0, _tick_step(axes.x_max / 6))
     for i in range(int(axes.x_max // x_step) + 1):
         x, _ = axes.place((i * x_step, axes.y_min))
-        elements.append(
-            f'<text x="{x}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{i * x_step:.6g}</text>'
-        )
-    bottom = _HEIGHT - _BOTTOM
-    elements.append(f'<line x1="{_LEFT}" y1="{bottom}" x2="{_WIDTH - _RIGHT}" y2="{bottom}" stroke="#888"/>')
-    elements.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">step</text>'
-    )
+        elements.append(_label(x, bottom + 18, "middle", f"{i * x_step:.6g}"))
+    elements.append(f'<line x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#888"/>')
+    elements.append(_label((_LEFT + right) / 2, _HEIGHT - 8, "middle", "step"))
     elements.append(
         f'<text x="16" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 {_HEIGHT / 2})">loss</text>'
     )
     return elements
+
+
+def _label(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
 
 
 def _line(axes: Axes, points: Sequence[Point], colour: str, width: float) -> str:
