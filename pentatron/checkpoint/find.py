@@ -44,8 +44,12 @@ def followed(path: Path) -> Path:
 
 def pointed_at(steps: Path) -> str:
     """Content of `latest`, or an empty string. Only used if the user names the file."""
+    return _read_line(steps / LATEST)
+
+
+def _read_line(path: Path) -> str:
     try:
-        return (steps / LATEST).read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -94,10 +98,7 @@ def megatron_step(path: Path) -> tuple[Path, str] | None:
 
 def _newest_iteration(path: Path) -> Path | None:
     """Returns the folder that Megatron-LM's tracker names, else its newest iteration, or None."""
-    try:
-        iteration = (path / TRACKER).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        iteration = ""
+    iteration = _read_line(path / TRACKER)
     if iteration.isdecimal():
         return path / f"iter_{int(iteration):07d}"
     if iteration == "release":
@@ -115,7 +116,7 @@ def refuse_other_formats(path: Path) -> None:
             f"--ckpt-format {kind} to pentatron train or export (they are read in a sandboxed process that runs nothing of them)"
         )
     # Our saves write the tracker file too, but always with `latest`.
-    if (path / TRACKER).is_file() and not (path / "latest").exists():
+    if (path / TRACKER).is_file() and not (path / LATEST).exists():
         raise UserError(
             f"{path / TRACKER} is of Megatron-LM, but {_newest_iteration(path)} holds no checkpoint; name the folder of one"
         )

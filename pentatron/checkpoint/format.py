@@ -92,15 +92,20 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns JSON with one line per file and tensor: compact for many pieces, and still readable."""
+        tensors = {}
+        for name, record in self.tensors.items():
+            # `dataclasses.asdict` copies deeply, which takes seconds for many thousand pieces.
+            pieces = [{k: v for k, v in vars(piece).items() if v is not None} for piece in record.pieces]
+            tensors[name] = {"dtype": record.dtype, "shape": record.shape, "pieces": pieces}
         content = {
             "format": FORMAT,
             "version": VERSION,
             "step": self.step,
             "files": {
-                name: {key: value for key, value in vars(record).items() if key != "crc32"}
-                for name, record in self.files.items()
+                name: {key: value for key, value in vars(file).items() if key != "crc32"}
+                for name, file in self.files.items()
             },
-            "tensors": {name: _tensor_fields(record) for name, record in self.tensors.items()},
+            "tensors": tensors,
             "run_state": self.run_state,
             "config": self.config,
         }
@@ -110,12 +115,6 @@ class Manifest:
     def tensors_in(self, file: str) -> list[str]:
         """Returns the names of the tensors with a piece in this file."""
         return [name for name, record in self.tensors.items() if any(p.file == file for p in record.pieces)]
-
-
-def _tensor_fields(record: TensorRecord) -> dict[str, Any]:
-    # `dataclasses.asdict` copies deeply, which takes seconds for many thousand pieces.
-    pieces = [{k: v for k, v in vars(piece).items() if v is not None} for piece in record.pieces]
-    return {"dtype": record.dtype, "shape": record.shape, "pieces": pieces}
 
 
 def _json_lines(value: Any) -> str:

@@ -379,7 +379,7 @@ def _cast(dtype: torch.dtype, values: Tensor, name: str) -> Tensor:
     overflowed = cast.isinf() & values.isfinite()
     if overflowed.any():
         raise UserError(
-            f"{name} contains {float(values[overflowed].abs().max()):.3g}, which is beyond the range of {dtype_name(dtype)}; choose another "
+            f"{name} holds {float(values[overflowed].abs().max()):.3g}, which is beyond the range of {dtype_name(dtype)}; choose another "
             f"--dtype"
         )
     return cast

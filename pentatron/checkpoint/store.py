@@ -421,7 +421,7 @@ class Save:
         return ""
 
     def read_back(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
-        """Stage 3, all ranks: reads back this rank's share of the files if the verdict asks for it."""
+        """Stage 3, all ranks: reads back this rank's share of the files if `to_check`."""
         if not verdicts[0].to_check:
             return None
         folder = Path(verdicts[0].final)

@@ -101,8 +101,10 @@ def read_index(path: str) -> dict[str, Any]:
             continue
         state = record.state
         pieces = [[_shape(p.state["offsets"]), _shape(p.state["sizes"])] for p in state["chunks"]]
+        properties = state["properties"].state
+        dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         tensors[name] = {
-            "dtype": _dtype(state["properties"]),
+            "dtype": str(dtype.origin).removeprefix("torch."),
             "shape": _shape(state["size"]),
             "pieces": pieces,
         }
@@ -128,12 +130,6 @@ def _shape(size: Any) -> list[int]:
     """Returns a torch.Size, which is pickled as a tuple, or a list."""
     numbers = size.args[0] if isinstance(size, Inert) and size.args else getattr(size, "args", size)
     return [int(n) for n in numbers]
-
-
-def _dtype(properties: Any) -> str:
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
-    return str(dtype.origin).removeprefix("torch.")
 
 
 def read_archive(path: str) -> Any:

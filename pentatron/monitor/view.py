@@ -9,7 +9,7 @@ from typing import Any
 from pentatron.monitor.metrics import Followed, damaged_lines
 from pentatron.text import duration, in_digits, in_mib, one_line, printable
 
-# Recommended limits, as fractions of the step time.
+# Recommended maximum share of communication in a step, and minimum GPU utilisation.
 MOST_COMMUNICATION = 0.20
 LEAST_UTILISATION = 0.80
 
@@ -40,10 +40,10 @@ def draw_curve(
     low, high = min(values), max(values)
     high += 1e-9 if high == low else 0.0
     label = max(len(in_digits(v)) for v in (low, high))
-    dots_per_column, dots_per_row = (2, 4) if braille else (1, 1)
+    cell_width, cell_height = (2, 4) if braille else (1, 1)
     cells = max(8, width - label - 3)
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-    columns, rows = cells * dots_per_column, height * dots_per_row
+    columns, rows = cells * cell_width, height * cell_height
 
     def place(point: Point) -> tuple[int, int]:
         x = round((columns - 1) * (point[0] - first) / (last - first))
@@ -61,7 +61,7 @@ def draw_curve(
     grid = [[_character(filled, column, row, braille) for column in range(cells)] for row in range(height)]
     for mark in marks:
         x, y = place(mark)
-        grid[y // dots_per_row][x // dots_per_column] = _DOT
+        grid[y // cell_height][x // cell_width] = _DOT
     labels = {0: in_digits(high), height - 1: in_digits(low)}
     lines = [f"{labels.get(i, ''):>{label}} {'┤' if i in labels else '│'}" for i in range(height)]
     axis = f"{'':>{label}} └" + "─" * cells
